@@ -1,0 +1,156 @@
+"""What a device is: the interface of an accelerator, and the grammar of `devices=`.
+
+Called by fabric/resolve.py (which devices) and strategies/ (setting a device up, its statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+__all__ = ["Accelerator", "parse_device_count", "parse_device_indices"]
+
+
+class Accelerator:
+    """A kind of device: which of them exist, and how one is made ready.
+
+    What concerns the kind is static; what concerns one device takes it as an argument. Subclasses implement the
+    static methods, and register themselves in `ACCELERATOR_REGISTRY`.
+    """
+
+    auto_priority: int = -1
+    """`accelerator="auto"` takes the available kind with the highest priority; below 0: never by itself."""
+
+    is_gpu: bool = False
+    """Whether `accelerator="gpu"` may choose this kind."""
+
+    @staticmethod
+    def name() -> str:
+        """Return the name that users type, which is also the device type of torch."""
+        raise NotImplementedError
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether this machine has at least one such device. Must not initialise the device."""
+        raise NotImplementedError
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return how many devices `devices="auto"` uses."""
+        raise NotImplementedError
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:  # Any: whatever the user typed; an int or indices come back
+        """Check the user's `devices=` and return what `get_parallel_devices` takes.
+
+        Raises:
+            ConfigError: The form is wrong for this kind of device, or a device does not exist.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:  # Any: what parse_devices returned
+        """Return one torch.device per process of this node, from what `parse_devices` returned."""
+        raise NotImplementedError
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make a device current for this process. Called once, before a module is moved to it."""
+
+    def teardown(self) -> None:
+        """Give back what can be given back after a run."""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return numbers on the use of a device, read on the host; the keys and units are the kind's own."""
+        return {}
+
+
+def parse_device_count(devices: object, kind: str) -> int:
+    """Return a positive number of processes from an int or a string of digits.
+
+    Raises:
+        ConfigError: Anything else, also 0, negative numbers, lists and booleans.
+    """
+    count = devices
+    if isinstance(count, str) and count.strip().isdecimal():
+        count = int(count)
+    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+        return count
+    raise ConfigError(
+        f"devices={devices!r} cannot be used with accelerator={kind!r}: expected a number of processes, 1 or more.",
+        fix='pass devices=1 (or a larger int), or devices="auto".',
+    )
+
+
+def parse_device_indices(devices: object, kind: str, visible: Sequence[int]) -> list[int]:
+    """Return device indices from any accepted form: n, -1, "n", "-1", "auto", "0,1", "1,", [0, 1].
+
+    Args:
+        devices: What the user typed.
+        kind: Name of the accelerator, for messages.
+        visible: Indices that exist.
+
+    Raises:
+        ConfigError: The form is wrong, no device or too many are asked for, one is named twice or does not exist.
+    """
+    if not visible:
+        raise ConfigError(
+            f"devices={devices!r} asks for {kind} devices, but this machine shows none.",
+            fix='pass accelerator="cpu", or make the devices visible to this process.',
+        )
+    asked = _indices_or_count(devices, kind)
+    if isinstance(asked, int):
+        if asked == -1:
+            return list(visible)
+        if asked > len(visible):
+            raise ConfigError(
+                f"devices={devices!r} asks for {asked} {kind} devices, but this machine shows {len(visible)}.",
+                fix=f"pass devices={len(visible)} or fewer.",
+            )
+        return list(visible[:asked])
+    twice = sorted({index for index in asked if asked.count(index) > 1})
+    if twice:
+        raise ConfigError(
+            f"devices={devices!r} names {', '.join(map(str, twice))} more than once.",
+            fix="name each device once.",
+        )
+    missing = [index for index in asked if index not in visible]
+    if missing:
+        raise ConfigError(
+            f"devices={devices!r} names {kind} devices that do not exist: {', '.join(map(str, missing))}.",
+            fix=f"choose among the visible ones: {', '.join(map(str, visible))}.",
+        )
+    return asked
+
+
+def _indices_or_count(devices: object, kind: str) -> int | list[int]:
+    """Return -1 (all), a positive count, or a list of at least one index."""
+    value = devices
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() == "auto":
+            return -1
+        try:
+            value = [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
+        except ValueError:
+            raise _wrong_form(devices, kind) from None
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise _wrong_form(devices, kind)
+        if all(isinstance(index, int) and not isinstance(index, bool) for index in value):
+            return [int(index) for index in value]
+        raise _wrong_form(devices, kind)
+    if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0):
+        return value
+    raise _wrong_form(devices, kind)
+
+
+def _wrong_form(devices: object, kind: str) -> ConfigError:
+    return ConfigError(
+        f"devices={devices!r} cannot be used with accelerator={kind!r}: expected a positive number of devices, "
+        f"-1 for all, or indices of devices.",
+        fix='pass devices=1, devices=[0, 1], devices="0,1", devices=-1 or devices="auto".',
+    )

@@ -1,0 +1,107 @@
+"""NVIDIA (and AMD ROCm) cards as an accelerator. Called through the registry by fabric/resolve.py."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .base import Accelerator, parse_device_indices
+from .registry import ACCELERATOR_REGISTRY
+
+__all__ = ["CUDAAccelerator", "find_usable_cuda_devices"]
+
+log = logging.getLogger(__name__)
+
+
+@ACCELERATOR_REGISTRY.register("cuda", description="NVIDIA or ROCm cards; devices= is a number or indices")
+class CUDAAccelerator(Accelerator):
+    """Cards that torch reaches through `torch.cuda`."""
+
+    auto_priority = 10
+    is_gpu = True
+
+    @staticmethod
+    def name() -> str:
+        """Return "cuda"."""
+        return "cuda"
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether torch sees at least one card; asks the driver, makes no context."""
+        return torch.cuda.device_count() > 0
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return the number of visible cards."""
+        return torch.cuda.device_count()
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:  # Any: whatever the user typed
+        """Return the indices of the cards, in the order asked for; see `parse_device_indices`."""
+        return parse_device_indices(devices, "cuda", range(torch.cuda.device_count()))
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:  # Any: what parse_devices returned
+        """Return `torch.device("cuda", i)` for each index."""
+        return [torch.device("cuda", index) for index in devices]
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make the card current, and say (once) where tensor cores lie idle in float32 products.
+
+        Raises:
+            ConfigError: The device is not a CUDA device.
+        """
+        if device.type != "cuda":
+            raise ConfigError(
+                f"the CUDA accelerator was asked to set up {device}.", fix='pass accelerator="auto" or a cuda device.'
+            )
+        torch.cuda.set_device(device)
+        if torch.cuda.get_device_capability(device) >= (8, 0) and torch.get_float32_matmul_precision() == "highest":
+            log.info("%s has tensor cores; torch.set_float32_matmul_precision('high') would use them.", device)
+
+    def teardown(self) -> None:
+        """Give cached memory back to the driver."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return the allocator's statistics (`torch.cuda.memory_stats`), sizes in bytes."""
+        return {key: float(value) for key, value in torch.cuda.memory_stats(device).items()}
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the indices of cards on which a tensor can be made now.
+
+    Args:
+        num_devices: How many are wanted; -1 for all that are usable, 0 gives an empty list.
+
+    Raises:
+        ConfigError: There is no card, or fewer are usable than wanted.
+    """
+    if num_devices == 0:
+        return []
+    visible = torch.cuda.device_count()
+    if visible == 0 or num_devices > visible or num_devices < -1:
+        raise ConfigError(
+            f"find_usable_cuda_devices({num_devices}) was asked on a machine that shows {visible} CUDA devices.",
+            fix="ask for -1 or at most the number of visible devices; set CUDA_VISIBLE_DEVICES to show more.",
+        )
+    usable: list[int] = []
+    for index in range(visible):
+        try:
+            torch.zeros(1, device=torch.device("cuda", index))
+        except RuntimeError as error:  # what torch raises for a card that another process owns
+            log.info("cuda:%d cannot be used now: %s", index, error)
+            continue
+        usable.append(index)
+        if len(usable) == num_devices:
+            break
+    if len(usable) < num_devices or not usable:
+        raise ConfigError(
+            f"{num_devices} CUDA devices were asked for; of {visible}, these can be used now: {usable}.",
+            fix="wait for another process to end, or ask for fewer devices.",
+        )
+    return usable

@@ -1,0 +1,176 @@
+"""A registry of named classes: how a name that a user types becomes an accelerator or a strategy.
+
+Called by fabric/resolve.py for accelerators; strategies/registry.py builds its own on the same class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, overload
+
+from ..errors import ConfigError, nearest
+from .base import Accelerator
+
+__all__ = ["ACCELERATOR_REGISTRY", "AcceleratorRegistry", "Registry"]
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[T]):
+    cls: type[T]
+    description: str
+    init_params: dict[str, Any] = field(default_factory=dict)  # Any: arguments of the user's own class
+
+
+class Registry(Generic[T]):
+    """Names (any case) and the classes that they stand for, in the order in which they were registered.
+
+    Args:
+        kind: What is registered, for error messages ("accelerator").
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, _Entry[T]] = {}
+
+    @overload
+    def register(
+        self, name: str, cls: type[T], description: str | None = None, override: bool = False, **init_params: Any
+    ) -> type[T]: ...
+
+    @overload
+    def register(
+        self, name: str, cls: None = None, description: str | None = None, override: bool = False, **init_params: Any
+    ) -> Callable[[C], C]: ...
+
+    def register(
+        self,
+        name: str,
+        cls: type[Any] | None = None,
+        description: str | None = None,
+        override: bool = False,
+        **init_params: Any,  # Any: arguments of the user's own class
+    ) -> Any:
+        """Give a class a name, either at once or as a decorator (``@registry.register("name")``).
+
+        Args:
+            name: What users will type; upper and lower case are the same.
+            cls: The class; None to use the result as a decorator.
+            description: One line for listings; None means none.
+            override: Replace an earlier class of that name.
+            init_params: Keyword arguments for `create`, so that one class can have several names.
+
+        Returns:
+            The class, or the decorator.
+
+        Raises:
+            ConfigError: The name is no string or is taken, or what is registered is no class.
+        """
+        key = self._key(name)
+        if key in self._entries and not override:
+            raise ConfigError(
+                f"the {self.kind} name {name!r} is already registered, for {self._entries[key].cls.__name__}.",
+                fix="choose another name, or pass override=True.",
+            )
+
+        def add(target: type[T]) -> type[T]:
+            if not isinstance(target, type):
+                raise ConfigError(
+                    f"the {self.kind} {name!r} must be registered as a class, but {target!r} was given.",
+                    fix=f"pass the class itself, as in register({name!r}, MyClass).",
+                )
+            self._entries[key] = _Entry(target, description or "", init_params)
+            return target
+
+        return add if cls is None else add(cls)
+
+    def get(self, name: str, default: type[T] | None = None) -> type[T]:
+        """Return the class registered under a name.
+
+        Args:
+            name: The name, in any case.
+            default: Returned for an unknown name; None means that an unknown name is an error.
+
+        Raises:
+            ConfigError: The name is unknown; the message lists the known ones.
+        """
+        entry = self._entries.get(self._key(name))
+        if entry is not None:
+            return entry.cls
+        if default is not None:
+            return default
+        raise self._unknown(name)
+
+    def create(self, name: str, **init_params: Any) -> T:  # Any: arguments of the user's own class
+        """Return a new instance of the class registered under a name, made with its registered arguments.
+
+        Args:
+            name: The name, in any case.
+            init_params: Further arguments; they win over the registered ones.
+
+        Raises:
+            ConfigError: The name is unknown; the message lists the known ones.
+        """
+        entry = self._entries.get(self._key(name))
+        if entry is None:
+            raise self._unknown(name)
+        return entry.cls(**{**entry.init_params, **init_params})
+
+    def remove(self, name: str) -> None:
+        """Forget a name; a ConfigError lists the known ones if it is unknown."""
+        if self._entries.pop(self._key(name), None) is None:
+            raise self._unknown(name)
+
+    def description(self, name: str) -> str:
+        """Return the line that was given when the name was registered, or an empty string."""
+        entry = self._entries.get(self._key(name))
+        return entry.description if entry else ""
+
+    def names(self) -> list[str]:
+        """Return all names, in the order in which they were registered."""
+        return list(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _key(self, name: object) -> str:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"the name of a {self.kind} must be a string that is not empty, but {name!r} was given.",
+                fix=f"name the {self.kind} with a string, such as {'cpu' if self.kind == 'accelerator' else 'ddp'!r}.",
+            )
+        return name.lower()
+
+    def _unknown(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"no {self.kind} is registered as {name!r}{nearest(name.lower(), self._entries)}.",
+            fix=f"use one of: {', '.join(self._entries) or 'none is registered'}.",
+        )
+
+
+class AcceleratorRegistry(Registry[Accelerator]):
+    """The accelerators that `Trainer(accelerator="name")` knows.
+
+    A new kind of device is one class with `auto_priority` and, if it is a graphics card, `is_gpu`, and one call of
+    `register`: "auto" and "gpu" find it by themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("accelerator")
+
+    def available_accelerators(self) -> set[str]:
+        """Return the registered names, whether or not this machine has the device."""
+        return set(self.names())
+
+
+ACCELERATOR_REGISTRY = AcceleratorRegistry()
+"""The registry that Trainer and Fabric read."""

@@ -1,0 +1,140 @@
+"""Full precision, and the interface that every precision has: dtypes as data, and what is done with them.
+
+Called by Fabric, which composes a precision with a strategy; neither of the two calls the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["DefaultDtype", "Precision", "PrecisionPolicy"]
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The dtypes of one precision, for strategies that cast by themselves (sharding, engines)."""
+
+    param_dtype: torch.dtype = torch.float32
+    """Of parameters as the optimizer holds them."""
+    compute_dtype: torch.dtype = torch.float32
+    """Of matrix products in the forward and backward pass."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Of gradients while they are reduced over ranks."""
+    buffer_dtype: torch.dtype = torch.float32
+    """Of floating point buffers."""
+    output_dtype: torch.dtype = torch.float32
+    """Of what `Precision.convert_output` returns."""
+
+
+class Precision:
+    """Full precision ("32-true"): nothing is cast, scaled or entered. The base class of the others.
+
+    The flags say which of the methods do something, so that the hot path calls no others.
+    """
+
+    precision: str = "32-true"
+    """The name that users type."""
+    policy: PrecisionPolicy = PrecisionPolicy()
+    """The dtypes, as data."""
+    has_forward_context: bool = False
+    """Whether `forward_context` does something."""
+    has_scaler: bool = False
+    """Whether losses are scaled, so that an optimizer step can be skipped."""
+    converts_input: bool = False
+    """Whether `convert_input` does something."""
+    converts_output: bool = False
+    """Whether `Fabric.bind_step` passes what a step returns through `convert_output`."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return the module with its parameters and buffers in this precision's dtypes; may change it in place."""
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors made without a dtype get this precision's."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which parameters are made in this precision's dtype."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which the user's steps run: a new one for every use."""
+        return nullcontext()
+
+    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+        """Return the data with floating point tensors in the dtype that the forward pass takes."""
+        return data
+
+    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+        """Return the data with floating point tensors in `policy.output_dtype`; gradients flow through."""
+        return data
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to call `backward` on."""
+        return loss
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring the gradients of an optimizer's parameters to their true size, before they are clipped or read."""
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer.
+
+        Args:
+            optimizer: It has gradients from `scale_loss(...).backward()`.
+            closure: Computes loss and gradients anew, for optimizers such as LBFGS; None for all others.
+
+        Returns:
+            Whether the step was made: False if it was skipped because a gradient is infinite or NaN.
+        """
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise a ConfigError if this precision cannot work with the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values; empty if there is none."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+
+    def teardown(self) -> None:
+        """End the use of this precision after a run."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.precision!r})"
+
+
+class DefaultDtype:
+    """A context in which torch's default dtype is another one.
+
+    Args:
+        dtype: A floating point dtype.
+    """
+
+    __slots__ = ("_before", "dtype")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_default_dtype(self._before.pop())

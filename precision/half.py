@@ -1,0 +1,66 @@
+"""Parameters, inputs and products in a 16-bit dtype. Made by fabric/resolve.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, nearest
+from .base import DefaultDtype, Precision, PrecisionPolicy
+from .cast import cast_floats
+
+__all__ = ["HalfPrecision"]
+
+_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+class HalfPrecision(Precision):
+    """Hold parameters and buffers in 16 bits, cast floating point inputs, and make new tensors in 16 bits.
+
+    Args:
+        precision: "16-true" (float16) or "bf16-true" (bfloat16).
+
+    Raises:
+        ConfigError: Another name.
+    """
+
+    has_forward_context = True
+    converts_input = True
+
+    def __init__(self, precision: str = "16-true") -> None:
+        dtype = _DTYPES.get(precision)
+        if dtype is None:
+            raise ConfigError(
+                f"HalfPrecision was given precision={precision!r}{nearest(str(precision), _DTYPES)}.",
+                fix='pass "16-true" or "bf16-true".',
+            )
+        self.precision = precision
+        self.policy = PrecisionPolicy(dtype, dtype, dtype, dtype, torch.float32)
+        self._dtype = dtype
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast floating point parameters and buffers in place and return the module."""
+        return module.half() if self._dtype is torch.float16 else module.bfloat16()
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Make the 16-bit dtype the default one."""
+        return DefaultDtype(self._dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Make the 16-bit dtype the default one."""
+        return DefaultDtype(self._dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Make the 16-bit dtype the default one."""
+        return DefaultDtype(self._dtype)
+
+    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+        """Cast floating point tensors to the 16-bit dtype."""
+        return cast_floats(data, self._dtype)
+
+    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+        """Cast floating point tensors to float32."""
+        return cast_floats(data, torch.float32)

@@ -1,0 +1,211 @@
+"""Float32 parameters with 16-bit products: autocast, and for float16 a loss scale. Made by fabric/resolve.py."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from ..errors import CheckpointError, ConfigError, nearest
+from .base import Precision, PrecisionPolicy
+from .cast import cast_floats
+
+__all__ = ["MixedPrecision"]
+
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class MixedPrecision(Precision):
+    """Run steps under autocast; parameters, gradients and optimizer stay in float32.
+
+    "16-mixed" is float16 on every device, also on the CPU. Its range is small, so the loss is scaled up before the
+    backward pass; a step whose gradients overflow is skipped and the scale is halved.
+
+    The scale changes only when the next loss is scaled, not right after a step: two optimizers that step after both
+    backward passes divide by the same scale.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: Device type for autocast and scaler: "cpu", "cuda" or "mps".
+        scaler: A `torch.amp.GradScaler` with other settings, for "16-mixed"; None makes one with torch's own.
+
+    Raises:
+        ConfigError: Another precision, or a scaler for bfloat16, which needs none.
+    """
+
+    has_forward_context = True
+
+    def __init__(
+        self, precision: str = "bf16-mixed", device: str = "cpu", scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        dtype = _DTYPES.get(precision)
+        if dtype is None:
+            raise ConfigError(
+                f"MixedPrecision was given precision={precision!r}{nearest(str(precision), _DTYPES)}.",
+                fix='pass "16-mixed" or "bf16-mixed".',
+            )
+        if scaler is not None and precision == "bf16-mixed":
+            raise ConfigError(
+                "MixedPrecision was given precision='bf16-mixed' and a scaler, but bfloat16 has float32's range.",
+                fix="leave the scaler out, or pass precision='16-mixed'.",
+            )
+        self.precision = precision
+        self.device = device
+        self.policy = PrecisionPolicy(compute_dtype=dtype)
+        self.scaler = torch.amp.GradScaler(device) if precision == "16-mixed" and scaler is None else scaler
+        self.has_scaler = self.scaler is not None
+        self._dtype = dtype
+        # Ids of the optimizers that were unscaled since the scale last changed. While there is one, a change of the
+        # scale is due.
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+        self._hooked: WeakSet[Optimizer] = WeakSet()
+        self._has_stepped = False
+        self._found_inf: Tensor | None = None
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a new autocast context."""
+        return torch.autocast(self.device, dtype=self._dtype)
+
+    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+        """Cast floating point tensors to float32."""
+        return cast_floats(data, torch.float32)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale; shape, device and graph are kept."""
+        if self.scaler is None:
+            return loss
+        if self._unscaled or self._stepped:
+            self._update_scale()
+        return self.scaler.scale(loss)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, in place, and note on the device whether one is infinite or NaN.
+
+        The second call for one step does nothing.
+
+        Raises:
+            ConfigError: The optimizer divides by itself, inside its step, so that its gradients cannot be clipped.
+        """
+        if self.scaler is None or id(optimizer) in self._unscaled or id(optimizer) in self._stepped:
+            return
+        if _takes_scaler(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} divides gradients by the loss scale inside its step (it takes a "
+                f"grad_scaler argument), so they cannot be clipped or read before it.",
+                fix="use another optimizer, precision='bf16-mixed', or no gradient clipping.",
+            )
+        if not _has_gradient(optimizer):
+            return
+        self.scaler.unscale_(optimizer)
+        self._unscaled.add(id(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer unless a gradient is infinite or NaN.
+
+        Args:
+            optimizer: Its gradients may be unscaled already or not.
+            closure: Called once before the step, if given. Optimizers that call it again cannot have a loss scale.
+
+        Returns:
+            False if the step was skipped: parameters and optimizer state are as before, and the scale will be halved.
+
+        Raises:
+            ConfigError: LBFGS with a loss scale.
+        """
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, closure)
+        if optimizer not in self._hooked:
+            self.check_optimizer(optimizer)
+            # The scaler does not say whether it skipped; a hook on the optimizer does, without a read of our own.
+            optimizer.register_step_post_hook(self._note_step)
+            self._hooked.add(optimizer)
+        if closure is not None:
+            closure()
+        if not _has_gradient(optimizer):  # the scaler refuses this; without a scale it is a step that does nothing
+            optimizer.step()
+            return True
+        self._has_stepped = False
+        self._found_inf = None
+        scaler.step(optimizer)
+        self._unscaled.discard(id(optimizer))
+        self._stepped.add(id(optimizer))
+        if self._found_inf is not None:
+            # A fused optimizer looks at the flag on the device. Others made the scaler read it on the host in step();
+            # here the same read is ours, because schedulers and counters must know.
+            return not self._found_inf.item()
+        return self._has_stepped
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise a ConfigError for LBFGS with a loss scale: it evaluates its closure several times in a step."""
+        if self.scaler is not None and isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "LBFGS cannot be used with precision='16-mixed': it computes the loss several times within a step, "
+                "and the loss scale holds for one backward pass.",
+                fix="pass precision='bf16-mixed' or '32-true', or use another optimizer.",
+            )
+
+    @property
+    def scale(self) -> float | None:
+        """The factor for the next loss; None without a scaler. Reads the device."""
+        if self.scaler is None:
+            return None
+        self._update_scale()
+        return float(self.scaler.get_scale())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's scale, factors and counter as plain numbers; {} without a scaler. Reads the device."""
+        if self.scaler is None:
+            return {}
+        self._update_scale()
+        return dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back the scaler's state.
+
+        Raises:
+            CheckpointError: The checkpoint holds a loss scale and this precision has none, or the reverse.
+        """
+        mine = self.scaler is not None and self.scaler.is_enabled()
+        if mine != bool(state_dict):
+            raise CheckpointError(
+                f"the checkpoint holds {'a' if state_dict else 'no'} loss scale, "
+                f"but precision={self.precision!r} {'needs one' if mine else 'has none'}.",
+                fix="resume with the precision of the run that wrote the checkpoint, or load its weights only.",
+            )
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+            self._unscaled.clear()
+            self._stepped.clear()
+
+    def teardown(self) -> None:
+        """Make the change of the scale that is still due."""
+        self._update_scale()
+
+    def _update_scale(self) -> None:
+        if self.scaler is not None and (self._unscaled or self._stepped):
+            self.scaler.update()
+            self._unscaled.clear()
+            self._stepped.clear()
+
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_stepped = True
+        self._found_inf = getattr(optimizer, "found_inf", None)
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _takes_scaler(optimizer: Optimizer) -> bool:
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and "grad_scaler" in inspect.signature(optimizer.step).parameters
+    )

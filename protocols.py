@@ -1,0 +1,30 @@
+"""Protocols and type aliases that every other part of the package may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Loader", "Stateful"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be taken out and put back, as tensors and plain values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: tensors, numbers, strings, and containers of these."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Put back what `state_dict` returned."""
+        ...
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """What training and evaluation read batches from: anything that can be iterated again and again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a new pass over the data."""
+        ...

@@ -1,0 +1,428 @@
+"""How a model is spread over devices and processes: the interface, each method with one caller.
+
+Called by fabric/fabric.py; checkpoint/ calls the four methods on state. A strategy listens to no events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ConfigError, NonFiniteError
+from ..precision import Precision
+from .skip_init import SkipInit
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..accelerators import Accelerator
+
+__all__ = ["Launcher", "Strategy", "Topology"]
+
+# What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
+_COMPILED = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands among all. `data_rank` and `data_size` count the ranks that read different data."""
+
+    global_rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+
+
+class Launcher(Protocol):
+    """How the processes of a strategy start."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook."""
+        ...
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the function in all processes and return what it returned on rank 0."""
+        ...
+
+
+class Strategy:
+    """One process on one device, unless a subclass says otherwise: every method has a default that works.
+
+    A subclass that defines `reduce` has `all_reduce` too, and the reverse; the same holds for `root_device` and
+    `device`, and for `precision_plugin` and `precision`.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        precision: Another name for `precision_plugin`.
+    """
+
+    strategy_name: str = "custom"
+    launcher: Launcher | None = None
+    """How processes start; None: there is only this one."""
+
+    # On the class, so that a subclass whose __init__ does not call ours works.
+    _accelerator: Accelerator | None = None
+    _checkpoint_io: Any = None  # Any: a checkpoint IO, whose package lies above this one
+    _precision: Precision | None = None
+    _device: torch.device | None = None
+    # What Fabric chose where the user chose nothing; replaced as a whole when another Fabric takes the strategy.
+    _filled: Mapping[str, Any] = {}
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: Any = None,  # Any: see above
+        precision_plugin: Precision | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        if precision is not None and precision_plugin is not None and precision is not precision_plugin:
+            raise ConfigError(
+                f"{type(self).__name__} was given precision={precision!r} and precision_plugin={precision_plugin!r}.",
+                fix="pass one of the two; they are names of the same thing.",
+            )
+        self._accelerator = accelerator
+        self._checkpoint_io = checkpoint_io
+        self._precision = precision if precision is not None else precision_plugin
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for one, other in (("reduce", "all_reduce"), ("root_device", "device"), ("precision_plugin", "precision")):
+            if one in cls.__dict__ and other not in cls.__dict__:
+                setattr(cls, other, cls.__dict__[one])
+            elif other in cls.__dict__ and one not in cls.__dict__:
+                setattr(cls, one, cls.__dict__[other])
+
+    # -- read by anyone ------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process; the CPU until one is set."""
+        if self._device is not None:
+            return self._device
+        device: torch.device = self._filled.get("device", CPU)
+        return device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._device = device
+
+    root_device = device
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and sizes; the same object as long as nothing changes."""
+        return ALONE
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process has global rank 0."""
+        return self.topology.global_rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """Rank among all processes."""
+        return self.topology.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node."""
+        return self.topology.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this node."""
+        return self.topology.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.topology.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """`num_replicas` and `rank` for a sampler; None if all data are read by this process."""
+        topology = self.topology
+        if topology.data_size == 1:
+            return None
+        return {"num_replicas": topology.data_size, "rank": topology.data_rank}
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The kind of device; None until Fabric sets it."""
+        return self._accelerator if self._accelerator is not None else self._filled.get("accelerator")
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def precision(self) -> Precision:
+        """The precision; full precision until one is set."""
+        if self._precision is not None:
+            return self._precision
+        precision: Precision = self._filled.get("precision", _FULL_PRECISION)
+        return precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self._precision = precision
+
+    precision_plugin = precision
+
+    @property
+    def checkpoint_io(self) -> Any:  # Any: see __init__
+        """What reads and writes checkpoints; None until Fabric sets it."""
+        if self._checkpoint_io is not None:
+            return self._checkpoint_io
+        if self._filled.get("checkpoint_io") is None and "make_checkpoint_io" in self._filled:
+            self._filled = {**self._filled, "checkpoint_io": self._filled["make_checkpoint_io"]()}
+        return self._filled.get("checkpoint_io")
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    def fill(self, **choices: Any) -> None:
+        """Take what Fabric chose; what the user gave to the constructor or set on the strategy wins.
+
+        Args:
+            choices: accelerator, device, precision, parallel_devices, cluster_environment, and checkpoint_io or, for
+                when there is none, make_checkpoint_io, a function that is called when one is needed.
+        """
+        self._filled = choices
+
+    # -- processes; called by Fabric -----------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Make the device current, and (with several processes) connect them. Called once in every process."""
+        if self.accelerator is not None:
+            self.accelerator.setup_device(self.device)
+
+    def teardown(self) -> None:
+        """Finish what the checkpoint IO has on its way, and give back devices and connections, after a run."""
+        checkpoint_io = self._checkpoint_io or self._filled.get("checkpoint_io")  # one that nobody used is not made
+        if checkpoint_io is not None and hasattr(checkpoint_io, "teardown"):
+            checkpoint_io.teardown()
+        self.precision.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    # -- the model; called by Fabric, once -----------------------------------------------------------------------
+
+    @contextmanager
+    def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Return a context in which a module is built where it will live.
+
+        Args:
+            empty_init: True leaves parameters without values, for a checkpoint that is loaded next; None and False
+                initialise them. Random numbers are not drawn for what is left out.
+        """
+        with self.device, SkipInit() if empty_init else nullcontext():
+            yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move the module's parameters and buffers, in place."""
+        module.to(self.device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module as the strategy runs it: wrapped or sharded. It is on its device already."""
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer as the strategy runs it."""
+        return optimizer
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Set up a module and its optimizers together, for engines that need both at once."""
+        return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
+
+    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs `module.<name>` so that the strategy's forward hooks fire.
+
+        Args:
+            module: What `setup_module` returned.
+            name: Name of a method of the user's module, such as "training_step".
+        """
+        step: Callable[..., Any] = getattr(module, name)
+        return step
+
+    # -- hot path; called by Fabric ------------------------------------------------------------------------------
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes do not reduce gradients over ranks, if enabled."""
+        return nullcontext()
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # Any: arguments of Tensor.backward
+        """Compute gradients of a loss (shape (), already scaled by the precision)."""
+        tensor.backward(*args, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients of the optimizer's parameters in place so that their total norm is at most `max_norm`.
+
+        Args:
+            module: What `setup_module` returned.
+            optimizer: Its gradients are unscaled.
+            max_norm: Threshold in units of unscaled gradients.
+            norm_type: Order of the norm; may be infinity.
+            error_if_nonfinite: Read the norm on the host and raise if it is infinite or NaN.
+
+        Returns:
+            The norm before clipping: shape (), on the gradients' device, equal on all ranks.
+
+        Raises:
+            NonFiniteError: The norm is infinite or NaN, and that was to be an error.
+
+        Source: Pascanu et al. 2013, eq. 7.
+        """
+        try:
+            return nn.utils.clip_grad_norm_(
+                _parameters(optimizer), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        except RuntimeError as error:
+            if "non-finite" not in str(error):
+                raise
+            raise NonFiniteError(
+                "the norm of the gradients is infinite or NaN, so that they cannot be clipped.",
+                fix="lower the learning rate, look for a division by zero in the loss, or pass "
+                "error_if_nonfinite=False to go on.",
+            ) from error
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
+        nn.utils.clip_grad_value_(_parameters(optimizer), clip_val)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer; Fabric calls this unless the precision steps (loss scaling).
+
+        Returns:
+            Whether the step was made.
+        """
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    # Any: process groups are of the backend's own type.
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """Return a tensor (or collection) reduced over ranks, with "mean", "sum", "min" or "max"."""
+        return tensor
+
+    reduce = all_reduce
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return tensors of all ranks stacked along a new first dimension; with one rank, the tensor itself.
+
+        Args:
+            tensor: The same shape on all ranks.
+            group: Ranks that take part; None for all.
+            sync_grads: Let gradients flow back through the gathering.
+        """
+        return tensor
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object."""
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or with all=False, any rank) decided True."""
+        return bool(decision)
+
+    # -- state; called by checkpoint/ ----------------------------------------------------------------------------
+
+    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole state of a module, under the names of the module as the user wrote it.
+
+        Prefixes that torch.compile adds are left out, so that a compiled and a plain module have the same state.
+        """
+        state: dict[str, Any] = module.state_dict()
+        if any(_COMPILED in key for key in state):
+            return {key.replace(_COMPILED, ""): value for key, value in state.items()}
+        return state
+
+    get_module_state_dict = module_state_dict
+
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back what `module_state_dict` returned, into a compiled or a plain module.
+
+        Returns:
+            What torch's `load_state_dict` returns: missing and unexpected keys.
+
+        Raises:
+            CheckpointError: Names all missing and unexpected keys and wrong shapes at once.
+        """
+        names = {name.replace(_COMPILED, ""): name for name in module.state_dict()}
+        if any(_COMPILED in name for name in names.values()):
+            state = {names.get(key.replace(_COMPILED, ""), key): value for key, value in state.items()}
+        elif any(_COMPILED in key for key in state):
+            state = {key.replace(_COMPILED, ""): value for key, value in state.items()}
+        try:
+            return module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            if "Error(s) in loading state_dict" not in str(error):
+                raise
+            raise CheckpointError(
+                f"the checkpoint does not fit the module: {error}",
+                fix="build the module with the arguments it was saved with, or load with strict=False, which leaves "
+                "out missing and unexpected names (never wrong shapes).",
+            ) from error
+
+    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
+        """Return the whole state of an optimizer."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    get_optimizer_state = optimizer_state
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
+    ) -> None:
+        """Put back what `optimizer_state` returned; tensors are moved to their parameters' devices.
+
+        Raises:
+            CheckpointError: The parameter groups differ in number or size.
+        """
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the checkpoint's state of {type(optimizer).__name__} does not fit: {error}.",
+                fix="configure the optimizer with the parameter groups it was saved with.",
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r})"
+
+
+ALONE = Topology()
+CPU = torch.device("cpu")
+_FULL_PRECISION = Precision()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

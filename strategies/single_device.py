@@ -1,0 +1,70 @@
+"""One process on one device. What `strategy="auto"` chooses for one device, through fabric/resolve.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from .base import Strategy
+from .registry import STRATEGY_REGISTRY
+
+if TYPE_CHECKING:
+    from ..accelerators import Accelerator
+    from ..precision import Precision
+
+__all__ = ["SingleDeviceStrategy"]
+
+
+@STRATEGY_REGISTRY.register("single_device", description="one process on one device")
+class SingleDeviceStrategy(Strategy):
+    """Train on one device; nothing is wrapped, and every collective returns what it was given.
+
+    Args:
+        device: The device, as torch.device or string ("cuda:1"); None takes the one that `accelerator=` and
+            `devices=` name.
+        accelerator: The kind of device; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        precision: Another name for `precision_plugin`.
+
+    Raises:
+        ConfigError: torch does not know the device.
+    """
+
+    strategy_name = "single_device"
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: Any = None,  # Any: see Strategy
+        precision_plugin: Precision | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
+        if device is not None:
+            try:
+                self._device = _with_index(torch.device(device))
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(
+                    f"SingleDeviceStrategy was given device={device!r}, which torch does not know: {error}",
+                    fix='pass a device such as "cpu", "cuda:0" or torch.device("mps").',
+                ) from None
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Move the module to the device and return it, not wrapped."""
+        self.module_to_device(module)
+        return module
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device as tensors on it name it, so that comparing the two tells whether a move is needed."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type in ("cuda", "mps") and device.index is None:
+        return torch.device(device.type, 0)
+    return device

@@ -1,0 +1,31 @@
+"""Building a module without filling its parameters. Called by `Strategy.init_context`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["SkipInit"]
+
+
+class SkipInit(TorchFunctionMode):
+    """A context in which the functions of `torch.nn.init` leave their tensor as it is.
+
+    Those that torch does not let a mode override (`trunc_normal_`, `orthogonal_`), and values that a module sets in
+    other ways (buffers, `tensor.normal_()`), are set as always.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return the tensor that an init function was given, or call any other function."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import torch
+
+from loopwright.strategies import ParallelStrategy, Topology
+
+
+def test_a_parallel_strategy_takes_ranks_from_its_cluster() -> None:
+    class Cluster:
+        def global_rank(self) -> int:
+            return 3
+
+        def local_rank(self) -> int:
+            return 1
+
+        def node_rank(self) -> int:
+            return 1
+
+        def world_size(self) -> int:
+            return 4
+
+    devices = [torch.device("cpu"), torch.device("meta")]
+    strategy = ParallelStrategy(parallel_devices=devices, cluster_environment=Cluster())
+    assert strategy.topology == Topology(3, 1, 1, 4, 3, 4)
+    assert strategy.device.type == "meta"
+    assert strategy.root_device.type == "meta"
+    assert not strategy.is_global_zero
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
+    assert ParallelStrategy().world_size == 1
+    assert ParallelStrategy().device == torch.device("cpu")
