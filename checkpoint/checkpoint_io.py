@@ -1,0 +1,72 @@
+"""CheckpointIO: the plugin that a strategy saves and loads files through. A user passes one with `plugins=`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from . import storage
+
+__all__ = ["CheckpointIO", "TorchCheckpointIO"]
+
+
+class CheckpointIO(ABC):
+    """Where checkpoints go and in what form. Override it to write elsewhere; it is called on the ranks that save."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+        path: str | Path,
+        storage_options: Any = None,  # Any: belongs to the plugin
+    ) -> None:
+        """Write a checkpoint; when this returns, it is at the path or on its way there.
+
+        Args:
+            checkpoint: Tensors and plain values.
+            path: File or URL.
+            storage_options: What the user passed to `trainer.save_checkpoint`.
+        """
+
+    @abstractmethod
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = True
+    ) -> dict[str, Any]:  # Any: as in torch.load
+        """Return the checkpoint at the path.
+
+        Args:
+            path: File or URL.
+            map_location: Where tensors go, as in torch.load.
+            weights_only: Whether to read tensors and plain values only.
+        """
+
+    @abstractmethod
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove the checkpoint at the path."""
+
+    def teardown(self) -> None:  # noqa: B027  # most have nothing to do
+        """Finish what is on its way; called once, when the run ends."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """One sealed file per checkpoint, written atomically: what Loopwright does without a plugin."""
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+        path: str | Path,
+        storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    ) -> None:
+        """Write a checkpoint; see `storage.save`."""
+        storage.save(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = True
+    ) -> dict[str, Any]:  # Any: as in torch.load
+        """Return the checkpoint at the path; see `storage.load`."""
+        return storage.load(path, map_location=map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove the checkpoint at the path; see `storage.remove`."""
+        storage.remove(path)

@@ -1,0 +1,139 @@
+"""`load_from_checkpoint`: builds a module from the hyperparameters in a checkpoint. Called by trainer/module.py."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from . import content, storage
+
+__all__ = ["constructor_arguments", "load_module", "read_hparams_file"]
+
+logger = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def load_module(
+    cls: type[ModuleT],
+    source: str | Path | IO[bytes],
+    map_location: Any,  # Any: as in torch.load
+    hparams_file: str | Path | None,
+    *,
+    strict: bool | None,
+    weights_only: bool | None,
+    overrides: dict[str, Any],
+) -> ModuleT:
+    """Return a `cls` with the weights of the checkpoint; see `Module.load_from_checkpoint`."""
+    checkpoint = _load(source, map_location, weights_only=weights_only is not False)
+    states = content.read(checkpoint, source=str(source))
+    hparams = dict(checkpoint.get("hyper_parameters") or {})
+    if hparams_file is not None:
+        hparams = read_hparams_file(hparams_file)
+    arguments = constructor_arguments(cls, hparams, checkpoint.get("hparams_name"), overrides)
+    module = cls(**arguments)
+    configure = getattr(module, "configure_model", None)
+    if configure is not None:
+        configure()
+    on_load = getattr(module, "on_load_checkpoint", None)
+    if on_load is not None:
+        on_load(checkpoint)
+    own_strict = getattr(module, "strict_loading", True)
+    if strict is not None and not own_strict and strict:
+        raise ConfigError(
+            f"load_from_checkpoint(strict=True), but {cls.__name__} sets strict_loading = False.",
+            fix="leave strict out, or set strict_loading to the same.",
+        )
+    is_strict = own_strict if strict is None else strict
+    weights = states.states["module"]
+    result = module.load_state_dict(weights, strict=is_strict)
+    for what, keys in (("missing", result.missing_keys), ("unexpected", result.unexpected_keys)):
+        if keys:
+            logger.warning("%s: %s keys, not loaded: %s", source, what, ", ".join(keys))
+    if map_location is None:
+        return module
+    device = next((value.device for value in weights.values() if isinstance(value, torch.Tensor)), None)
+    return module if device is None else module.to(device)
+
+
+def _load(source: str | Path | IO[bytes], map_location: Any, *, weights_only: bool) -> dict[str, Any]:
+    location = "cpu" if map_location is None else map_location
+    if isinstance(source, str | Path):
+        return storage.load(source, map_location=location, weights_only=weights_only)
+    loaded: dict[str, Any] = torch.load(source, map_location=location, weights_only=True)
+    return loaded
+
+
+def constructor_arguments(
+    cls: type, hparams: Mapping[str, Any], container_name: str | None, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keyword arguments to build `cls` with: saved hyperparameters, then the caller's.
+
+    Args:
+        cls: Class to build.
+        hparams: Saved hyperparameters; those that `__init__` does not take are left out.
+        container_name: Name of the argument that took all of them as one object, None where each is an argument.
+        overrides: The caller's arguments; they win.
+
+    Raises:
+        ConfigError: A required argument is missing.
+    """
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if container_name and container_name != "kwargs":
+        from ..data.hparams import HyperParameters
+
+        merged = HyperParameters({**hparams, **{k: v for k, v in overrides.items() if k not in parameters}})
+        arguments: dict[str, Any] = {container_name: merged}
+        arguments.update({key: value for key, value in overrides.items() if key in parameters})
+    else:
+        arguments = {key: value for key, value in hparams.items() if takes_any or key in parameters}
+        arguments.update(overrides)
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        and name not in arguments
+    ]
+    if missing:
+        raise ConfigError(
+            f"{cls.__name__}.load_from_checkpoint: __init__ needs {', '.join(missing)}, which the checkpoint does not "
+            f"have; it has the hyperparameters {sorted(map(str, hparams))}.",
+            fix=f"pass {', '.join(f'{n}=...' for n in missing)}, or call self.save_hyperparameters() in __init__.",
+        )
+    return arguments
+
+
+def read_hparams_file(path: str | Path) -> dict[str, Any]:
+    """Return the hyperparameters in a .yaml, .yml or .csv (key,value) file.
+
+    Raises:
+        ConfigError: The suffix is another one.
+    """
+    suffix = Path(path).suffix
+    if suffix in (".yaml", ".yml"):
+        from omegaconf import OmegaConf
+
+        loaded: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[assignment]
+        return loaded
+    if suffix == ".csv":
+        from ast import literal_eval
+
+        values: dict[str, Any] = {}
+        with open(path, newline="") as stream:
+            for row in list(csv.reader(stream))[1:]:
+                try:
+                    values[row[0]] = literal_eval(row[1])
+                except (ValueError, SyntaxError):
+                    values[row[0]] = row[1]
+        return values
+    raise ConfigError(f"hparams_file={str(path)!r} has the suffix {suffix!r}.", fix="use .yaml, .yml or .csv.")

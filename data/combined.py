@@ -1,0 +1,207 @@
+"""Several loaders read as one: `CombinedLoader`, for users and for the evaluation loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import ConfigError, DataError, ModuleError, nearest
+from .combined_source import combined_length
+from .limit import find_length
+from .tree import flatten_loaders, map_loaders, unflatten
+
+__all__ = ["CombinedLoader"]
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+_NOTHING: Any = object()
+
+
+class CombinedLoader:
+    """Iterate over a collection of loaders; gives triples `(batch, batch_idx, dataloader_idx)`.
+
+    ================  =====================================================  =======================
+    mode              batches                                                length
+    ================  =====================================================  =======================
+    min_size          the collection's shape, until the shortest ends        that of the shortest
+    max_size_cycle    the same, shorter ones begin again, until the longest  that of the longest
+    max_size          the same, None for those that have ended               that of the longest
+    sequential        those of each loader in turn; `batch_idx` counts       the sum
+                      within the loader that `dataloader_idx` names
+    ================  =====================================================  =======================
+
+    Args:
+        iterables: A loader, or nested lists, tuples and dicts of loaders.
+        mode: One of the four above.
+
+    Raises:
+        ConfigError: There is no such mode.
+    """
+
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+        if mode not in MODES:
+            raise ConfigError(
+                f"CombinedLoader has no mode {mode!r}{nearest(str(mode), MODES)}.",
+                fix=f"pass one of {', '.join(MODES)}.",
+            )
+        self.mode = mode
+        self._iterables = iterables
+        self._flattened = flatten_loaders(iterables)
+        for loader in self._flattened:
+            if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+                raise ModuleError(
+                    f"CombinedLoader got a {type(loader).__name__}, which cannot be iterated.",
+                    fix="pass loaders, or nested lists, tuples and dicts of loaders.",
+                )
+        self._limits: int | float | list[int | float | None] | None = None
+        self._is_begun = False
+        self._iterators: list[Iterator[Any]] = []
+
+    @property
+    def iterables(self) -> Any:
+        """The collection, in the shape it was given in."""
+        return self._iterables
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders, in order; may be set to as many others."""
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, loaders: list[Any]) -> None:
+        if len(loaders) != len(self._flattened):
+            raise ConfigError(
+                f"CombinedLoader has {len(self._flattened)} loaders, but flattened was set to {len(loaders)}.",
+                fix="set it to a list with as many loaders.",
+            )
+        self._iterables = unflatten(self._iterables, loaders)
+        self._flattened = list(loaders)
+
+    @property
+    def limits(self) -> int | float | list[int | float | None] | None:
+        """The most batches to take: one number for all loaders, a list with one for each, or None for no limit."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: int | float | list[int | float | None] | None) -> None:
+        if isinstance(limits, (list, tuple)) and len(limits) != len(self._flattened):
+            raise ConfigError(
+                f"CombinedLoader has {len(self._flattened)} loaders, but limits has {len(limits)} numbers.",
+                fix="set limits to a number, to None, or to a list with one number for each loader.",
+            )
+        self._limits = list(limits) if isinstance(limits, (list, tuple)) else limits
+
+    @property
+    def sampler(self) -> Any:
+        """The loaders' samplers, in the collection's shape; None for one that has none."""
+        return map_loaders(lambda loader: getattr(loader, "sampler", None), self._iterables)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The loaders' batch samplers, in the collection's shape; None for one that has none."""
+        return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self._iterables)
+
+    def __len__(self) -> int:
+        """Return the number of batches.
+
+        Raises:
+            DataError: Iteration has not begun.
+            NotImplementedError: A loader has no length.
+        """
+        if not self._is_begun:
+            raise DataError(
+                "len() of a CombinedLoader is known only once it is iterated.", fix="call iter(combined_loader) first."
+            )
+        return self._count()
+
+    def _count(self) -> int:
+        lengths = [find_length(loader) for loader in self._flattened]
+        if None in lengths:
+            unsized = type(self._flattened[lengths.index(None)]).__name__
+            raise NotImplementedError(f"CombinedLoader has no length, because {unsized} has none.")
+        limits = self._all_limits()
+        capped = [min(length, limit) for length, limit in zip(lengths, limits, strict=True) if length is not None]
+        return int(combined_length(capped, self.mode))
+
+    def _all_limits(self) -> list[int | float]:
+        limits = self._limits if isinstance(self._limits, list) else [self._limits] * len(self._flattened)
+        return [math.inf if limit is None else limit for limit in limits]
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        self._is_begun = True
+        return self._sequential() if self.mode == "sequential" else self._parallel()
+
+    def _sequential(self) -> Iterator[tuple[Any, int, int]]:
+        for dataloader_idx, (loader, limit) in enumerate(zip(self._flattened, self._all_limits(), strict=True)):
+            if limit <= 0:
+                continue
+            iterator = iter(loader)
+            self._iterators = [iterator]
+            for batch_idx, batch in enumerate(iterator):
+                yield batch, batch_idx, dataloader_idx
+                if batch_idx + 1 >= limit:
+                    break
+
+    def _parallel(self) -> Iterator[tuple[Any, int, int]]:
+        loaders, limits = self._flattened, self._all_limits()
+        iterators = self._iterators = [iter(loader) for loader in loaders]
+        taken = [0] * len(loaders)
+        has_ended = [False] * len(loaders)
+        batch_idx = 0
+
+        def take(number: int) -> Any:
+            item = next(iterators[number], _NOTHING) if taken[number] < limits[number] else _NOTHING
+            taken[number] += item is not _NOTHING
+            return item
+
+        while loaders:
+            items = []
+            for number in range(len(loaders)):
+                item = _NOTHING if has_ended[number] and self.mode == "max_size" else take(number)
+                if item is _NOTHING:
+                    has_ended[number] = True
+                    if self.mode == "min_size" or all(has_ended):
+                        return
+                    if self.mode == "max_size_cycle":
+                        iterators[number] = iter(loaders[number])
+                        taken[number] = 0
+                        item = take(number)
+                        if item is _NOTHING:
+                            return
+                items.append(None if item is _NOTHING else item)
+            yield unflatten(self._iterables, items), batch_idx, 0
+            batch_idx += 1
+
+    def reset(self) -> None:
+        """Drop the iterators, so that worker processes end."""
+        self._iterators = []
+        self._is_begun = False
+        for loader in self._flattened:
+            if getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None  # persistent workers of a DataLoader end with it
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the states of the loaders that have `state_dict`, in order."""
+        return [loader.state_dict() for loader in self._stateful()]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Put the loaders' states back.
+
+        Raises:
+            DataError: There are more or fewer states than loaders that take one.
+        """
+        loaders = self._stateful()
+        if len(states) != len(loaders):
+            raise DataError(
+                f"CombinedLoader has {len(loaders)} loaders with a state, but {len(states)} states were given.",
+                fix="load the state of a CombinedLoader over the same loaders.",
+            )
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load_state_dict(state)
+
+    def _stateful(self) -> list[Any]:
+        return [
+            loader
+            for loader in self._flattened
+            if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+        ]

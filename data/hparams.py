@@ -1,0 +1,197 @@
+"""Hyperparameters: a constructor's arguments, kept for checkpoints and loggers; for `Module` and `DataModule`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError, nearest
+
+__all__ = ["AttributeDict", "HyperParameters", "save_hyperparameters"]
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose entries are attributes too.
+
+    >>> hparams = AttributeDict(lr=0.1)
+    >>> hparams.lr, hparams["lr"]
+    (0.1, 0.1)
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            hint = nearest(name, map(str, self))
+            raise AttributeError(f"There is no entry {name!r}{hint}; there are {list(self)}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(f"There is no entry {name!r}.")
+        del self[name]
+
+    def __repr__(self) -> str:
+        width = max((len(str(key)) for key in self), default=0)
+        return "\n".join(f'"{key}":{" " * (width - len(str(key)) + 1)}{value}' for key, value in self.items())
+
+
+HyperParameters = AttributeDict
+
+
+def save_hyperparameters(
+    obj: Any,
+    *args: Any,
+    ignore: str | Iterable[str] | None = None,
+    frame: FrameType | None = None,
+    given_hparams: Mapping[str, Any] | None = None,
+    logger: bool = True,
+) -> None:
+    """Keep the arguments of an object's `__init__` in `obj._hparams`.
+
+    Also set: `_hparams_initial` (a copy of this moment), `_hparams_name` (the argument that holds all of them when one
+    object was given, "kwargs" when each is an argument of its own) and `_log_hyperparams`. Values are kept as they
+    are. A second call adds to what the first one kept.
+
+    Args:
+        obj: The module or data module.
+        args: None: every argument of the constructor and of those of subclasses that called it (the subclass's values
+            win; `**kwargs` are entries of their own, `*args` are left out). Strings: these arguments only. One dict,
+            namespace, dataclass or OmegaConf object: its entries.
+        ignore: Names to leave out.
+        frame: A frame of `__init__`; None: that of the function that called this one.
+        given_hparams: Arguments to use in place of those in the frame.
+        logger: Whether loggers get them.
+
+    Raises:
+        ConfigError: A name is no argument, or an object is none of the above.
+    """
+    if frame is None and given_hparams is None:
+        current = inspect.currentframe()
+        frame = current.f_back if current is not None else None
+    arguments = dict(given_hparams) if given_hparams is not None else _init_arguments(obj, frame)
+    ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+    arguments = {name: value for name, value in arguments.items() if name not in ignored}
+    hparams, name = _choose(obj, args, arguments, ignored)
+    if isinstance(hparams, dict):
+        _warn_of_modules(hparams)
+    _store(obj, hparams, name, logger=logger)
+
+
+def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, Any], ignored: set[str]) -> tuple[Any, str]:
+    """Return the hyperparameters and the name of the argument that holds them."""
+    if not args:
+        return arguments, "kwargs"
+    objects = [arg for arg in args if not isinstance(arg, str)]
+    if len(args) == 1 and objects:
+        name = next((name for name, value in arguments.items() if value is objects[0]), "kwargs")
+        return _entries(objects[0], ignored), name
+    if objects:
+        raise ConfigError(
+            f"save_hyperparameters got {len(args)} arguments, of which {len(objects)} are no names of arguments: "
+            f"{', '.join(type(arg).__name__ for arg in objects)}.",
+            fix="pass names as strings, or one dict, namespace, dataclass or OmegaConf object.",
+        )
+    wanted = [name for name in args if name not in ignored]
+    unknown = [name for name in wanted if name not in arguments]
+    if unknown:
+        hint = nearest(unknown[0], arguments)
+        raise ConfigError(
+            f"{type(obj).__name__}.__init__ has no argument {', '.join(map(repr, unknown))}{hint}; it has "
+            f"{', '.join(arguments) or 'none'}.",
+            fix="pass names of arguments of __init__ to save_hyperparameters, or none to keep all.",
+        )
+    return {name: arguments[name] for name in wanted}, "kwargs"
+
+
+def _entries(container: Any, ignored: set[str]) -> Any:
+    """Return the entries of an object that holds hyperparameters; an OmegaConf object is returned itself."""
+    if isinstance(container, argparse.Namespace):
+        container = vars(container)
+    elif is_dataclass(container) and not isinstance(container, type):
+        container = {field.name: getattr(container, field.name) for field in fields(container)}
+    if _is_omegaconf(container):
+        if not ignored:
+            return container
+        container = copy.deepcopy(container)
+        from omegaconf import open_dict
+
+        with open_dict(container):
+            for name in ignored:
+                container.pop(name, None)
+        return container
+    if isinstance(container, Mapping):
+        return {name: value for name, value in container.items() if name not in ignored}
+    raise ConfigError(
+        f"save_hyperparameters got a {type(container).__name__}, which holds no named hyperparameters.",
+        fix="pass names of arguments as strings, or one dict, namespace, dataclass or OmegaConf object.",
+    )
+
+
+def _is_omegaconf(container: Any) -> bool:
+    return type(container).__module__.startswith("omegaconf.")
+
+
+def _init_arguments(obj: Any, frame: FrameType | None) -> dict[str, Any]:
+    """Return the arguments of the constructors of `obj` that are running, from the given frame outward."""
+    arguments: dict[str, Any] = {}
+    while frame is not None and _is_method_of(obj, frame):
+        if frame.f_code.co_name == "__init__":
+            names, _, keywords, values = inspect.getargvalues(frame)
+            arguments.update({name: values[name] for name in names[1:] if name in values})
+            arguments.update(values.get(keywords, {}) if keywords else {})
+        frame = frame.f_back
+    return arguments
+
+
+def _is_method_of(obj: Any, frame: FrameType) -> bool:
+    code = frame.f_code
+    if code.co_argcount == 0:
+        return False
+    name = code.co_varnames[0]
+    return frame.f_locals.get(name) is obj
+
+
+def _warn_of_modules(hparams: dict[str, Any]) -> None:
+    for name, value in hparams.items():
+        if isinstance(value, nn.Module):
+            warnings.warn(
+                f"The argument {name!r} is an nn.Module; its weights are in the checkpoint already. Leave it out: "
+                f"save_hyperparameters(ignore=[{name!r}]).",
+                stacklevel=4,
+            )
+
+
+def _store(obj: Any, hparams: Any, name: str, *, logger: bool) -> None:
+    kept = getattr(obj, "_hparams", None)
+    if isinstance(hparams, dict) and not isinstance(hparams, AttributeDict):
+        hparams = AttributeDict(hparams)
+    if isinstance(kept, AttributeDict) and isinstance(hparams, AttributeDict):
+        kept.update(hparams)
+        hparams = kept
+    obj._hparams = hparams
+    obj._hparams_name = name
+    obj._hparams_initial = _copy(hparams)
+    obj._log_hyperparams = logger
+
+
+def _copy(hparams: Any) -> Any:
+    if not isinstance(hparams, AttributeDict):
+        return copy.deepcopy(hparams)
+    copied = AttributeDict()
+    for name, value in hparams.items():
+        try:
+            copied[name] = copy.deepcopy(value)
+        except Exception:  # whatever a value's own __deepcopy__ raises: it is then shared instead
+            copied[name] = value
+    return copied

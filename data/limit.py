@@ -1,0 +1,73 @@
+"""How many batches of a loader to use: the grammar of `limit_*_batches`. Called by stream.py and the eval loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["find_length", "resolve_limit"]
+
+
+def find_length(loader: Any) -> int | None:
+    """Return `len(loader)`, or None when it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def resolve_limit(limit: int | float | None, length: int | float | None, name: str = "limit") -> int | float:
+    """Return how many batches to use.
+
+    Args:
+        limit: None or 1.0: all; an int: that many at most; a float from 0.0 to 1.0: that fraction of the length,
+            rounded down. 1 is one batch, 1.0 is all. A float above 1 that is a whole number counts as that int.
+        length: Number of batches that there are; None or infinity when nobody knows.
+        name: The argument's name as the user typed it, for errors.
+
+    Returns:
+        A number of batches; `math.inf` when all of an unknown number are used.
+
+    Raises:
+        ConfigError: The limit is negative or a broken number above 1, a fraction of an unknown length, or a fraction
+            that leaves no batch.
+    """
+    known = length is not None and length != math.inf
+    everything: int | float = int(length) if known and length is not None else math.inf
+    if limit is None:
+        return everything
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
+        raise ConfigError(
+            f"{name}={limit!r} is no number of batches.",
+            fix=f"pass {name} as an int >= 0 (that many batches) or a float from 0.0 to 1.0 (that fraction of them).",
+        )
+    if isinstance(limit, float):
+        if limit == 1.0:
+            return everything
+        if limit < 1.0:
+            return _fraction(limit, length if known else None, name)
+        if not limit.is_integer():
+            raise ConfigError(
+                f"{name}={limit!r} is neither a fraction nor a whole number of batches.",
+                fix=f"pass a float from 0.0 to 1.0, or {name}={int(limit)}.",
+            )
+    return min(int(limit), everything)
+
+
+def _fraction(limit: float, length: int | float | None, name: str) -> int:
+    if limit == 0.0:
+        return 0
+    if length is None:
+        raise ConfigError(
+            f"{name}={limit!r} is a fraction, but the loader does not say how many batches it has (it has no __len__).",
+            fix=f"pass {name} as an int, 0.0 or 1.0, or give the loader a __len__.",
+        )
+    count = int(length * limit)
+    if count == 0 and length > 0:
+        raise ConfigError(
+            f"{name}={limit!r} of {length} batches is less than one batch.",
+            fix=f"pass {name}={1 / length!r} or more, or an int for a number of batches.",
+        )
+    return count

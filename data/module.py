@@ -1,0 +1,260 @@
+"""`DataModule`: all about the data of a project in one object. Users subclass it; the Trainer calls its hooks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..errors import ConfigError
+from .hparams import AttributeDict, save_hyperparameters
+from .move import move_to_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ..trainer.trainer import Trainer
+
+__all__ = ["DataModule"]
+
+
+class DataModule:
+    """Prepares data and gives the loaders of fit, validate, test and predict.
+
+    Example:
+        class Numbers(lw.DataModule):
+            def setup(self, stage):
+                self.data = torch.arange(100.0)
+
+            def train_dataloader(self):
+                return DataLoader(self.data, batch_size=10, shuffle=True)
+
+    Attributes:
+        name: A name for loggers and messages; None by default.
+        prepare_data_per_node: Whether `prepare_data` runs once on each machine (True) or once in all.
+        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batches while others have some.
+    """
+
+    name: str | None = None
+    prepare_data_per_node: bool = True
+    allow_zero_length_dataloader_with_multiple_devices: bool = False
+
+    # Defaults stand on the class, so that a subclass need not call super().__init__().
+    _trainer: Trainer | None = None
+    _hparams: Any = None
+    _hparams_initial: Any = None
+    _hparams_name: str | None = None
+    _log_hyperparams: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Download or convert data. Called in one process (of each machine); assign nothing to `self` here."""
+
+    def setup(self, stage: str) -> None:
+        """Make what the loaders need. Called in every process when "fit", "validate", "test" or "predict" begins."""
+
+    def teardown(self, stage: str) -> None:
+        """Undo `setup`. Called in every process when the stage ends."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training data: a loader, or nested lists, tuples and dicts of loaders."""
+        raise self._lacks("train_dataloader")
+
+    def val_dataloader(self) -> Any:
+        """Return the validation data: one loader or several."""
+        raise self._lacks("val_dataloader")
+
+    def test_dataloader(self) -> Any:
+        """Return the test data: one loader or several."""
+        raise self._lacks("test_dataloader")
+
+    def predict_dataloader(self) -> Any:
+        """Return the data to predict on: one loader or several."""
+        raise self._lacks("predict_dataloader")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch as it shall be moved; called on the host."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on the device."""
+        return move_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch as the step shall get it; called with the batch on the device."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints shall keep: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Clean up after a run that failed; `teardown` is not called then."""
+
+    def _lacks(self, hook: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__} has no {hook}.", fix=f"define {hook}(self) and return a loader from it."
+        )
+
+    # --- the trainer -----------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer that uses this data module; None when there is none."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+
+    # --- hyperparameters -------------------------------------------------------------------------------------------
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
+
+        Args:
+            args: Names to keep, or one dict, namespace, dataclass or OmegaConf object that becomes the
+                hyperparameters. None of them keeps every argument.
+            ignore: A name, or names, to leave out.
+            frame: Frame to read the arguments from; the caller's by default.
+            logger: Whether loggers get them.
+        """
+        if frame is None:
+            current = inspect.currentframe()
+            frame = current.f_back if current is not None else None
+        save_hyperparameters(self, *args, ignore=ignore, frame=frame, logger=logger)
+
+    @property
+    def hparams(self) -> Any:
+        """Hyperparameters: a mapping with attribute access."""
+        if self._hparams is None:
+            self._hparams = AttributeDict()
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """A copy of the hyperparameters from when they were saved."""
+        return AttributeDict() if self._hparams_initial is None else self._hparams_initial
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the data module from a checkpoint's hyperparameters and load its state.
+
+        Args:
+            checkpoint_path: A checkpoint of Loopwright or Lightning.
+            map_location: As in torch.load; None loads to the CPU.
+            hparams_file: A .yaml or .csv file with hyperparameters that replace the saved ones.
+            weights_only: False also unpickles entries that were marked as trusted when saved.
+            kwargs: Arguments of `__init__`; they win over the saved ones.
+
+        Raises:
+            CheckpointError: The file is damaged.
+            ConfigError: An argument of `__init__` is neither saved nor given.
+        """
+        from ..checkpoint import rebuild, storage
+
+        location = "cpu" if map_location is None else map_location
+        checkpoint: dict[str, Any]
+        if isinstance(checkpoint_path, (str, Path)):
+            checkpoint = storage.load(checkpoint_path, map_location=location, weights_only=weights_only is not False)
+        else:
+            checkpoint = torch.load(checkpoint_path, map_location=location, weights_only=True)
+        hparams = dict(checkpoint.get("datamodule_hyper_parameters") or {})
+        if hparams_file is not None:
+            hparams = rebuild.read_hparams_file(hparams_file)
+        name = checkpoint.get("datamodule_hparams_name")
+        datamodule = cls(**rebuild.constructor_arguments(cls, hparams, name, kwargs))
+        state = checkpoint.get(cls.__qualname__)
+        if state:
+            datamodule.load_state_dict(state)
+        return datamodule
+
+    # --- from data sets --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """Return a data module with a loader for each data set that is given; it has only the hooks of these.
+
+        The training data are shuffled, unless the data set is iterable; the others are not.
+
+        Args:
+            train_dataset: A data set, a sequence of data sets, or a mapping of names to them.
+            val_dataset: As `train_dataset`.
+            test_dataset: As `train_dataset`.
+            predict_dataset: As `train_dataset`.
+            batch_size: Samples in a batch.
+            num_workers: Worker processes of each loader.
+            datamodule_kwargs: Arguments of the class; `batch_size` and `num_workers` are added where it takes them.
+        """
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        special = {"batch_size": batch_size, "num_workers": num_workers}
+        for key, value in special.items():
+            if key in parameters or takes_any:
+                datamodule_kwargs.setdefault(key, value)
+        datamodule = cls(**datamodule_kwargs)
+        sets = {
+            "train_dataloader": train_dataset,
+            "val_dataloader": val_dataset,
+            "test_dataloader": test_dataset,
+            "predict_dataloader": predict_dataset,
+        }
+        for hook, dataset in sets.items():
+            if dataset is not None:
+                setattr(datamodule, hook, _loader_hook(dataset, hook == "train_dataloader", batch_size, num_workers))
+        return datamodule
+
+
+def _loader_hook(dataset: Any, shuffle: bool, batch_size: int, num_workers: int) -> Callable[[], Any]:
+    """Return a function without arguments that makes the loaders of a data set, or of a collection of them."""
+
+    def one(part: Any) -> DataLoader[Any]:
+        is_shuffled = shuffle and not isinstance(part, IterableDataset)
+        return DataLoader(part, batch_size=batch_size, shuffle=is_shuffled, num_workers=num_workers)
+
+    def loaders() -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: one(part) for name, part in dataset.items()}
+        if isinstance(dataset, Sequence) and not isinstance(dataset, Dataset) and _holds_sets(dataset):
+            return [one(part) for part in dataset]
+        return one(dataset)
+
+    return loaders
+
+
+def _holds_sets(dataset: Sequence[Any]) -> bool:
+    return bool(len(dataset)) and isinstance(dataset[0], (Dataset, Sequence)) and not isinstance(dataset[0], str)

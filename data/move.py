@@ -1,0 +1,177 @@
+"""Batches as trees of tensors: moving them to a device, mapping over them, finding their size; on the hot path."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["apply_to_collection", "find_batch_size", "move_to_device"]
+
+
+def move_to_device(batch: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
+    """Return the batch with every tensor in it on the device.
+
+    Goes through lists, tuples, named tuples, mappings and dataclasses; anything else that has a `.to` method is asked
+    to move itself (one whose `.to` returns None is taken to have moved in place). What needs no move is returned as it
+    is,
+    not copied: tensors, and lists, tuples and dicts in which nothing changed.
+
+    Args:
+        batch: A tensor or any nesting of the above.
+        device: Where to.
+        non_blocking: Whether copies may overlap with the host's work; None means True for CUDA devices. Only memory
+            that is pinned overlaps.
+    """
+    kind = type(batch)
+    if kind is Tensor:
+        if batch.device == device:
+            return batch
+        return batch.to(device, non_blocking=device.type == "cuda" if non_blocking is None else non_blocking)
+    if kind is list or kind is tuple:
+        for item in batch:
+            if type(item) is not Tensor or item.device != device:
+                return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
+        return batch
+    if kind is dict:
+        for item in batch.values():
+            if type(item) is not Tensor or item.device != device:
+                return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
+        return batch
+    return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
+
+
+def _move_tree(batch: Any, device: torch.device, non_blocking: bool) -> Any:
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
+        moved = leaf.to(device)
+        return leaf if moved is None else moved
+
+    return _map(batch, _can_move, move)
+
+
+def _can_move(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or (hasattr(leaf, "to") and not isinstance(leaf, type))
+
+
+def apply_to_collection(
+    data: Any, dtype: type | tuple[type, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return `data` with `function` applied to every element of the given type, at any depth.
+
+    Goes through lists, tuples, named tuples, mappings (their type is kept) and dataclasses. A container in which
+    nothing changed is returned itself.
+
+    Args:
+        data: Any nesting of containers.
+        dtype: The type or types of the elements to replace; a container of that type is replaced as a whole.
+        function: Called as `function(element, *args, **kwargs)`.
+        args: Further positional arguments of `function`.
+        kwargs: Further keyword arguments of `function`.
+    """
+    return _map(data, lambda leaf: isinstance(leaf, dtype), lambda leaf: function(leaf, *args, **kwargs))
+
+
+def _map(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+    """Map over a tree and keep every container that does not change."""
+    if is_leaf(data):
+        return function(data)
+    if isinstance(data, (list, tuple)):
+        items = [_map(item, is_leaf, function) for item in data]
+        if all(new is old for new, old in zip(items, data, strict=True)):
+            return data
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if isinstance(data, Mapping):
+        pairs = {key: _map(value, is_leaf, function) for key, value in data.items()}
+        if all(pairs[key] is value for key, value in data.items()):
+            return data
+        return _rebuild_mapping(data, pairs)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return _map_dataclass(data, is_leaf, function)
+    return data
+
+
+def _rebuild_mapping(data: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+    if type(data) is dict:
+        return pairs
+    if isinstance(data, defaultdict):
+        return defaultdict(data.default_factory, pairs)
+    if hasattr(data, "__setitem__"):
+        changed: Any = copy.copy(data)  # keeps what a subclass holds besides its items
+        for key, value in pairs.items():
+            changed[key] = value
+        return changed
+    return type(data)(pairs)  # type: ignore[call-arg]  # every mapping of the standard library takes a dict
+
+
+def _map_dataclass(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+    changes = {}
+    for field in dataclasses.fields(data):
+        old = getattr(data, field.name, None)
+        new = _map(old, is_leaf, function)
+        if new is not old:
+            changes[field.name] = new
+    if not changes:
+        return data
+    changed = copy.copy(data)
+    for name, value in changes.items():
+        object.__setattr__(changed, name, value)  # also works for a frozen one; __post_init__ must not run again
+    return changed
+
+
+def find_batch_size(batch: Any) -> int | None:
+    """Return the number of samples in a batch, or None when that cannot be known for certain.
+
+    It is the size of dimension 0 on which all tensors with at least one dimension agree. Strings, numbers and tensors
+    without dimensions say nothing.
+
+    Args:
+        batch: A tensor or any nesting of lists, tuples, mappings and dataclasses.
+    """
+    kind = type(batch)
+    if kind is Tensor:
+        shape = batch.shape
+        return shape[0] if shape else None
+    if kind is tuple or kind is list:
+        size = None
+        for item in batch:
+            if type(item) is not Tensor:
+                return _agreed_size(batch)
+            shape = item.shape
+            if shape:
+                if size is None:
+                    size = shape[0]
+                elif size != shape[0]:
+                    return None
+        return size
+    return _agreed_size(batch)
+
+
+def _agreed_size(batch: Any) -> int | None:
+    sizes = set()
+    for leaf in _tensors(batch):
+        if leaf.ndim:
+            sizes.add(leaf.shape[0])
+            if len(sizes) > 1:
+                return None
+    return sizes.pop() if sizes else None
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _tensors(item)
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            yield from _tensors(getattr(data, field.name, None))

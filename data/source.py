@@ -1,0 +1,120 @@
+"""What the batch stream reads from: the interface of a source, of which there is one for each kind of loader."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ..errors import DataError
+from .limit import find_length
+
+__all__ = ["Source", "announce_epoch"]
+
+
+class Source(ABC):
+    """One loader, read batch by batch; used by `BatchStream` only.
+
+    Attributes:
+        length: Batches in an epoch, as the loader says; None when it does not say. A loader that has more is left
+            there; one that has fewer ends its epoch early.
+        position: Batches given since the epoch began.
+        ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next` need
+            not be asked.
+    """
+
+    kind = "source"
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.length = find_length(loader)
+        self.position = 0
+        self.ends_at_length = False
+
+    @abstractmethod
+    def begin(self, epoch: int) -> None:
+        """Begin a pass over the loader; draws what the loader itself draws when iterated."""
+
+    @abstractmethod
+    def has_next(self) -> bool:
+        """Return whether `take` has a batch; may fetch what `take` will return."""
+
+    @abstractmethod
+    def take(self) -> Any:
+        """Return the next batch; called once per micro-batch, after `has_next` said that there is one."""
+
+    def at_most(self, upto: int) -> int:
+        """Return how many batches are left, at most `upto`: exact when the number is known, else a bound."""
+        if self.length is not None:
+            return max(0, min(upto, self.length - self.position))
+        return upto if self.has_next() else 0
+
+    @abstractmethod
+    def state_dict(self, back: int = 0) -> dict[str, Any]:
+        """Return what `resume` needs, as plain values and tensors.
+
+        Args:
+            back: As of so many batches ago, where `can_go_back(back)`.
+        """
+
+    def can_go_back(self, back: int) -> bool:
+        """Return whether `state_dict` can tell how things were `back` batches ago, in this epoch."""
+        return back <= self.position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state for `resume` or the next `begin`.
+
+        Raises:
+            DataError: The state was made by another kind of loader.
+        """
+        if state["kind"] != self.kind:
+            raise DataError(
+                f"The checkpoint's training data came from {_DESCRIPTION[state['kind']]}, but "
+                f"{type(self.loader).__name__} is {_DESCRIPTION[self.kind]}.",
+                fix="resume with the loader that the run had, or start a new run from the checkpoint's weights.",
+            )
+        self._load(state)
+
+    @abstractmethod
+    def _load(self, state: dict[str, Any]) -> None:
+        """Keep a state of the right kind."""
+
+    @abstractmethod
+    def resume(self, epoch: int) -> None:
+        """Begin the epoch of the loaded state and go to its position."""
+
+    def announce_epoch(self, epoch: int) -> None:
+        """Tell samplers and data sets which epoch begins."""
+        announce_epoch(self.loader, epoch)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the pass: stop workers that do not outlive it, drop what was read ahead."""
+
+    def shut_down(self) -> None:
+        """Close, and stop workers that outlive a pass too."""
+        self.close()
+
+
+_DESCRIPTION = {
+    "indexed": "a DataLoader with a map-style data set",
+    "stateful": "a loader with state_dict and load_state_dict",
+    "replay": "an iterable that can only be read from its start",
+    "combined": "a collection of loaders",
+}
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` once on each of the loader, its samplers and its data set that has it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [
+        loader,
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
+    told: list[Any] = []
+    for part in parts:
+        if part is not None and callable(getattr(part, "set_epoch", None)) and not any(part is one for one in told):
+            part.set_epoch(epoch)
+            told.append(part)

@@ -1,0 +1,193 @@
+"""The training data as one stream that can stop after any batch and go on exactly; called by the fit loop."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..errors import DataError, ModuleError
+from .combined import CombinedLoader
+from .combined_source import CombinedSource
+from .indexed import IndexedSource, is_indexed
+from .limit import resolve_limit
+from .replay import ReplaySource
+from .source import Source
+from .stateful import StatefulSource, is_stateful
+from .tree import is_collection
+
+__all__ = ["BatchStream", "resolve_limit"]
+
+log = logging.getLogger(__name__)
+
+
+class BatchStream:
+    """Batches of a loader, epoch by epoch, with a position that can be saved and found again.
+
+    After `open(epoch)`, the caller alternates `has_next` and `next_batch`; `has_next` right before `next_batch` asks a
+    sampler for its next indices at the moment when a hand-written loop would. State may be taken between any two
+    batches.
+    To resume: `load_state_dict`, then `reopen()` when the state has `is_open`, else `open` of the next epoch; after
+    `reopen()` the caller puts the global generators back to where they were when the state was taken.
+
+    Without a resume, batches and the use of the global generators equal a hand-written `for batch in loader`, bit for
+    bit, for loaders with a map-style data set and no workers, and for lists.
+
+    Args:
+        loader: A DataLoader, any other object that can be iterated again and again, a `CombinedLoader`, or nested
+            lists, tuples and dicts of loaders (then the shorter ones begin again until the longest ends).
+        limit: The most batches of an epoch to use, in the grammar of `resolve_limit`.
+        name: What errors call the limit.
+
+    Attributes:
+        num_batches: Batches that an epoch has, the limit applied; `math.inf` when nobody knows.
+        is_sized_exactly: Whether the loader says how many batches it has.
+        next_batch: Returns the next batch; called after `has_next` returned True.
+
+    Raises:
+        ConfigError: The limit makes no sense for this loader.
+        ModuleError: The loader cannot be iterated.
+    """
+
+    def __init__(self, loader: Any, limit: int | float | None = None, *, name: str = "limit_train_batches") -> None:
+        self.loader = loader
+        self._source = make_source(loader)
+        self._limit = limit
+        self._name = name
+        self.num_batches: int | float = resolve_limit(limit, self._source.length, name)
+        self.is_sized_exactly = self._source.length is not None
+        self.next_batch = self._source.take  # one frame less per batch
+        self._loaded_epoch: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Batches given in this epoch."""
+        return self._source.position
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the state that was loaded and not yet entered; None when there is none."""
+        return self._loaded_epoch
+
+    def open(self, epoch: int) -> None:
+        """Begin an epoch: tell samplers and data sets its number, and begin to iterate.
+
+        Raises:
+            DataError: The epoch has no batches.
+        """
+        self._loaded_epoch = None
+        self._source.announce_epoch(epoch)
+        self._source.begin(epoch)
+        self.num_batches = resolve_limit(self._limit, self._source.length, self._name)  # it may differ by epoch
+        if self._limit != 0 and not (self.num_batches and self._source.has_next()):
+            raise DataError(f"The training data gave no batches in epoch {epoch}.", fix=_advice(self.loader))
+
+    def reopen(self) -> None:
+        """Go back to where the loaded state was taken; the caller then restores the global generators, which move.
+
+        Raises:
+            DataError: No state of an open epoch was loaded, or the loader gives another order of samples than before.
+        """
+        if self._loaded_epoch is None:
+            raise DataError(
+                "There is no position in an epoch to go back to.",
+                fix="call load_state_dict with the state of an open stream before reopen, or begin an epoch with open.",
+            )
+        epoch, self._loaded_epoch = self._loaded_epoch, None
+        self._source.announce_epoch(epoch)
+        self._source.resume(epoch)
+        self.num_batches = resolve_limit(self._limit, self._source.length, self._name)
+
+    def has_next(self) -> bool:
+        """Return whether `next_batch` has a batch to give in this epoch; may read one ahead to know it."""
+        source = self._source
+        if source.position < self.num_batches:
+            return source.ends_at_length or source.has_next()
+        if source.position == source.length:
+            source.has_next()  # exhausts the sampler, as a hand-written loop does
+        return False
+
+    def remaining(self, upto: int) -> int:
+        """Return how many batches are left in this epoch, at most `upto`.
+
+        Exact for loaders with a length and for samplers (whose indices are read ahead as far as needed). For an
+        iterable
+        whose length nobody knows: 0 at its end, else `upto`.
+        """
+        source = self._source
+        left = self.num_batches - source.position
+        if left < upto:
+            upto = max(0, int(left))
+        return upto if source.ends_at_length else source.at_most(upto)
+
+    def close(self) -> None:
+        """End the epoch: let go of workers that do not persist and of what was read ahead."""
+        self._source.close()
+
+    def shut_down(self) -> None:
+        """Close, and end persistent workers too. Called when a run ends, also by an exception.
+
+        Without it, workers end when Python collects the loader's iterator, for which torch may wait five seconds.
+        """
+        self._source.shut_down()
+
+    def state_dict(self, position: int | None = None) -> dict[str, Any]:
+        """Return the position and what finding it again needs, as plain values and tensors.
+
+        Args:
+            position: As of when so many batches had been given in this epoch, the last state's or later ones: where
+                a step began that was not finished. None is now. Where a loader cannot tell, the log says that those
+                batches will be left out.
+        """
+        back = 0 if position is None else self._source.position - position
+        if back and not self._source.can_go_back(back):
+            log.warning(
+                "%s cannot go back: the last %d batches, whose step was not finished, are left out in a resumed run.",
+                type(self.loader).__name__,
+                back,
+            )
+            back = 0
+        return self._source.state_dict(back)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep a state for `reopen`, or for the next `open` when its epoch was closed.
+
+        Raises:
+            DataError: The state belongs to other data: another kind of loader, number of samples or batch size.
+        """
+        self._source.load_state_dict(state)
+        self._loaded_epoch = state["epoch"] if state["is_open"] else None
+
+
+def make_source(loader: Any) -> Source:
+    """Return the source that reads this loader.
+
+    Raises:
+        ModuleError: The loader cannot be iterated.
+    """
+    if isinstance(loader, CombinedLoader):
+        limits = loader.limits
+        all_limits = limits if isinstance(limits, list) else [limits] * len(loader.flattened)
+        sources = [make_source(one) for one in loader.flattened]
+        return CombinedSource(loader.iterables, sources, mode=loader.mode, limits=all_limits)
+    if is_collection(loader):
+        return make_source(CombinedLoader(loader, mode="max_size_cycle"))
+    if is_stateful(loader):
+        return StatefulSource(loader)
+    if is_indexed(loader):
+        return IndexedSource(loader)
+    if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise ModuleError(
+            f"The training data is a {type(loader).__name__}, which cannot be iterated.",
+            fix="pass a DataLoader, another iterable of batches, or a list, tuple or dict of these.",
+        )
+    return ReplaySource(loader)
+
+
+def _advice(loader: Any) -> str:
+    batch_size = getattr(loader, "batch_size", None)
+    if getattr(loader, "drop_last", False) and isinstance(batch_size, int):
+        return (
+            f"the loader drops a last batch of fewer than {batch_size} samples, and there is no other: pass "
+            "drop_last=False, a smaller batch_size, or more data."
+        )
+    return "check that the data set is not empty and that iterating over the loader a second time begins anew."

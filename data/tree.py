@@ -1,0 +1,65 @@
+"""Nested collections of loaders: which containers hold loaders, and which are loaders of batches themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["flatten_loaders", "is_collection", "map_loaders", "unflatten"]
+
+
+def is_collection(loaders: Any) -> bool:
+    """Return whether this is a list, tuple or dict *of loaders*.
+
+    A dict always is. A list or tuple is one when at least one of its items, at any depth, is a loader beyond doubt (it
+    can be iterated, and is no container, tensor, array, string or other batch), and each of the others may be one. So
+    `[loader, loader]` and `[loader, [batch, batch]]` are collections, and `[tensor, tensor]` or `[(x, y), (x, y)]` is
+    one loader that gives two batches.
+    """
+    if isinstance(loaders, dict):
+        return True
+    if not isinstance(loaders, (list, tuple)):
+        return False
+    return all(isinstance(item, (list, tuple, dict)) or _is_loader(item) for item in loaders) and _holds_loader(loaders)
+
+
+def _holds_loader(item: Any) -> bool:
+    if isinstance(item, dict):
+        return any(_holds_loader(value) for value in item.values())
+    if isinstance(item, (list, tuple)):
+        return any(_holds_loader(value) for value in item)
+    return _is_loader(item)
+
+
+def _is_loader(item: Any) -> bool:
+    if isinstance(item, (str, bytes, Tensor, Mapping)) or hasattr(item, "__array__") or hasattr(item, "to"):
+        return False
+    return isinstance(item, Iterable) or hasattr(item, "__getitem__")
+
+
+def map_loaders(function: Callable[[Any], Any], loaders: Any, *, is_root: bool = True) -> Any:
+    """Return the same collection with `function` applied to each loader in it."""
+    if isinstance(loaders, dict):
+        pairs = {key: map_loaders(function, value, is_root=False) for key, value in loaders.items()}
+        if type(loaders) is dict:
+            return pairs
+        return type(loaders)(pairs)
+    if isinstance(loaders, (list, tuple)) and (is_root or is_collection(loaders)):
+        items = [map_loaders(function, item, is_root=False) for item in loaders]
+        return type(loaders)(*items) if hasattr(loaders, "_fields") else type(loaders)(items)
+    return function(loaders)
+
+
+def flatten_loaders(loaders: Any) -> list[Any]:
+    """Return the loaders of a collection, in order."""
+    found: list[Any] = []
+    map_loaders(found.append, loaders)
+    return found
+
+
+def unflatten(loaders: Any, values: Iterable[Any]) -> Any:
+    """Return the collection's shape with the values in the loaders' places, in the order of `flatten_loaders`."""
+    remaining = iter(values)
+    return map_loaders(lambda _: next(remaining), loaders)

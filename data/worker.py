@@ -1,0 +1,75 @@
+"""What runs inside a DataLoader's workers: each batch has its own random numbers, whichever worker makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from .rng import find_generators, seed_generators, seed_global_generators
+
+__all__ = ["Numbered", "SeedingDataset", "WorkerInit"]
+
+
+class Numbered(NamedTuple):
+    """One batch's indices on their way to a worker, with what its random numbers depend on."""
+
+    index: Any
+    epoch: int
+    key: bytes
+
+
+class SeedingDataset:
+    """The user's data set as the worker's fetcher sees it: seeds the generators, then fetches.
+
+    Seeding by batch, not by worker, makes augmentation independent of how many workers there are, of which of them
+    fetches a
+    batch, and of what was fetched before: this is what lets a resumed run go on without reading anything again.
+
+    Args:
+        dataset: The user's map-style data set.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._epoch: int | None = None
+        self._generators: dict[str, Any] | None = None
+
+    def __getitems__(self, numbered: Numbered) -> Any:
+        """Return the samples of a batch, before collation."""
+        self._prepare(numbered)
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(numbered.index)
+        return [self.dataset[index] for index in numbered.index]
+
+    def __getitem__(self, numbered: Numbered) -> Any:
+        self._prepare(numbered)
+        return self.dataset[numbered.index]
+
+    def _prepare(self, numbered: Numbered) -> None:
+        if self._epoch != numbered.epoch:
+            # A worker that lives for several epochs holds a copy that the main process's set_epoch does not reach.
+            if self._epoch is not None and callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(numbered.epoch)
+            self._epoch = numbered.epoch
+        if self._generators is None:
+            self._generators = find_generators(dataset=self.dataset)
+        seed_global_generators(numbered.key)
+        if self._generators:
+            seed_generators(self._generators, numbered.key)
+
+
+class WorkerInit:
+    """Runs once in each worker: shows the user's data set to `get_worker_info()`, then calls the user's function."""
+
+    def __init__(self, user_function: Callable[[int], Any] | None) -> None:
+        self._user_function = user_function
+
+    def __call__(self, worker_id: int) -> None:
+        """Called by torch in the worker, before the first batch."""
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeedingDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses plain assignment
+        if self._user_function is not None:
+            self._user_function(worker_id)

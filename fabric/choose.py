@@ -1,0 +1,346 @@
+"""One argument at a time: from what the user typed to a part, or a ConfigError. Called by resolve.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
+from ..errors import ConfigError, nearest
+from ..precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from ..strategies import STRATEGY_REGISTRY, ParallelStrategy, SingleDeviceStrategy, Strategy
+from ..strategies.registry import PLANNED_STRATEGIES
+from .cluster import ClusterEnvironment
+
+__all__ = [
+    "ONE_DEVICE_ONLY",
+    "Plugins",
+    "check_conflicts",
+    "check_num_nodes",
+    "choose_accelerator",
+    "choose_precision",
+    "choose_strategy",
+    "find_devices",
+    "join_errors",
+    "precision_name",
+    "sort_plugins",
+]
+
+PRECISIONS = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")
+_PRECISION_ALIASES: dict[object, str] = {
+    64: "64-true",
+    32: "32-true",
+    16: "16-mixed",
+    "64": "64-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
+_AMBIGUOUS = (16, "16", "bf16")
+_PLANNED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
+_PLANNED_ACCELERATORS = ("tpu", "xla")
+ONE_DEVICE_ONLY = "this version trains on one device; strategies for several are not part of it"
+
+
+def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return one error that names all problems, also those of errors that were joined before; a single error itself."""
+    single = [part for error in errors for part in getattr(error, "joined", (error,))]
+    if len(single) == 1:
+        return single[0]
+    whats = "".join(f"\n  {number}. {error.what}" for number, error in enumerate(single, 1))
+    fixes = "".join(f"\n  {number}. {error.fix}" for number, error in enumerate(single, 1))
+    result = ConfigError(f"{len(single)} things in this configuration cannot work:{whats}", fix=fixes)
+    result.__dict__["joined"] = tuple(single)
+    return result
+
+
+# -- plugins ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plugins:
+    """At most one plugin of each kind; None where none was given."""
+
+    precision: Precision | None = None
+    checkpoint_io: Any = None  # Any: see Parts
+    cluster_environment: ClusterEnvironment | None = None
+    layer_sync: Any = None  # Any: see Parts
+
+
+def sort_plugins(plugins: Any) -> Plugins:
+    """Return the plugins by kind; a ConfigError names all that are none, and second ones of a kind."""
+    if plugins is None:
+        return Plugins()
+    given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    result = Plugins()
+    problems = []
+    for plugin in given:
+        kind = _plugin_kind(plugin)
+        if kind is None:
+            problems.append(
+                ConfigError(
+                    f"plugins= contains {plugin!r}, which is no plugin.",
+                    fix="pass instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync.",
+                )
+            )
+        elif getattr(result, kind) is not None:
+            problems.append(
+                ConfigError(
+                    f"plugins= contains two of one kind ({kind}): {getattr(result, kind)!r} and {plugin!r}.",
+                    fix="pass at most one of each kind.",
+                )
+            )
+        else:
+            setattr(result, kind, plugin)
+    if problems:
+        raise join_errors(problems)
+    return result
+
+
+def _plugin_kind(plugin: object) -> str | None:
+    if isinstance(plugin, type):
+        return None
+    if isinstance(plugin, Precision):
+        return "precision"
+    if isinstance(plugin, ClusterEnvironment):
+        return "cluster_environment"
+    # By their methods: these classes lie above this package, or are the user's own.
+    if all(callable(getattr(plugin, name, None)) for name in ("save_checkpoint", "load_checkpoint")):
+        return "checkpoint_io"
+    if all(callable(getattr(plugin, name, None)) for name in ("apply", "revert")):
+        return "layer_sync"
+    return None
+
+
+# -- strategy --------------------------------------------------------------------------------------------------------
+
+
+def choose_strategy(strategy: Any) -> Strategy:
+    """Return the strategy given, or a new one made from its name; "auto" is one device."""
+    if isinstance(strategy, Strategy):
+        return strategy
+    if not isinstance(strategy, str):
+        raise ConfigError(
+            f"strategy={strategy!r} is neither a name nor a Strategy.",
+            fix='pass "auto", a registered name, or an instance such as SingleDeviceStrategy("cpu").',
+        )
+    name = strategy.lower()
+    if name == "auto":
+        return SingleDeviceStrategy()
+    if name not in STRATEGY_REGISTRY and name in PLANNED_STRATEGIES:
+        raise ConfigError(
+            f"strategy={strategy!r} is known, but {ONE_DEVICE_ONLY}.",
+            fix="pass strategy='auto' (one device), or register a strategy of that name.",
+        )
+    if name not in STRATEGY_REGISTRY:
+        known = ["auto", *STRATEGY_REGISTRY.names()]
+        raise ConfigError(
+            f"strategy={strategy!r} is unknown{nearest(name, [*known, *PLANNED_STRATEGIES])}.",
+            fix=f"use one of {', '.join(known)}, or pass a Strategy.",
+        )
+    try:
+        return STRATEGY_REGISTRY.create(name)
+    except TypeError as error:
+        raise ConfigError(
+            f"strategy={strategy!r} cannot be made from its name: {error}.",
+            fix=f"pass an instance: strategy={STRATEGY_REGISTRY.get(name).__name__}(...).",
+        ) from error
+
+
+def check_conflicts(chosen: Strategy | None, strategy: Any, accelerator: Any, precision: Any, plugged: Plugins) -> None:
+    """Raise a ConfigError that names each part which two arguments give, as strategy and `precision=` may."""
+    accelerator = None if isinstance(accelerator, str) and accelerator.lower() == "auto" else accelerator
+    problems = []
+    if precision is not None and plugged.precision is not None:
+        problems.append(_choose_one(f"precision={precision!r}", f"plugins=[{plugged.precision!r}]"))
+    if chosen is not None and not isinstance(strategy, str):
+        cluster = getattr(chosen, "cluster_environment", None)
+        outside = (
+            ("accelerator", "accelerator=", chosen._accelerator, accelerator),
+            ("precision", "precision=", chosen._precision, precision),
+            ("precision", "plugins=", chosen._precision, plugged.precision),
+            ("checkpoint_io", "plugins=", chosen._checkpoint_io, plugged.checkpoint_io),
+            ("cluster_environment", "plugins=", cluster, plugged.cluster_environment),
+        )
+        problems += [
+            _choose_one(f"strategy={chosen!r} with its own {name}", f"{argument}{given!r}")
+            for name, argument, own, given in outside
+            if own is not None and given is not None and own is not given
+        ]
+    if problems:
+        raise join_errors(problems)
+
+
+def _choose_one(one: str, other: str) -> ConfigError:
+    return ConfigError(f"{one} and {other} both say the same thing.", fix="choose one and leave the other out.")
+
+
+# -- accelerator and devices -----------------------------------------------------------------------------------------
+
+
+def choose_accelerator(accelerator: Any, strategy: Strategy | None) -> Accelerator:
+    """Return the accelerator given, the one that fits the strategy's device, or the best of this machine."""
+    own = getattr(strategy, "_accelerator", None)
+    if own is not None:
+        accelerator = own
+    device: torch.device | None = getattr(strategy, "_device", None)
+    if isinstance(accelerator, Accelerator):
+        chosen = accelerator
+        _check_available(chosen.name(), chosen)
+    elif not isinstance(accelerator, str):
+        raise ConfigError(
+            f"accelerator={accelerator!r} is neither a name nor an Accelerator.",
+            fix=f"use one of auto, gpu, {', '.join(ACCELERATOR_REGISTRY)}, or pass an Accelerator.",
+        )
+    elif accelerator.lower() == "auto":
+        if device is not None and device.type in ACCELERATOR_REGISTRY:
+            chosen = ACCELERATOR_REGISTRY.create(device.type)
+            _check_available(device.type, chosen)
+        else:
+            chosen = _best(lambda cls: cls.auto_priority >= 0) or ACCELERATOR_REGISTRY.create("cpu")
+    elif accelerator.lower() == "gpu":
+        gpu = _best(lambda cls: cls.is_gpu)
+        if gpu is None:
+            raise _not_available(accelerator)
+        chosen = gpu
+    else:
+        chosen = _accelerator_by_name(accelerator)
+    if device is not None and device.type != chosen.name():
+        raise ConfigError(
+            f"accelerator={accelerator!r} is {chosen.name()}, but the strategy was made for device={str(device)!r}.",
+            fix='pass accelerator="auto", or leave the device out of the strategy.',
+        )
+    return chosen
+
+
+def _accelerator_by_name(accelerator: str) -> Accelerator:
+    name = accelerator.lower()
+    if name in ACCELERATOR_REGISTRY:
+        chosen = ACCELERATOR_REGISTRY.create(name)
+        _check_available(accelerator, chosen)
+        return chosen
+    known = ["auto", "gpu", *ACCELERATOR_REGISTRY]
+    if name in _PLANNED_ACCELERATORS:
+        raise ConfigError(
+            f"accelerator={accelerator!r} is known, but not part of this version.",
+            fix=f"use one of {', '.join(known)}.",
+        )
+    raise ConfigError(
+        f"accelerator={accelerator!r} is unknown{nearest(name, known)}.",
+        fix=f"use one of {', '.join(known)}, or pass an Accelerator.",
+    )
+
+
+def _best(accept: Callable[[type[Accelerator]], bool]) -> Accelerator | None:
+    classes = [(ACCELERATOR_REGISTRY.get(name).auto_priority, name) for name in ACCELERATOR_REGISTRY]
+    for _, name in sorted(classes, reverse=True):
+        cls = ACCELERATOR_REGISTRY.get(name)
+        if accept(cls) and cls.is_available():
+            return ACCELERATOR_REGISTRY.create(name)
+    return None
+
+
+def _check_available(name: str, accelerator: Accelerator) -> None:
+    if not accelerator.is_available():
+        raise _not_available(name)
+
+
+def _not_available(name: str) -> ConfigError:
+    available = [name for name in ACCELERATOR_REGISTRY if ACCELERATOR_REGISTRY.get(name).is_available()]
+    return ConfigError(
+        f"accelerator={name!r} was asked for, but this machine (or this build of torch) has none.",
+        fix=f"use one that is available: {', '.join(available)}; or accelerator='auto'.",
+    )
+
+
+def check_num_nodes(num_nodes: Any) -> int:
+    """Return the number of nodes, 1 or more."""
+    if isinstance(num_nodes, int) and not isinstance(num_nodes, bool) and num_nodes >= 1:
+        return num_nodes
+    raise ConfigError(f"num_nodes={num_nodes!r} is no int of 1 or more.", fix="pass num_nodes=1.")
+
+
+def find_devices(
+    devices: Any, accelerator: Accelerator, strategy: Strategy | None, interactive: bool, notes: list[str]
+) -> list[torch.device]:
+    """Return one device per process of this node.
+
+    Args:
+        devices: What the user typed.
+        accelerator: Knows the grammar and what exists.
+        strategy: May have a device, or devices, of its own.
+        interactive: At a prompt or in a notebook "auto" is one device.
+        notes: Gets a line where "auto" leaves devices unused.
+    """
+    device: torch.device | None = getattr(strategy, "_device", None)
+    is_auto = isinstance(devices, str) and devices.strip().lower() == "auto"
+    if is_auto and device is not None:
+        return [device]
+    if is_auto:
+        given = getattr(strategy, "parallel_devices", None)
+        if given:
+            return list(given)
+        count = accelerator.auto_device_count()
+        if count > 1 and (interactive or not isinstance(strategy, ParallelStrategy)):
+            # A default must work on every machine: several cards are no reason to refuse `Trainer()`.
+            notes.append(f"{count} {accelerator.name()} devices are visible; one is used. Pass devices=1 to say so.")
+            count = 1
+        return accelerator.get_parallel_devices(accelerator.parse_devices(count))
+    found = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
+    if device is not None and not isinstance(devices, int) and devices not in ("1", "-1") and device not in found:
+        raise ConfigError(
+            f"devices={devices!r} does not contain the device that the strategy was made for, {str(device)!r}.",
+            fix='pass devices="auto", or leave the device out of the strategy.',
+        )
+    return [device] if device is not None and len(found) == 1 else found
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+def precision_name(precision: Any, changed: list[str]) -> str:
+    """Return the full name of a precision; `changed` gets a line where the user's name can mean two things."""
+    if precision is None:
+        return "32-true"
+    if isinstance(precision, str) and precision in PRECISIONS:
+        return precision
+    if isinstance(precision, (str, int)) and not isinstance(precision, bool) and precision in _PRECISION_ALIASES:
+        name = _PRECISION_ALIASES[precision]
+        if precision in _AMBIGUOUS:
+            changed.append(f"precision={precision!r} is taken as {name!r}; write that name.")
+        return name
+    if isinstance(precision, str) and precision in _PLANNED_PRECISIONS:
+        raise ConfigError(
+            f"precision={precision!r} is known, but not part of this version.",
+            fix=f"use one of {', '.join(PRECISIONS)}, or pass a Precision in plugins=.",
+        )
+    hint = "; an instance belongs in plugins=" if isinstance(precision, Precision) else ""
+    raise ConfigError(
+        f"precision={precision!r} is unknown{nearest(str(precision), PRECISIONS)}{hint}.",
+        fix=f"use one of {', '.join(PRECISIONS)}.",
+    )
+
+
+def choose_precision(
+    name: str, precision: Any, device_type: str, strategy: Strategy | None, plugged: Plugins
+) -> Precision:
+    """Return the precision of plugin or strategy, or a new one for this type of device, made from its name."""
+    given: Precision | None = plugged.precision or getattr(strategy, "_precision", None)
+    if precision is None and given is not None:
+        if isinstance(given, MixedPrecision) and given.device != device_type:
+            raise ConfigError(
+                f"{given!r} was made for device={given.device!r}, but training runs on {device_type!r}, where its "
+                f"autocast would do nothing.",
+                fix=f"make it with device={device_type!r}, or pass precision={given.precision!r} instead.",
+            )
+        return given
+    if name == "64-true":
+        return DoublePrecision()
+    if name in ("16-true", "bf16-true"):
+        return HalfPrecision(name)
+    if name in ("16-mixed", "bf16-mixed"):
+        return MixedPrecision(name, device_type)
+    return Precision()

@@ -1,0 +1,161 @@
+"""Random numbers: seeding all generators, and taking their state out and putting it back bit for bit.
+
+Called by the user (`seed_everything`), by trainer/ for checkpoints, and in loader workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ..data.rng import capture_rng, restore_rng, seed_global_generators
+from ..errors import CheckpointError, ConfigError
+
+__all__ = [
+    "isolate_rng",
+    "pl_worker_init_function",
+    "reset_seed",
+    "rng_state",
+    "seed_everything",
+    "set_rng_state",
+]
+
+log = logging.getLogger(__name__)
+
+_SEED = "PL_GLOBAL_SEED"
+_WORKERS = "PL_SEED_WORKERS"
+_LARGEST = 2**32 - 1
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed Python's, NumPy's and torch's generators (the latter on all devices).
+
+    The environment variables PL_GLOBAL_SEED and PL_SEED_WORKERS ("0" or "1") are set, so that processes started from
+    here do the same.
+
+    Args:
+        seed: 0 to 4294967295; what is no int goes through `int()`. None takes PL_GLOBAL_SEED, or else 0 with a warning.
+        workers: Also let the Trainer seed each loader worker, from the seed, the worker's number and the rank.
+        verbose: Log the seed at level INFO.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ConfigError: The seed is no whole number or out of range.
+    """
+    chosen = _seed_from_environment() if seed is None else _whole_number(seed, "seed")
+    if not 0 <= chosen <= _LARGEST:
+        raise ConfigError(
+            f"seed={chosen} is out of range: expected 0 to {_LARGEST}.", fix="pass a seed within the range, such as 42."
+        )
+    if verbose:
+        log.info("Seed set to %d.", chosen)
+    os.environ[_SEED] = str(chosen)
+    os.environ[_WORKERS] = str(int(bool(workers)))
+    random.seed(chosen)
+    try:
+        import numpy
+    except ImportError:
+        pass  # nobody in this process can draw from it
+    else:
+        numpy.random.seed(chosen)
+    torch.manual_seed(chosen)
+    return chosen
+
+
+def reset_seed() -> None:
+    """Seed again with PL_GLOBAL_SEED, as the last `seed_everything` did; do nothing if there was none."""
+    seed = os.environ.get(_SEED)
+    if seed is None:
+        return
+    seed_everything(int(seed), workers=os.environ.get(_WORKERS, "0") == "1", verbose=False)
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed the generators of a loader worker from the loader's seed, the worker's number and the rank.
+
+    Two workers, two ranks, or two epochs never share a stream.
+
+    Args:
+        worker_id: Number of the worker, as the DataLoader gives it.
+        rank: Global rank; None reads RANK or LOCAL_RANK from the environment, else 0.
+    """
+    if rank is None:
+        rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+    # The DataLoader has seeded torch with a number that is new in every epoch, plus the worker's number.
+    base = torch.initial_seed() - worker_id
+    seed_global_generators(f"worker {base} {worker_id} {rank}".encode())
+
+
+def rng_state(include_cuda: bool = True) -> dict[str, Any]:
+    """Return the state of all generators as tensors and plain values, ready for a checkpoint.
+
+    Args:
+        include_cuda: Also the generators of all CUDA (and MPS) devices, if they are in use.
+
+    Returns:
+        "python", "numpy" (if imported), "torch" (uint8 tensor on the CPU), "cuda" (a list of such, one per device,
+        if CUDA is initialised), "mps".
+    """
+    state = capture_rng()
+    if not include_cuda:
+        state.pop("cuda", None)
+    elif torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` returned, bit for bit. Device generators that the state does not name stay.
+
+    Raises:
+        CheckpointError: The state names a generator in a form that cannot be put back.
+    """
+    try:
+        restore_rng(state)
+        if "mps" in state and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(state["mps"].cpu())
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state of the random generators cannot be put back: {type(error).__name__}: {error}.",
+            fix="load the weights only; or resume with the versions of Python, NumPy and torch of the run that saved.",
+        ) from error
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Restore the state of all generators when the block ends, also after an exception.
+
+    Args:
+        include_cuda: Also on CUDA and MPS devices, if they are in use.
+    """
+    state = rng_state(include_cuda)
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def _seed_from_environment() -> int:
+    text = os.environ.get(_SEED)
+    if text is None:
+        warnings.warn("seed_everything() was given no seed; it uses 0.", stacklevel=3)
+        return 0
+    return _whole_number(text, f"the environment variable {_SEED}")
+
+
+def _whole_number(value: Any, name: str) -> int:  # Any: whatever the user typed
+    number: int | None = None
+    with suppress(TypeError, ValueError, OverflowError):  # named below
+        number = int(value)
+    if number is None or (isinstance(value, float) and number != value):
+        raise ConfigError(f"{name} is {value!r}, which is no whole number.", fix="set it to an int such as 42.")
+    return number

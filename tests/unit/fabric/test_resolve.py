@@ -1,0 +1,380 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from loopwright.accelerators import ACCELERATOR_REGISTRY, Accelerator, CPUAccelerator
+from loopwright.accelerators.base import parse_device_indices
+from loopwright.errors import ConfigError
+from loopwright.fabric import Environment, LocalEnvironment, Parts, join_errors, resolve
+from loopwright.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from loopwright.strategies import STRATEGY_REGISTRY, ParallelStrategy, SingleDeviceStrategy, Strategy
+from loopwright.strategies.registry import PLANNED_STRATEGIES
+
+QUIET = Environment()
+
+
+def find(**arguments: Any) -> Parts:
+    return resolve(**{"accelerator": "cpu", "environment": QUIET, **arguments})
+
+
+class Board(Accelerator):
+    """Two devices that every machine has."""
+
+    auto_priority = 100
+    is_gpu = True
+
+    @staticmethod
+    def name() -> str:
+        return "meta"
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 2
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return parse_device_indices(devices, "meta", [0, 1])
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("meta", index) for index in devices]
+
+
+@pytest.fixture
+def board() -> Iterator[None]:
+    ACCELERATOR_REGISTRY.register("meta", Board)
+    yield
+    ACCELERATOR_REGISTRY.remove("meta")
+
+
+@pytest.fixture
+def _only_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("DISABLE_MPS", "1")
+
+
+# -- what fits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_only_a_cpu")
+def test_defaults_give_one_device_in_full_precision() -> None:
+    parts = resolve()
+    assert parts.accelerator.name() == "cpu"
+    assert type(parts.strategy) is SingleDeviceStrategy
+    assert type(parts.precision) is Precision
+    assert parts.devices == (torch.device("cpu"),)
+    assert parts.num_nodes == 1
+    assert parts.checkpoint_io is None
+    assert isinstance(parts.cluster_environment, LocalEnvironment)
+    assert parts.launcher.is_interactive_compatible
+    assert parts.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "name"),
+    [
+        (None, Precision, "32-true"),
+        ("32-true", Precision, "32-true"),
+        (32, Precision, "32-true"),
+        ("32", Precision, "32-true"),
+        (64, DoublePrecision, "64-true"),
+        ("64", DoublePrecision, "64-true"),
+        ("64-true", DoublePrecision, "64-true"),
+        ("16-true", HalfPrecision, "16-true"),
+        ("bf16-true", HalfPrecision, "bf16-true"),
+        ("16-mixed", MixedPrecision, "16-mixed"),
+        ("bf16-mixed", MixedPrecision, "bf16-mixed"),
+    ],
+)
+def test_every_precision(precision: Any, kind: type, name: str) -> None:
+    parts = find(precision=precision)
+    assert type(parts.precision) is kind
+    assert parts.precision.precision == name
+    assert parts.warnings == ()
+
+
+@pytest.mark.parametrize(("precision", "name"), [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed")])
+def test_short_names_are_taken_as_mixed_with_a_warning(precision: Any, name: str) -> None:
+    parts = find(precision=precision)
+    assert parts.precision.precision == name
+    assert parts.warnings == (f"precision={precision!r} is taken as {name!r}; write that name.",)
+
+
+def test_fp16_on_the_cpu_stays_fp16() -> None:
+    precision = find(precision="16-mixed").precision
+    assert isinstance(precision, MixedPrecision)
+    assert precision.device == "cpu"
+    assert precision.has_scaler
+
+
+@pytest.mark.parametrize("devices", ["auto", 1, "1"])
+def test_every_form_of_one_process_on_the_cpu(devices: Any) -> None:
+    assert find(devices=devices).devices == (torch.device("cpu"),)
+
+
+@pytest.mark.usefixtures("board")
+@pytest.mark.parametrize("accelerator", ["auto", "gpu", "meta", "META", Board()])
+def test_a_new_kind_of_device_is_found_by_every_name(accelerator: Any) -> None:
+    parts = find(accelerator=accelerator, devices=1)
+    assert isinstance(parts.accelerator, Board)
+    assert parts.devices == (torch.device("meta", 0),)
+
+
+@pytest.mark.usefixtures("board")
+@pytest.mark.parametrize(("devices", "index"), [([1], 1), ("1,", 1), ("0,", 0), (1, 0), ("1", 0)])
+def test_every_form_of_one_of_several_devices(devices: Any, index: int) -> None:
+    assert find(accelerator="meta", devices=devices).devices == (torch.device("meta", index),)
+
+
+@pytest.mark.usefixtures("board")
+def test_by_default_one_of_several_devices_is_used_and_noted() -> None:
+    parts = find(accelerator="meta")
+    assert parts.devices == (torch.device("meta", 0),)
+    assert "2 meta devices are visible; one is used" in parts.notes[0]
+
+
+@pytest.mark.usefixtures("board")
+def test_a_parallel_strategy_takes_all_devices() -> None:
+    parts = find(accelerator="meta", strategy=ParallelStrategy(), num_nodes=2)
+    assert len(parts.devices) == 2
+    assert parts.num_nodes == 2
+    interactive = find(accelerator="meta", strategy=ParallelStrategy(), environment=Environment(interactive=True))
+    assert len(interactive.devices) == 1
+
+
+def test_devices_of_a_parallel_strategy_are_kept() -> None:
+    strategy = ParallelStrategy(parallel_devices=[torch.device("cpu")] * 3)
+    assert len(find(strategy=strategy).devices) == 3
+
+
+@pytest.mark.usefixtures("board")
+def test_the_device_of_a_strategy_decides_the_accelerator() -> None:
+    parts = find(accelerator="auto", strategy=SingleDeviceStrategy("cpu"))
+    assert isinstance(parts.accelerator, CPUAccelerator)
+    parts = find(accelerator="auto", strategy=SingleDeviceStrategy(torch.device("meta", 1)), devices=1)
+    assert parts.devices == (torch.device("meta", 1),)
+
+
+def test_parts_of_a_strategy_are_kept() -> None:
+    accelerator, precision, io = CPUAccelerator(), HalfPrecision("bf16-true"), Files()
+    strategy = SingleDeviceStrategy("cpu", accelerator, io, precision)
+    parts = find(accelerator="auto", strategy=strategy)
+    assert parts.strategy is strategy
+    assert parts.accelerator is accelerator
+    assert parts.precision is precision
+    assert parts.checkpoint_io is io
+
+
+@pytest.mark.parametrize("name", ["single_device", "SINGLE_DEVICE", "auto", "Auto"])
+def test_names_of_strategies_in_any_case(name: str) -> None:
+    assert type(find(strategy=name).strategy) is SingleDeviceStrategy
+
+
+def test_a_registered_strategy_is_found_by_name() -> None:
+    class Custom(Strategy):
+        def setup_module(self, module: Any) -> Any:
+            return module
+
+    STRATEGY_REGISTRY.register("my_own", Custom)
+    try:
+        assert type(find(strategy="my_own").strategy) is Custom
+    finally:
+        STRATEGY_REGISTRY.remove("my_own")
+
+
+class Files:
+    def save_checkpoint(self, *args: Any) -> None: ...
+
+    def load_checkpoint(self, *args: Any) -> None: ...
+
+
+class Sync:
+    def apply(self, model: Any) -> Any: ...
+
+    def revert(self, model: Any) -> Any: ...
+
+
+def test_plugins_of_every_kind() -> None:
+    precision, files, cluster, sync = HalfPrecision(), Files(), LocalEnvironment(), Sync()
+    parts = find(plugins=[precision, files, cluster, sync])
+    assert parts.precision is precision
+    assert parts.checkpoint_io is files
+    assert parts.cluster_environment is cluster
+    assert parts.layer_sync is sync
+    assert find(plugins=precision).precision is precision
+    assert find(plugins=[]).precision.precision == "32-true"
+
+
+# -- what does not ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_only_a_cpu")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"accelerator": "cpux"}, r"accelerator='cpux' is unknown \(did you mean 'cpu'\?\)"),
+        ({"accelerator": 3}, "accelerator=3 is neither a name nor an Accelerator"),
+        ({"accelerator": None}, "accelerator=None is neither"),
+        ({"accelerator": CPUAccelerator}, "is neither a name nor an Accelerator"),
+        ({"accelerator": "tpu"}, "accelerator='tpu' is known, but not part of this version"),
+        ({"accelerator": "gpu"}, r"accelerator='gpu' was asked for(.|\n)*available: cpu"),
+        ({"accelerator": "cuda"}, r"accelerator='cuda' was asked for(.|\n)*available: cpu"),
+        ({"accelerator": "mps"}, r"accelerator='mps' was asked for(.|\n)*available: cpu"),
+        ({"strategy": "single"}, r"strategy='single' is unknown \(did you mean 'single_"),
+        ({"strategy": "dpd"}, r"strategy='dpd' is unknown \(did you mean '(ddp|dp)'\?\)"),
+        ({"strategy": None}, "strategy=None is neither a name nor a Strategy"),
+        ({"strategy": SingleDeviceStrategy}, "is neither a name nor a Strategy"),
+        ({"devices": 0}, "devices=0 cannot be used with accelerator='cpu'"),
+        ({"devices": "0"}, "devices='0' cannot"),
+        ({"devices": []}, r"devices=\[\] cannot"),
+        ({"devices": [0]}, r"devices=\[0\] cannot"),
+        ({"devices": -1}, "devices=-1 cannot"),
+        ({"devices": None}, "devices=None cannot"),
+        ({"devices": True}, "devices=True cannot"),
+        ({"devices": "0,1"}, "devices='0,1' cannot"),
+        ({"devices": 2}, "devices=2 gives 2 devices with strategy='auto': this version trains on one device"),
+        ({"devices": "3", "strategy": "single_device"}, "devices='3' gives 3 devices"),
+        ({"num_nodes": 0}, "num_nodes=0 is no int of 1 or more"),
+        ({"num_nodes": "2"}, "num_nodes='2' is no int"),
+        ({"num_nodes": True}, "num_nodes=True is no int"),
+        ({"num_nodes": 1.0}, "num_nodes=1.0 is no int"),
+        ({"num_nodes": 2}, "num_nodes=2 with strategy='auto': this version trains on one device"),
+        ({"precision": "bf16-mix"}, r"precision='bf16-mix' is unknown \(did you mean 'bf16-mixed'\?\)"),
+        ({"precision": 8}, "precision=8 is unknown"),
+        ({"precision": 16.0}, "precision=16.0 is unknown"),
+        ({"precision": True}, "precision=True is unknown"),
+        ({"precision": ["16"]}, r"precision=\['16'\] is unknown"),
+        ({"precision": Precision()}, "an instance belongs in plugins="),
+        ({"precision": "transformer-engine"}, "is known, but not part of this version"),
+        ({"precision": "transformer-engine-float16"}, "is known, but not part of this version"),
+        ({"plugins": "16-mixed"}, "plugins= contains '16-mixed', which is no plugin"),
+        ({"plugins": [Precision]}, "which is no plugin"),
+        ({"plugins": [Precision(), HalfPrecision()]}, "two of one kind"),
+        ({"plugins": [Precision()], "precision": "32-true"}, "both say the same thing"),
+        ({"plugins": MixedPrecision("bf16-mixed", "cuda")}, "made for device='cuda', but training runs on 'cpu'"),
+        ({"strategy": SingleDeviceStrategy("cpu", CPUAccelerator())}, "with its own accelerator and accelerator='cpu'"),
+        (
+            {"strategy": SingleDeviceStrategy("cpu", precision=Precision()), "precision": "32-true"},
+            "with its own precision and precision='32-true' both",
+        ),
+        (
+            {"strategy": SingleDeviceStrategy("cpu", precision=Precision()), "plugins": HalfPrecision()},
+            "with its own precision and plugins=HalfPrecision",
+        ),
+        (
+            {"strategy": SingleDeviceStrategy("cpu", checkpoint_io=Files()), "plugins": [Files()]},
+            "with its own checkpoint_io and plugins=",
+        ),
+        (
+            {"strategy": ParallelStrategy(cluster_environment=LocalEnvironment()), "plugins": [LocalEnvironment()]},
+            "with its own cluster_environment and plugins=",
+        ),
+        (
+            {"strategy": SingleDeviceStrategy("meta")},
+            "accelerator='cpu' is cpu, but the strategy was made for device='meta'",
+        ),
+        ({"accelerator": "auto", "strategy": SingleDeviceStrategy("cuda:1")}, "accelerator='cuda' was asked for"),
+    ],
+)
+def test_every_wrong_argument_is_an_error_that_shows_it(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        find(**arguments)
+    assert caught.value.fix
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("strategy", PLANNED_STRATEGIES)
+def test_strategies_of_later_versions_say_so(strategy: str) -> None:
+    with pytest.raises(ConfigError, match="is known, but this version trains on one device"):
+        find(strategy=strategy.upper())
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find(
+            accelerator="cpux",
+            strategy="ddq",
+            num_nodes=0,
+            precision="31-true",
+            plugins=[3, HalfPrecision(), Precision()],
+        )
+    text = str(caught.value)
+    for part in ("'cpux'", "'ddq'", "num_nodes=0", "'31-true'", "contains 3", "two of one kind"):
+        assert part in text
+    assert "6 things in this configuration cannot work" in text
+    assert "\n  6. " in text
+
+
+@pytest.mark.usefixtures("board")
+def test_pairs_that_cannot_work_are_named_at_once() -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match="3 things in this configuration") as caught:
+        find(accelerator="meta", devices=-1, num_nodes=2, environment=Environment(variables))
+    for part in ("devices=-1 gives 2 devices", "num_nodes=2", "torchrun started 2 processes"):
+        assert part in caught.value.what
+
+
+def test_torchrun_with_one_process_is_fine() -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"}
+    assert find(environment=Environment(variables)).devices == (torch.device("cpu"),)
+
+
+@pytest.mark.usefixtures("board")
+def test_devices_without_the_strategys_own_device_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="does not contain the device"):
+        find(accelerator="meta", strategy=SingleDeviceStrategy(torch.device("meta", 1)), devices=[0])
+
+
+def test_float64_does_not_exist_on_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.delenv("DISABLE_MPS", raising=False)
+    with pytest.raises(ConfigError, match="the device has no float64"):
+        find(accelerator="mps", precision="64-true")
+    with pytest.raises(ConfigError, match="the device has no float64"):
+        find(accelerator="mps", plugins=DoublePrecision())
+
+
+def test_a_launcher_that_a_notebook_cannot_use_is_an_error_there() -> None:
+    class Script:
+        is_interactive_compatible = False
+
+        def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    strategy = ParallelStrategy()
+    strategy.launcher = Script()
+    assert find(strategy=strategy).launcher is strategy.launcher
+    with pytest.raises(ConfigError, match="does not work in a notebook"):
+        find(strategy=strategy, environment=Environment(interactive=True))
+
+
+def test_a_strategy_that_needs_arguments_says_so() -> None:
+    class Needy(Strategy):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+
+    STRATEGY_REGISTRY.register("needy", Needy)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be made from its name(.|\n)*strategy=Needy\(\.\.\.\)"):
+            find(strategy="needy")
+    finally:
+        STRATEGY_REGISTRY.remove("needy")
+
+
+def test_one_error_joined_is_itself() -> None:
+    error = ConfigError("a.", fix="b.")
+    assert join_errors([error]) is error
+    twice = join_errors([join_errors([error, error]), error])
+    assert twice.what.startswith("3 things")
+
+
+def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_VARIABLE", "1")
+    assert Environment.current().variables["SOME_VARIABLE"] == "1"
