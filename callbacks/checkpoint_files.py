@@ -1,0 +1,281 @@
+"""Names and files of checkpoints: rendering a template, finding, linking, removing. Used by model_checkpoint.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..checkpoint.disk import sync_folder
+from ..errors import ConfigError, ModuleError, nearest
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+__all__ = [
+    "check_dirpath",
+    "check_template",
+    "default_dirpath",
+    "default_dirpaths",
+    "exists",
+    "find_checkpoints",
+    "is_inside",
+    "is_local",
+    "link",
+    "missing_metric",
+    "modified_ns",
+    "normalized",
+    "remove",
+    "render_name",
+    "same_file",
+    "template_names",
+]
+
+_COUNTERS = ("epoch", "step")
+_STEP_IN_NAME = re.compile(r"step=(\d+)")
+
+
+def template_names(template: str) -> list[str]:
+    """Return the metrics that a template names, without `epoch` and `step`, each once."""
+    names = [name for _, name, _, _ in Formatter().parse(template) if name]
+    return [name for name in dict.fromkeys(names) if name not in _COUNTERS]
+
+
+def check_template(template: str, argument: str) -> None:
+    """Refuse a template that could not be rendered or found again.
+
+    Raises:
+        ConfigError: Names what is wrong with it.
+    """
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"{argument}={template!r} is no template: {error}.", fix="write metrics as {name}.") from None
+    problems = []
+    for _, name, spec, _ in parts:
+        if name == "":
+            problems.append("an empty pair of braces")
+        elif name is not None and not _is_spec(spec or "", integer=name in _COUNTERS):
+            problems.append(f"{{{name}:{spec}}} has a format that does not suit a number")
+    if os.path.basename(template).startswith(".") or not os.path.basename(template):
+        problems.append("the name is empty or begins with a dot, which is how unfinished files begin")
+    if problems:
+        raise ConfigError(
+            f"{argument}={template!r}: {'; '.join(problems)}.", fix="write for example '{epoch}-{val_loss:.3f}'."
+        )
+
+
+def _is_spec(spec: str, *, integer: bool) -> bool:
+    try:
+        format(1 if integer else 1.0, spec)
+    except ValueError:
+        return False
+    return True
+
+
+def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_names: bool, equals: str) -> str:
+    """Return the template with its metrics filled in.
+
+    Args:
+        template: Text with `{name}` or `{name:spec}`; names may contain slashes and dots.
+        metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device.
+        insert_names: Write `name=value` instead of the value alone.
+        equals: What stands between name and value.
+
+    Raises:
+        ModuleError: A name has no value; all such names are listed.
+    """
+    missing = [name for _, name, _, _ in Formatter().parse(template) if name and name not in metrics]
+    if missing:
+        raise missing_metric(missing, metrics, f"filename={template!r}")
+    rendered = []
+    for literal, name, spec, _ in Formatter().parse(template):
+        rendered.append(literal)
+        if name:
+            raw = metrics[name]
+            value = raw.item() if isinstance(raw, Tensor) else raw
+            value = int(value) if name in _COUNTERS else value
+            text = format(value, spec or ("" if isinstance(value, int) else ".6g"))
+            rendered.append(f"{name}{equals}{text}" if insert_names else text)
+    return "".join(rendered)
+
+
+def missing_metric(missing: list[str], metrics: Mapping[str, object], where: str) -> ModuleError:
+    """Return the error for metrics that a checkpoint callback needs and nobody logged."""
+    known = sorted(name for name in metrics if name not in _COUNTERS)
+    described = ", ".join(f"{name!r}{nearest(name, known)}" for name in missing)
+    return ModuleError(
+        f"ModelCheckpoint({where}): no metric named {described} was logged; there are {known}.",
+        fix=f"log it with self.log({missing[0]!r}, ...) in the step or hook before the save, or name one of those.",
+    )
+
+
+def default_dirpath(trainer: Trainer) -> str:
+    """Return the folder of a callback without `dirpath`: in the first logger's, else in the trainer's root."""
+    if not trainer.loggers:
+        return os.path.join(trainer.default_root_dir, "checkpoints")
+    version = trainer.loggers[0].version
+    folder = version if isinstance(version, str) else f"version_{version}"
+    return os.path.join(_logger_root(trainer), folder, "checkpoints")
+
+
+def _logger_root(trainer: Trainer) -> str:
+    logger = trainer.loggers[0]
+    return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name or ""))
+
+
+def default_dirpaths(trainer: Trainer) -> list[str]:
+    """Return the folders where earlier runs with these loggers may have saved: a run that starts again opens a new one.
+
+    The logger's version is not asked for, because that would decide it before a resumed run takes its old one.
+    """
+    if not trainer.loggers:
+        return [os.path.join(trainer.default_root_dir, "checkpoints")]
+    root = _logger_root(trainer)
+    try:
+        versions = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [os.path.join(version, "checkpoints") for version in versions]
+
+
+def find_checkpoints(folders: list[str], extension: str) -> list[str]:
+    """Return the finished checkpoints under these folders, newest first.
+
+    Newest by modification time, then by the step in the name. Names that begin with a dot are unfinished writes. A link
+    and the file that it leads to count once, as the file.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for folder in folders:
+        for path in _walk_local(folder, extension) if is_local(folder) else _walk_remote(folder, extension):
+            real = os.path.realpath(path) if is_local(path) else path
+            try:
+                modified = modified_ns(real)
+            except FileNotFoundError:
+                continue
+            step = _STEP_IN_NAME.search(os.path.basename(real))
+            found[real] = (modified, int(step.group(1)) if step else -1)
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def _walk_local(folder: str, extension: str) -> Iterator[str]:
+    for parent, folders, files in os.walk(folder):
+        # A sharded checkpoint is a folder: it counts as one, and is not looked into.
+        names = [name for name in [*files, *folders] if name.endswith(extension) and not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in names]
+        yield from (os.path.join(parent, name) for name in names)
+
+
+def _walk_remote(folder: str, extension: str) -> Iterator[str]:
+    filesystem, root = _filesystem(folder)
+    for path in filesystem.find(root):
+        if path.endswith(extension) and not os.path.basename(path).startswith("."):
+            yield filesystem.unstrip_protocol(path)
+
+
+def is_local(path: str) -> bool:
+    """Whether the path is on this machine's file system, not a URL."""
+    return "://" not in path
+
+
+def _filesystem(path: str) -> tuple[Any, str]:  # Any: fsspec has no types
+    from fsspec.core import url_to_fs
+
+    filesystem, root = url_to_fs(path)
+    return filesystem, root
+
+
+def normalized(path: str | os.PathLike[str]) -> str:
+    """Return the path absolute, `~` and links resolved; a URL as it is."""
+    path = os.fspath(path)
+    return os.path.realpath(os.path.expanduser(path)) if is_local(path) else path
+
+
+def exists(path: str) -> bool:
+    """Whether something has this name, a link that leads nowhere included."""
+    if is_local(path):
+        return os.path.lexists(path)
+    filesystem, root = _filesystem(path)
+    return bool(filesystem.exists(root))
+
+
+def same_file(first: str | os.PathLike[str] | None, second: str) -> bool:
+    """Whether both paths lead to one file, through links or not."""
+    return bool(first) and first is not None and normalized(first) == normalized(second)
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether the file lies in this local folder or below it."""
+    return os.path.commonpath([os.path.realpath(os.path.dirname(path)), folder]) == folder
+
+
+def modified_ns(path: str) -> int:
+    """Return the modification time in nanoseconds; of what a link leads to.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+    """
+    if is_local(path):
+        return os.stat(path).st_mtime_ns
+    filesystem, root = _filesystem(path)
+    return int(filesystem.modified(root).timestamp() * 1e9)
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint: a file, a link, or the folder of a sharded one. Nothing there is fine."""
+    if not is_local(path):
+        filesystem, root = _filesystem(path)
+        if filesystem.exists(root):
+            filesystem.rm(root, recursive=True)
+    elif os.path.isdir(path) and not os.path.islink(path):
+        import shutil
+
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+def link(target: str, path: str) -> None:
+    """Make `path` a relative link to `target` in one step: it always leads to one file or the other.
+
+    Raises:
+        OSError: The file system knows no links.
+    """
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp-link-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(temporary)
+    os.symlink(os.path.relpath(target, os.path.dirname(path)), temporary)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        os.remove(temporary)
+        raise
+    # What it led to before may be removed next: the new link has to be on the disk by then.
+    sync_folder(Path(path).parent)
+
+
+def check_dirpath(dirpath: str) -> None:
+    """Refuse a folder that cannot be written to, before hours of training end at the first save.
+
+    Raises:
+        ConfigError: The path is a file, or there is no permission.
+    """
+    if not is_local(dirpath):
+        return
+    parent = dirpath
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        raise ConfigError(f"ModelCheckpoint: {parent} is a file, not a folder.", fix="choose another dirpath.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"ModelCheckpoint: no permission to write checkpoints to {dirpath} (asked of {parent}).",
+            fix="choose another dirpath or default_root_dir, or change the permissions.",
+        )

@@ -1,0 +1,328 @@
+"""An exponential moving average of the weights, beside the weights. Built by users.
+
+Raw weights are what is trained and what a checkpoint's "state_dict" holds; the average is this callback's own state.
+Evaluation may run on the average: the values are exchanged before it and put back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ConfigError, ModuleError
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+__all__ = ["EMA"]
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class EMA(Callback):
+    """Keep `average = decay * average + (1 - decay) * weights`, updated after optimizer steps.
+
+    The average begins as a copy of the weights at its first update. Steps that were skipped (a loss scale that
+    overflowed, a batch without loss) do not count. Nothing reads the device. Resuming continues bit for bit.
+
+    Args:
+        decay: Between 0 and 1; larger is slower.
+        device: Where the average lives; None: with the weights. "cpu" saves device memory and costs a copy per update.
+        use_buffers: Average floating-point buffers too (batch norm's statistics); otherwise they are copied. Buffers of
+            other types are always copied.
+        update_every_n_steps: Update at the 1st, (n+1)-th, ... step.
+        update_starting_at_step: No update in the steps before this one, counted from 0.
+        update_starting_at_epoch: No update in the epochs before this one, counted from 0.
+        evaluate_with: Validate, test and predict with the average, once it has been updated.
+
+    Attributes:
+        num_updates: Updates so far.
+
+    Raises:
+        ConfigError: A wrong argument. CheckpointError: A saved average does not fit the module.
+
+    The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999 a bfloat16 sum would not move.
+    """
+
+    replaces_weights = True
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        device: str | torch.device | None = None,
+        use_buffers: bool = True,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        evaluate_with: bool = True,
+    ) -> None:
+        problems = []
+        if not 0.0 <= decay <= 1.0:
+            problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
+        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
+            problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected a whole number >= 1)")
+        starts = {
+            "update_starting_at_step": update_starting_at_step,
+            "update_starting_at_epoch": update_starting_at_epoch,
+        }
+        problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
+        if problems:
+            raise ConfigError(f"EMA: {', '.join(problems)}.", fix="correct these arguments.")
+        self.decay = decay
+        self.device = None if device is None else torch.device(device)
+        self.use_buffers = use_buffers
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step or 0
+        self.update_starting_at_epoch = update_starting_at_epoch or 0
+        self.evaluate_with = evaluate_with
+
+        self.num_updates = 0
+        self._shadow: dict[str, Tensor] = {}
+        self._seen_step: int | None = None
+        self._raw: dict[str, Tensor] | None = None  # the raw values while the module holds the average
+        self._aliases: dict[str, str] = {}
+        self._source: nn.Module | None = None
+        # What the update touches, found once per run: (source tensors, averages), by how they are treated.
+        self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._converted: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._copied: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    def should_update(self, step_idx: int, epoch_idx: int) -> bool:
+        """Whether to update after this step of this epoch, both counted from 0. May be overridden."""
+        return (
+            step_idx >= self.update_starting_at_step
+            and epoch_idx >= self.update_starting_at_epoch
+            and step_idx % self.update_every_n_steps == 0
+        )
+
+    def shadow_state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the average under the module's names, as `load_state_dict` takes them.
+
+        Raises:
+            ModuleError: There was no update yet.
+        """
+        self._require_updates("shadow_state_dict()")
+        state = {name: tensor.detach().clone() for name, tensor in self._shadow.items()}
+        return state | {alias: state[name] for alias, name in self._aliases.items() if name in state}
+
+    def copy_to(self, module: nn.Module) -> None:
+        """Write the average into a module with the same parameters and buffers.
+
+        Raises:
+            ModuleError: There was no update yet.
+            CheckpointError: The module has other names or shapes.
+        """
+        self._require_updates("copy_to()")
+        self._write(_tensors(module), self._shadow)
+
+    @contextmanager
+    def applied(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Let the module hold the average inside the `with` block, and its own values again after it."""
+        self._require_updates("applied()")
+        tensors = _tensors(module)
+        raw = _clones(tensors)
+        self._write(tensors, self._shadow)
+        try:
+            yield module
+        finally:
+            self._write(tensors, raw)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find the module's tensors; a loaded average is checked against them and moved beside them."""
+        self._bind(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Go on where the checkpoint was taken: if it was taken before its step's update, update now."""
+        if self._seen_step is not None and self._seen_step < trainer.global_step:
+            self._note_step(trainer, pl_module)
+        self._seen_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Update after a step that was really taken."""
+        if trainer.global_step != self._seen_step:
+            self._note_step(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Validate with the average."""
+        self._swap_in(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Put the raw weights back."""
+        self._swap_out(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Test with the average."""
+        self._swap_in(pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Put the raw weights back."""
+        self._swap_out(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Predict with the average."""
+        self._swap_in(pl_module)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Put the raw weights back."""
+        self._swap_out(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Put the raw weights back."""
+        self._swap_out(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep raw weights in the checkpoint, if it is taken while the module holds the average."""
+        if self._raw is None:
+            return
+        weights = checkpoint["state_dict"]
+        raw = self._raw | {alias: self._raw[name] for alias, name in self._aliases.items() if name in self._raw}
+        for key in weights:
+            if key in raw:
+                weights[key] = raw[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, the number of updates and the last step that was seen."""
+        seen_step = -1 if self._seen_step is None else self._seen_step
+        return {"shadow": dict(self._shadow), "num_updates": self.num_updates, "seen_step": seen_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put the average back; it is moved to its device when the run starts."""
+        self._shadow = {name: tensor.detach().clone() for name, tensor in state_dict["shadow"].items()}
+        self.num_updates = int(state_dict["num_updates"])
+        seen_step = int(state_dict["seen_step"])
+        self._seen_step = None if seen_step < 0 else seen_step
+        self._source = None
+
+    # --- the average -----------------------------------------------------------------------------------------------
+
+    def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
+        self._seen_step = step = trainer.global_step
+        if self.should_update(step - 1, trainer.current_epoch):
+            self._update(module)
+
+    @torch.no_grad()
+    def _update(self, module: nn.Module) -> None:
+        if not self._shadow:
+            self._shadow = {
+                name: tensor.detach().to(device=self.device or tensor.device, dtype=_kept_dtype(tensor), copy=True)
+                for name, tensor in _tensors(module).items()
+            }
+            self._bind(module)
+            self.num_updates = 1
+            return
+        weight = 1.0 - self.decay
+        for sources, averages in self._averaged:
+            torch._foreach_lerp_(averages, sources, weight)
+        for sources, averages in self._converted:
+            near = [source.to(average) for source, average in zip(sources, averages, strict=True)]
+            torch._foreach_lerp_(averages, near, weight)
+        for sources, averages in self._copied:
+            for source, average in zip(sources, averages, strict=True):
+                average.copy_(source)
+        self.num_updates += 1
+
+    def _bind(self, module: nn.Module) -> None:
+        """Find which tensor of the module belongs to which average, grouped as `_update` treats them."""
+        self._source = module
+        self._aliases = _tied_names(module)
+        self._averaged, self._converted, self._copied = [], [], []
+        if not self._shadow:
+            return
+        tensors = _tensors(module)
+        _check_fit(self._shadow, tensors)
+        parameters = {_clean(name) for name, _ in module.named_parameters()}
+        groups: dict[tuple[str, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for name, source in tensors.items():
+            average = self._shadow[name].to(device=self.device or source.device, dtype=_kept_dtype(source))
+            self._shadow[name] = average
+            is_float = source.is_floating_point() or source.is_complex()
+            if not is_float or (name not in parameters and not self.use_buffers):
+                kind = "copied"
+            else:
+                same = average.device == source.device and average.dtype == source.dtype
+                kind = "averaged" if same else "converted"
+            sources, averages = groups.setdefault((kind, average.device, average.dtype), ([], []))
+            sources.append(source)
+            averages.append(average)
+        lists = {"averaged": self._averaged, "converted": self._converted, "copied": self._copied}
+        for (kind, _, _), group in groups.items():
+            lists[kind].append(group)
+
+    def _swap_in(self, module: nn.Module) -> None:
+        if not self.evaluate_with or not self.num_updates or self._raw is not None:
+            return
+        if self._source is not module:
+            self._bind(module)
+        tensors = _tensors(module)
+        self._raw = _clones(tensors)
+        self._write(tensors, self._shadow)
+
+    def _swap_out(self, module: nn.Module) -> None:
+        if self._raw is not None:
+            raw, self._raw = self._raw, None
+            self._write(_tensors(module), raw)
+
+    def _write(self, tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+        """Copy values into the module's own tensors: what holds a reference to them (optimizers, graphs) sees it."""
+        _check_fit(values, tensors)
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns gradients on
+            for name, tensor in tensors.items():
+                tensor.copy_(values[name])
+
+    def _require_updates(self, what: str) -> None:
+        if not self.num_updates:
+            raise ModuleError(
+                f"EMA.{what}: the average was not updated yet.",
+                fix="train at least one step (and reach update_starting_at_step / update_starting_at_epoch) first.",
+            )
+
+
+def _clean(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile's wrapper
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and saved buffers by name, each tensor once."""
+    saved = {_clean(name) for name in module.state_dict(keep_vars=True)}
+    named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return {_clean(name): tensor for name, tensor in named if _clean(name) in saved}
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tensors that have several: alias -> the name that `_tensors` uses."""
+    first = {id(tensor): name for name, tensor in _tensors(module).items()}
+    state = {_clean(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
+
+
+def _kept_dtype(tensor: Tensor) -> torch.dtype:
+    return _WIDE.get(tensor.dtype, tensor.dtype)
+
+
+def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _check_fit(values: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    problems = [f"missing {name}" for name in tensors if name not in values]
+    problems += [f"unexpected {name}" for name in values if name not in tensors]
+    problems += [
+        f"{name} has shape {tuple(values[name].shape)}, the module {tuple(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name in values and values[name].shape != tensor.shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"EMA: the average does not fit the module: {'; '.join(problems)}.",
+            fix="resume with the module that the average was made of, or start without its state.",
+        )

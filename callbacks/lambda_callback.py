@@ -1,0 +1,44 @@
+"""A callback made of functions. Built by users, for a hook that needs no class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ConfigError, nearest
+from .base import Callback
+
+__all__ = ["LambdaCallback"]
+
+_HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
+
+
+class LambdaCallback(Callback):
+    """Call the given functions at the hooks of these names.
+
+    Args:
+        **hooks: A function per hook of `Callback`; it gets the hook's arguments, `trainer, pl_module` first. None is
+            the same as leaving the hook out.
+
+    Raises:
+        ConfigError: A name is no hook, or a value cannot be called; all of them are named.
+
+    Example:
+        ``LambdaCallback(on_train_end=lambda trainer, module: print(trainer.global_step))``
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:  # Any: what a hook returns is ignored
+        wrong = [f"{name}: no hook of a callback{nearest(name, _HOOKS)}" for name in hooks if name not in _HOOKS]
+        wrong += [
+            f"{name}: expected a function, got {type(function).__name__}"
+            for name, function in hooks.items()
+            if name in _HOOKS and function is not None and not callable(function)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"LambdaCallback cannot take {'; '.join(wrong)}.",
+                fix="pass functions under the names of Callback's hooks, such as on_train_end.",
+            )
+        for name, function in hooks.items():
+            if function is not None:
+                setattr(self, name, function)

@@ -1,0 +1,164 @@
+"""What every progress bar has: descriptions, totals, and metrics to show. Subclassed by live.py and by users."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ModuleError
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["ProgressBar", "format_metrics", "printed"]
+
+_log = logging.getLogger(__name__)
+
+
+class ProgressBar(Callback):
+    """Base of progress bars: override hooks to draw, `get_metrics` to choose what is shown.
+
+    Its hooks run last, so that it shows what was logged in the same event.
+    """
+
+    runs_last = True
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._current_eval_dataloader_idx: int | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the run.
+
+        Raises:
+            ModuleError: No run has begun.
+        """
+        if self._trainer is None:
+            raise ModuleError(f"{type(self).__name__}.trainer was read before a run began.", fix="read it in a hook.")
+        return self._trainer
+
+    @property
+    def sanity_check_description(self) -> str:
+        """Text beside the bar of the trial validation."""
+        return "Sanity Checking"
+
+    @property
+    def train_description(self) -> str:
+        """Text beside the bar of training."""
+        return "Training"
+
+    @property
+    def validation_description(self) -> str:
+        """Text beside the bar of a validation."""
+        return "Validation"
+
+    @property
+    def test_description(self) -> str:
+        """Text beside the bar of a test."""
+        return "Testing"
+
+    @property
+    def predict_description(self) -> str:
+        """Text beside the bar of a prediction."""
+        return "Predicting"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Micro-batches in this epoch, which `max_steps` may cut short; inf if neither says how many."""
+        trainer = self.trainer
+        if trainer.max_steps == -1:
+            return trainer.num_training_batches
+        left: int = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        return min(trainer.num_training_batches, trainer.progress.batches_in_epoch + left)
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Batches of a validation over all loaders, of the trial validation while it runs; inf if not known."""
+        return sum(self._eval_batches("validation"))
+
+    @property
+    def total_val_batches_current_dataloader(self) -> int | float:
+        """Batches of the loader that is being validated; inf if not known."""
+        return self._batches_of_current_loader("validation")
+
+    @property
+    def total_test_batches_current_dataloader(self) -> int | float:
+        """Batches of the loader that is being tested; inf if not known."""
+        return self._batches_of_current_loader("test")
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> int | float:
+        """Batches of the loader that is being predicted; inf if not known."""
+        return self._batches_of_current_loader("predict")
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Whether this loader is another one than at the last call."""
+        before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
+        return before != dataloader_idx
+
+    def reset_dataloader_idx_tracker(self) -> None:
+        """Forget which loader was the last one."""
+        self._current_eval_dataloader_idx = None
+
+    def disable(self) -> None:
+        """Draw nothing from now on. To be overridden."""
+        raise NotImplementedError
+
+    def enable(self) -> None:
+        """Draw again. To be overridden."""
+        raise NotImplementedError
+
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: as print takes it
+        """Write a line as `print` does, above the bar if one is drawn; on rank zero only."""
+        if self._trainer is None or self._trainer.is_global_zero:
+            self._write(printed(*args, **kwargs))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Keep the trainer; only rank zero draws."""
+        self._trainer = trainer
+        if not trainer.is_global_zero:
+            self.disable()
+
+    def get_metrics(self, trainer: Trainer, pl_module: Any) -> dict[str, float | int | str]:
+        """Return what is shown beside the bar: "v_num", the first logger's version, and what was logged with prog_bar.
+
+        Host values as of the last log boundary: reading them waits for nothing. May be overridden.
+        """
+        shown: dict[str, float | int | str] = {}
+        if trainer.loggers:
+            version = trainer.loggers[0].version
+            if version not in (None, ""):
+                shown["v_num"] = version[-4:] if isinstance(version, str) else version
+        return {**shown, **trainer.progress_bar_metrics}
+
+    def _eval_batches(self, stage: str) -> list[int | float]:
+        trainer = self.trainer
+        if stage == "test":
+            batches = trainer.num_test_batches
+        elif stage == "predict":
+            batches = trainer.num_predict_batches
+        else:
+            batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        return list(batches)
+
+    def _batches_of_current_loader(self, stage: str) -> int | float:
+        batches, index = self._eval_batches(stage), self._current_eval_dataloader_idx or 0
+        return batches[index] if index < len(batches) else math.inf
+
+
+def printed(*args: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> str:
+    """Return the text that `print` with these arguments would write."""
+    return (" " if sep is None else sep).join(map(str, args)) + ("\n" if end is None else end)
+
+
+def format_metrics(metrics: dict[str, float | int | str]) -> list[str]:
+    """Return "name=value" for each metric, numbers with four significant digits."""
+    return [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()]

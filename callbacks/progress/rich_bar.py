@@ -1,0 +1,226 @@
+"""The progress bar of `rich`, on terminals and in notebooks. Built by users, and by the Trainer as its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError, MissingDependency
+from .live import LiveProgressBar
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["RichProgressBar", "RichProgressBarTheme"]
+
+
+@dataclass(frozen=True, slots=True)
+class RichProgressBarTheme:
+    """Styles of rich for the parts of the bar.
+
+    Attributes:
+        description: Text before the bar.
+        progress_bar: The part that is done.
+        progress_bar_finished: A bar that is full.
+        progress_bar_pulse: A bar of unknown length.
+        batch_progress: Batches done and in total.
+        time: Time since the beginning and to the end.
+        processing_speed: Batches per second.
+        metrics: Names and values of metrics.
+        metrics_text_delimiter: Text between two metrics.
+        metrics_format: Format of their values.
+    """
+
+    description: str = ""
+    progress_bar: str = "#6206E0"
+    progress_bar_finished: str = "#6206E0"
+    progress_bar_pulse: str = "#6206E0"
+    batch_progress: str = ""
+    time: str = "dim"
+    processing_speed: str = "dim underline"
+    metrics: str = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
+
+
+class RichProgressBar(LiveProgressBar):
+    """Draw with rich; write lines where the output is no terminal.
+
+    rich is imported when the first bar is drawn, after the first batches. No thread draws.
+
+    Args:
+        refresh_rate: Drawings per second, at most ten; 0: none.
+        leave: Leave the bar of each epoch on the screen.
+        theme: Styles.
+        console_kwargs: Arguments for rich's Console.
+        plain_interval_s: Where the output is no terminal: seconds between two lines.
+
+    Raises:
+        MissingDependency: rich is not installed. ConfigError: A negative rate.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 10,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+        *,
+        plain_interval_s: float = 30.0,
+    ) -> None:
+        if find_spec("rich") is None:
+            raise MissingDependency("rich", needed_for="RichProgressBar")
+        super().__init__(plain_interval_s=plain_interval_s)
+        if not refresh_rate >= 0:
+            raise ConfigError(
+                f"RichProgressBar: refresh_rate={refresh_rate!r}, expected 0 or more.", fix="pass drawings per second."
+            )
+        self._refresh_rate = refresh_rate
+        self._leave = leave
+        self.theme = theme or RichProgressBarTheme()
+        self._console_kwargs = console_kwargs or {}
+        self._progress: Any = None  # Any: rich's Progress, known when it is imported
+        self._tasks: dict[str, Any] = {}
+        self._kept: list[Any] = []
+        if not refresh_rate:
+            self.disable()
+        else:
+            self._draw_interval_s = max(0.1, 1.0 / refresh_rate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
+
+    @property
+    def refresh_rate(self) -> int:
+        """Drawings per second, at most."""
+        return self._refresh_rate
+
+    @property
+    def train_progress_bar(self) -> Any:
+        """rich's task of training; None if none is drawn."""
+        return self._task("train")
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """rich's task of a validation; None if none is drawn."""
+        return self._task("validation")
+
+    @property
+    def val_sanity_check_bar(self) -> Any:
+        """rich's task of the trial validation; None if none is drawn."""
+        return self._task("sanity")
+
+    @property
+    def test_progress_bar(self) -> Any:
+        """rich's task of a test; None if none is drawn."""
+        return self._task("test")
+
+    def enable(self) -> None:
+        """Draw again, unless `refresh_rate` is 0."""
+        if self._refresh_rate:
+            super().enable()
+
+    def refresh(self, hard: bool = False) -> None:
+        """Draw now. `hard` is accepted for the field's sake: every drawing is."""
+        if self._progress is not None:
+            self._progress.refresh()
+
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
+        from rich.progress import BarColumn, TextColumn
+
+        theme = self.theme
+        return [
+            TextColumn("{task.description}", style=theme.description),
+            BarColumn(
+                complete_style=theme.progress_bar,
+                finished_style=theme.progress_bar_finished,
+                pulse_style=theme.progress_bar_pulse,
+            ),
+            TextColumn("{task.fields[batches]}", style=theme.batch_progress),
+            TextColumn("{task.fields[clock]}", style=theme.time),
+            TextColumn("{task.fields[speed]}", style=theme.processing_speed),
+            TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
+        ]
+
+    @property
+    def _leaves(self) -> bool:
+        return self._leave
+
+    def _task(self, stage: str) -> Any:
+        if self._progress is None or stage not in self._tasks:
+            return None
+        return next((task for task in self._progress.tasks if task.id == self._tasks[stage]), None)
+
+    def _started(self) -> Any:
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            console = Console(**self._console_kwargs)
+            columns = self.configure_columns(self.trainer)
+            self._progress = Progress(*columns, console=console, auto_refresh=False, expand=False)
+            self._progress.start()
+            console.show_cursor(True)  # rich hides it, and a process that is killed could not bring it back
+        return self._progress
+
+    def _show(self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, Any]) -> None:
+        progress = self._started()
+        task = self._task(stage)
+        if task is not None and (done < task.completed or task.fields["title"] != description):
+            progress.reset(task.id, completed=0)
+        if task is None:
+            fields = {"batches": "", "clock": "", "speed": "", "metrics": "", "title": description, "first": done - 1}
+            self._tasks[stage] = progress.add_task(description, total=total, **fields)
+            task = self._task(stage)
+        first = task.fields["first"] if task.fields["title"] == description else 0
+        elapsed_s = task.elapsed or 0.0
+        speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
+        progress.update(
+            task.id,
+            description=description,
+            completed=done,
+            total=total,
+            batches=f"{done}/{'?' if total is None else total}",
+            clock=_clock(elapsed_s, None if total is None or not speed else (total - done) / speed),
+            speed=f"{speed:.2f}it/s" if speed else "",
+            metrics=self._metrics_text(metrics),
+            title=description,
+            first=first,
+        )
+        progress.refresh()
+
+    def _metrics_text(self, metrics: dict[str, Any]) -> str:
+        shown = [
+            f"{name}: {format(value, self.theme.metrics_format) if isinstance(value, float) else value}"
+            for name, value in metrics.items()
+        ]
+        return self.theme.metrics_text_delimiter.join(shown)
+
+    def _close(self, stage: str, *, keep: bool) -> None:
+        task = self._tasks.pop(stage, None)
+        if self._progress is None or task is None:
+            return
+        if keep:
+            self._progress.stop_task(task)
+        else:
+            self._progress.remove_task(task)
+        if not self._open:
+            progress, self._progress = self._progress, None
+            progress.refresh()
+            progress.stop()
+
+    def _write_above(self, text: str) -> None:
+        # Through the console: rich clears the bars, writes, and draws them again.
+        self._progress.console.out(text, end="", highlight=False)
+
+
+def _clock(elapsed_s: float, left_s: float | None) -> str:
+    return f"{_hms(elapsed_s)} < {'-:--:--' if left_s is None else _hms(left_s)}"
+
+
+def _hms(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

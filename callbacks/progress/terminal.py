@@ -1,0 +1,27 @@
+"""Where output goes: a terminal that can be drawn on, a notebook, or a file. Asked by progress bars and summaries."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+__all__ = ["can_draw", "is_notebook", "is_terminal"]
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal on which the cursor can be moved."""
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except (AttributeError, ValueError):
+        return False  # replaced by something that is no file, or closed
+
+
+def is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process. Looks only at what is imported already."""
+    return "ipykernel" in sys.modules and "IPython" in sys.modules
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Whether a live bar can be drawn: on a terminal or in a notebook."""
+    return is_terminal(stream) or is_notebook()

@@ -1,0 +1,236 @@
+"""CSVLogger: metrics in one metrics.csv that any tool reads; it is only appended to, and exact after a resume."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .base import current_rank, rank_zero_experiment, scalars
+from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
+from .hyperparameters import plain_hyperparameters
+
+__all__ = ["CSVLogger", "ExperimentWriter"]
+
+
+class CSVLogger(FolderLogger):
+    """Write metrics to `save_dir/name/version_N/metrics.csv` and hyperparameters to `hparams.yaml` beside it.
+
+    One row per `log_metrics` call; columns sorted, `step` among them; numbers with every digit they have (`nan` and
+    `inf` as such); cells of names that a row does not have are empty. Rows are appended. Only a name that was never
+    logged before makes the file be written anew, in one atomic exchange.
+
+    Args:
+        save_dir: Directory for all runs, on this machine.
+        name: Name of the experiment; None or "" leaves the level out.
+        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+        prefix: Put before each metric's name, joined by "-".
+        flush_logs_every_n_steps: Rows wait in memory until so many steps, or rows, have passed since the last write.
+        root_dir: The same as `save_dir`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = DEFAULT_NAME,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+        *,
+        root_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
+        if not isinstance(flush_logs_every_n_steps, int) or flush_logs_every_n_steps < 1:
+            raise ConfigError(
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r}; expected a whole number from 1.",
+                fix="pass flush_logs_every_n_steps=1 to write every row at once, or a larger number.",
+            )
+        self._flush_every = flush_logs_every_n_steps
+        self._flushed_step = -1
+        self._writer: ExperimentWriter | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """The object that holds the pending rows and writes the file."""
+        if self._writer is None:
+            self._writer = ExperimentWriter(self.log_dir)
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add one row; it reaches the disk at the next write.
+
+        Args:
+            metrics: Name to number (or a tensor of one element, which is copied to the host).
+            step: The row's step. None takes `metrics["step"]` if there is one, else the last row's plus one.
+
+        Raises:
+            ConfigError: A value is not a number; the message names its key. No row is added.
+        """
+        if current_rank() > 0:
+            return
+        row = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
+        row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
+        writer = self.experiment
+        writer.log_metrics(row)
+        has_waited = chosen // self._flush_every != self._flushed_step // self._flush_every
+        if has_waited or len(writer.metrics) >= self._flush_every:
+            self.save()
+
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
+
+        Args:
+            params: A mapping, an `argparse.Namespace`, a dataclass, or None.
+            args: Ignored; here because other loggers take more.
+            kwargs: Ignored.
+        """
+        if current_rank() > 0:
+            return
+        self.hparams.update(plain_hyperparameters(params))
+        self._write_hparams()
+
+    def save(self) -> None:
+        """Append the pending rows to the file."""
+        if current_rank() == 0 and self._writer is not None and self._writer.metrics:
+            self._writer.save()
+            self._flushed_step = self._step
+
+    def finalize(self, status: str) -> None:
+        """Write the pending rows."""
+        self.save()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the pending rows durably and return where the file stands, so that a resumed run goes on there."""
+        if current_rank() > 0:
+            return {}
+        self.save()
+        return {
+            "log_dir": os.path.abspath(self.log_dir),
+            "version": self.version,
+            "step": self._step,
+            **self.experiment.position(),
+        }
+
+    def _close(self) -> None:
+        self.save()
+        self._writer = None
+
+    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+        return _holds(os.path.join(log_dir, ExperimentWriter.NAME_METRICS_FILE), state) or (
+            is_same_place and state["rows"] == 0
+        )
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._step = self._flushed_step = state["step"]
+        self._writer = ExperimentWriter(self.log_dir, resume_from=state)
+
+
+class ExperimentWriter:
+    """Holds the pending rows of one metrics.csv, and appends them to it.
+
+    Args:
+        log_dir: Directory of the run; made when the first row is written.
+        resume_from: What `position()` returned: the first write keeps so many rows, and only those columns.
+    """
+
+    NAME_METRICS_FILE = "metrics.csv"
+
+    def __init__(self, log_dir: str, *, resume_from: dict[str, Any] | None = None) -> None:
+        self.log_dir = log_dir
+        self.metrics: list[dict[str, int | float]] = []
+        self.metrics_keys: list[str] = list(resume_from["columns"]) if resume_from else []
+        self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        self._rows: int = resume_from["rows"] if resume_from else 0
+        self._last_row: dict[str, str] = dict(resume_from["last_row"]) if resume_from else {}
+        self._has_rows_to_drop = resume_from is not None
+        self._is_begun = resume_from is not None
+
+    def log_metrics(self, metrics: Mapping[str, int | float]) -> None:
+        """Add one row of numbers; `step` is among them."""
+        self.metrics.append(dict(metrics))
+
+    def save(self) -> None:
+        """Append the pending rows; on a failure the file keeps whole rows, and the pending ones stay pending.
+
+        Raises:
+            OSError: The disk is full, or the file is not writable or gone.
+        """
+        if not self.metrics:
+            return
+        if not self._is_begun:
+            os.makedirs(self.log_dir, exist_ok=True)
+            if os.path.exists(self.metrics_file_path):
+                keep_old_file(self.metrics_file_path)
+            self._is_begun = True
+        columns = sorted(set(self.metrics_keys).union(*self.metrics))
+        if columns != self.metrics_keys or self._has_rows_to_drop:
+            self._write_anew(columns)
+        cells = [{key: repr(value) for key, value in row.items()} for row in self.metrics]
+        _append(self.metrics_file_path, _text(cells, columns).encode())
+        self._rows += len(cells)
+        self._last_row = cells[-1]
+        self.metrics.clear()
+
+    def position(self) -> dict[str, Any]:
+        """Return where the file ends: rows, columns and the last row, by which the file is known again."""
+        if self._rows and not self._has_rows_to_drop:
+            with open(self.metrics_file_path, "r+b") as file:
+                os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the rows
+        return {"rows": self._rows, "columns": list(self.metrics_keys), "last_row": dict(self._last_row)}
+
+    def _write_anew(self, columns: list[str]) -> None:
+        temporary = f"{self.metrics_file_path}.tmp"
+        os.makedirs(self.log_dir, exist_ok=True)  # resumed from before the first row: it may not be there
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            if self._rows:
+                with open(self.metrics_file_path, encoding="utf-8", newline="") as old:
+                    for _, row in zip(range(self._rows), csv.DictReader(old), strict=False):
+                        writer.writerow(row)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.metrics_file_path)
+        self.metrics_keys = columns
+        self._has_rows_to_drop = False
+
+
+def _text(cells: list[dict[str, str]], columns: list[str]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(cells)
+    return text.getvalue()
+
+
+def _append(path: str, data: bytes) -> None:
+    # Unbuffered, so that an error comes here and not when the file is closed.
+    with open(path, "r+b", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(start)  # half a row would damage the next one
+            raise
+
+
+def _holds(path: str, state: dict[str, Any]) -> bool:
+    """Whether the file has the rows that the checkpoint counted, the last of them with the same content."""
+    rows: int = state["rows"]
+    try:
+        for number, row in enumerate(_rows(path), start=1):
+            if number == rows:
+                last_row: dict[str, str] = state["last_row"]
+                return {key: cell for key, cell in row.items() if cell} == last_row
+    except (OSError, UnicodeDecodeError, csv.Error):
+        pass  # no file, or not one that this logger wrote: it is not the checkpoint's
+    return False
+
+
+def _rows(path: str) -> Iterator[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)

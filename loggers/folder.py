@@ -1,0 +1,280 @@
+"""Where loggers that write files put a run, and how a resumed run finds its own folder again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import ConfigError
+from .base import Logger, current_rank
+from .hyperparameters import Plain, to_yaml
+
+__all__ = ["DEFAULT_NAME", "FolderLogger", "RunFolder", "keep_old_file", "replace_file", "share_version"]
+
+DEFAULT_NAME = "loopwright_logs"
+
+_log = logging.getLogger(__name__)
+_VERSION_FOLDER = re.compile(r"version_(\d+)")
+
+
+class RunFolder:
+    """One run's folder, `save_dir/name/version_N`, whose number is taken when it is first asked for.
+
+    Two loggers share a folder by holding the same RunFolder.
+
+    Args:
+        save_dir: Directory on this machine; `~` and environment variables are expanded.
+        name: Name of the experiment; None or "" leaves the level out.
+        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+
+    Raises:
+        ConfigError: `save_dir` is a URL, or `version` is not of these types.
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None) -> None:
+        text = os.path.expandvars(os.path.expanduser(os.fspath(save_dir))).removeprefix("file://")
+        if "://" in text:
+            raise ConfigError(
+                f"save_dir={text!r} is a URL, but loggers of this version write to local directories.",
+                fix="pass a local directory and copy it afterwards.",
+            )
+        is_number = isinstance(version, int) and not isinstance(version, bool) and version >= 0
+        if not (version is None or is_number or isinstance(version, str)):
+            raise ConfigError(
+                f"version={version!r} is of type {type(version).__name__}; expected a number from 0, a text or None.",
+                fix="pass version=3 for the folder 'version_3', version='name' for 'name', or leave it out.",
+            )
+        self.save_dir = text
+        self.name = name or ""
+        self.root_dir = os.path.join(text, self.name) if self.name else text
+        self.asked_version = version
+        self._version = version
+        self._is_claimed = False
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the version is known already; if not, asking for it takes the next free number."""
+        return self._version is not None
+
+    @property
+    def version(self) -> int | str:
+        """The run's version. The first call makes the folder on rank zero, so that no other process takes it.
+
+        On other ranks the answer to the first call is a guess: they must be told by rank zero.
+        """
+        if self._version is None:
+            self._version = self._claim_next() if current_rank() == 0 else self._next()
+        return self._version
+
+    @property
+    def path(self) -> str:
+        """Directory of the run."""
+        return self.path_of(self.version)
+
+    def path_of(self, version: int | str) -> str:
+        """Return the directory that a version has here."""
+        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+
+    def go_on_in(self, version: int | str) -> None:
+        """Use the folder of an earlier run; an empty one that was made in this process is removed."""
+        if self._is_claimed and self._version != version:
+            with contextlib.suppress(OSError):  # it is not empty, or gone: either way it is not ours to remove
+                os.rmdir(self.path)
+            self._is_claimed = False
+        self._version = version
+
+    def fresh(self) -> RunFolder:
+        """Return a folder with the same arguments that has no version yet, unless one was asked for."""
+        return RunFolder(self.save_dir, self.name, self.asked_version)
+
+    def _next(self) -> int:
+        if not os.path.isdir(self.root_dir):
+            return 0
+        found = (_VERSION_FOLDER.fullmatch(entry) for entry in os.listdir(self.root_dir))
+        return max((int(match[1]) for match in found if match), default=-1) + 1
+
+    def _claim_next(self) -> int:
+        os.makedirs(self.root_dir, exist_ok=True)
+        version = self._next()
+        while True:
+            try:
+                os.mkdir(self.path_of(version))  # atomic: of two processes that try, one gets the number
+            except FileExistsError:
+                version += 1
+            else:
+                self._is_claimed = True
+                return version
+
+
+class FolderLogger(Logger):
+    """What loggers that write files on this machine have in common.
+
+    Args:
+        save_dir: Directory for all runs; `root_dir` is another name for it, one of the two is needed.
+        name: Name of the experiment; None or "" leaves the level out.
+        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+        prefix: Put before each metric's name, joined by "-".
+        root_dir: The same as `save_dir`.
+    """
+
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None,
+        name: str | None,
+        version: int | str | None,
+        *,
+        prefix: str,
+        root_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        directory = save_dir if save_dir is not None else root_dir
+        if directory is None or (save_dir is not None and root_dir is not None):
+            raise ConfigError(
+                f"{type(self).__name__} got save_dir={save_dir!r} and root_dir={root_dir!r}; "
+                "they mean the same, and exactly one is needed.",
+                fix=f"pass one directory, for example {type(self).__name__}('logs').",
+            )
+        self._folder = RunFolder(directory, name, version)
+        self._prefix = prefix
+        self._step = -1
+        self._is_resumed = False
+        self._owns_hparams_file = False
+        self.hparams: dict[str, Plain] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment, the folder over the versions; "" if there is none."""
+        return self._folder.name
+
+    @property
+    def version(self) -> int | str:
+        """The run's version; the first call takes the next free number unless one was given."""
+        return self._folder.version
+
+    @property
+    def save_dir(self) -> str:
+        """Directory that the user gave."""
+        return self._folder.save_dir
+
+    @property
+    def root_dir(self) -> str:
+        """Directory that holds all versions: `save_dir/name`."""
+        return self._folder.root_dir
+
+    @property
+    def log_dir(self) -> str:
+        """Directory of this run: `save_dir/name/version_N`."""
+        return self._in_folder(self._folder.path)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the folder that `state_dict` was taken in, dropping what was logged after it.
+
+        The folder is looked for under this logger's own `save_dir/name`, so a run that was moved is found too, and it
+        is used only if its files are those that the checkpoint knows. Otherwise the run starts anew, and says so.
+        Nothing on disk changes before the resumed run writes.
+        """
+        if not state_dict:
+            return
+        self._close()
+        recorded, version = state_dict["log_dir"], state_dict["version"]
+        log_dir = self._in_folder(self._folder.path_of(version))
+        asked = self._folder.asked_version
+        is_same_place = os.path.realpath(log_dir) == os.path.realpath(recorded)
+        is_other_version = asked is not None and self._folder.path_of(asked) != self._folder.path_of(version)
+        if not is_other_version and self._recognises(log_dir, state_dict, is_same_place):
+            self._folder.go_on_in(version)
+            self._restore(state_dict)
+            self._is_resumed = True
+            return
+        if self._folder.is_resolved:
+            self._folder = self._folder.fresh()
+        self._is_resumed = self._owns_hparams_file = False
+        self._step = -1
+        message = (
+            f"{type(self).__name__} starts anew under {self.root_dir!r}: the checkpoint's run logged to {recorded!r}, "
+        )
+        if is_other_version or not is_same_place:
+            _log.info("%s which is not where this logger was told to write.", message)
+        else:
+            warnings.warn(f"{message}which is gone, or does not hold what was logged then.", stacklevel=2)
+
+    def _in_folder(self, path: str) -> str:
+        return path
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Write what is pending and forget everything about the files written so far."""
+
+    @abstractmethod
+    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+        """Whether the files in this directory are those that the state was taken with."""
+
+    @abstractmethod
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Take over the state; the files follow at the first write."""
+
+    def _next_step(self, step: int | None) -> int:
+        chosen = self._step + 1 if step is None else int(step)
+        self._step = max(self._step, chosen)
+        return chosen
+
+    def _write_hparams(self) -> None:
+        text = to_yaml(self.hparams)
+        path = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
+        os.makedirs(self.log_dir, exist_ok=True)
+        if not (self._owns_hparams_file or self._is_resumed) and os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                is_different = file.read() != text
+            if is_different:
+                keep_old_file(path)
+        replace_file(path, text)
+        self._owns_hparams_file = True
+
+
+def share_version(loggers: Iterable[Logger]) -> None:
+    """Let file loggers of different kinds that have the same root directory write into one version folder.
+
+    Called by Trainer for its list of loggers; calling it again changes nothing. Loggers with a version of their own,
+    with a version already taken, or of a kind that the folder has already, keep their own folder.
+    """
+    shared: dict[str, tuple[RunFolder, set[type]]] = {}
+    for logger in loggers:
+        if not isinstance(logger, FolderLogger) or logger._folder.asked_version is not None:
+            continue
+        root = os.path.realpath(logger.root_dir)
+        folder, kinds = shared.setdefault(root, (logger._folder, set()))
+        if type(logger) in kinds or (logger._folder.is_resolved and logger._folder is not folder):
+            continue
+        kinds.add(type(logger))
+        logger._folder = folder
+
+
+def keep_old_file(path: str) -> str:
+    """Rename a file of an earlier run to the first free `name.N.extension` beside it, warn, and return the new path."""
+    stem, extension = os.path.splitext(path)
+    number = 1
+    while os.path.exists(f"{stem}.{number}{extension}"):
+        number += 1
+    kept = f"{stem}.{number}{extension}"
+    os.rename(path, kept)
+    warnings.warn(
+        f"{path!r} was there already, from another run; it is kept as {os.path.basename(kept)!r}. "
+        "Leave version out to get a new folder for each run.",
+        stacklevel=2,
+    )
+    return kept
+
+
+def replace_file(path: str, text: str) -> None:
+    """Write a small text file so that a reader sees the old content or the new one, never a part."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    os.replace(temporary, path)

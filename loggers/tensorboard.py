@@ -1,0 +1,323 @@
+"""TensorBoardLogger: metrics as TensorBoard event files. TensorBoard is imported when the first metric is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ConfigError, MissingDependency, nearest
+from .base import current_rank, rank_zero_experiment, scalars
+from .folder import DEFAULT_NAME, FolderLogger
+from .hyperparameters import flatten, plain_hyperparameters
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["TensorBoardLogger"]
+
+_WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
+
+
+class TensorBoardLogger(FolderLogger):
+    """Write event files to `save_dir/name/version_N[/sub_dir]` and hyperparameters to `hparams.yaml` beside them.
+
+    Neither making the logger nor `log_hyperparams` imports TensorBoard: hyperparameters wait for the first metric.
+
+    Args:
+        save_dir: Directory for all runs, on this machine.
+        name: Name of the experiment; None or "" leaves the level out.
+        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+        log_graph: Whether `log_graph` writes the model's graph.
+        default_hp_metric: Whether hyperparameters without a metric get `hp_metric = -1`, so that TensorBoard's HPARAMS
+            page shows the run; log another value for `hp_metric` to replace it.
+        prefix: Put before each metric's name, joined by "-".
+        sub_dir: Folder inside the version's folder.
+        root_dir: The same as `save_dir`.
+        kwargs: For `torch.utils.tensorboard.SummaryWriter`: comment, purge_step, max_queue, flush_secs,
+            filename_suffix.
+
+    Raises:
+        ConfigError: An argument cannot work, or is not one of SummaryWriter's.
+        MissingDependency: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = DEFAULT_NAME,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        *,
+        root_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
+        for option in kwargs:
+            if option not in _WRITER_OPTIONS:
+                raise ConfigError(
+                    f"TensorBoardLogger got an unknown argument {option!r}{nearest(option, _WRITER_OPTIONS)}.",
+                    fix=f"beside its own arguments it takes those of SummaryWriter: {', '.join(_WRITER_OPTIONS)}.",
+                )
+        if find_spec("tensorboard") is None:  # looks the package up without importing it
+            raise MissingDependency("tensorboard", needed_for="TensorBoardLogger")
+        self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
+        self._options = kwargs
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._writer: SummaryWriter | None = None
+        self._known_files: dict[str, int] | None = None  # of the checkpoint: None if nothing is to be dropped
+        self._pending: list[tuple[dict[str, Any], dict[str, int | float], int | None]] = []
+        self._has_hparams = False
+        self._has_graph = False
+        self._synced: dict[str, int] = {}
+
+    @property
+    def sub_dir(self) -> str | None:
+        """Folder inside the version's folder; None if the events are in the version's folder itself."""
+        return self._sub_dir
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        """The `torch.utils.tensorboard.SummaryWriter`; the first call imports TensorBoard and opens the event file."""
+        if self._writer is None:
+            self._writer = self._open()
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write one point per metric.
+
+        Args:
+            metrics: Name to number (or a tensor of one element, which is copied to the host). A mapping as a value
+                becomes one metric per entry, `name/entry`.
+            step: The points' step. None takes the last one plus one.
+
+        Raises:
+            ConfigError: A value is not a number; the message names its key. Nothing is written then.
+        """
+        if current_rank() > 0:
+            return
+        points = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
+        chosen = self._next_step(step)
+        if not points:
+            return
+        writer = self.experiment
+        self._write_pending()
+        for tag, value in points.items():
+            writer.add_scalar(tag, value, chosen)
+
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None, **kwargs: Any
+    ) -> None:
+        """Write `hparams.yaml` at once, and keep the record for TensorBoard until the first metric or `finalize`.
+
+        Args:
+            params: A mapping, an `argparse.Namespace`, a dataclass, or None. Nested names are joined by "/".
+            metrics: Numbers to show beside the hyperparameters; a single number is `hp_metric`; None is
+                `hp_metric = -1` if `default_hp_metric` is set.
+            step: The step of these numbers; None is 0.
+            kwargs: Ignored; here because other loggers take more.
+
+        Raises:
+            ConfigError: `params` is not of these types, or a metric is not a number.
+        """
+        if current_rank() > 0:
+            return
+        before = flatten(self.hparams)
+        self.hparams.update(plain_hyperparameters(params))
+        self._write_hparams()
+        flat = flatten(self.hparams)
+        if metrics is None:
+            # A resumed or second fit repeats its hyperparameters; a second point of hp_metric would go back to step 0.
+            if not flat or (self._has_hparams and (flat == before or not before)):
+                return
+            metrics = {"hp_metric": -1} if self._default_hp_metric and not self._has_hparams else {}
+        elif not isinstance(metrics, Mapping):
+            metrics = {"hp_metric": metrics}
+        self._pending.append((flat, scalars(metrics), step))
+        self._has_hparams = True
+        if self._writer is not None:
+            self._write_pending()
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Write the model's graph, if the logger was made with `log_graph=True`; once per run.
+
+        The model runs once on the input, in eval mode and without gradients; its modes and the random generators are
+        put back.
+
+        Args:
+            model: The module.
+            input_array: A tensor or a tuple of tensors; None takes the module's `example_input_array`.
+
+        Raises:
+            ConfigError: There is no input, or it is neither a tensor nor a tuple.
+        """
+        if not self._log_graph or self._has_graph or current_rank() > 0:
+            return
+        inputs = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if not isinstance(inputs, (torch.Tensor, tuple)):
+            raise ConfigError(
+                f"log_graph=True needs an input for the model, a tensor or a tuple; got {type(inputs).__name__}.",
+                fix="set self.example_input_array in the module, or make the logger with log_graph=False.",
+            )
+        self._trace(model, inputs)
+        self._has_graph = True
+
+    def save(self) -> None:
+        """Put on disk what was written so far; does nothing, and imports nothing, before the first metric."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        """Write pending hyperparameters and how the run ended, and close the event file; a later metric opens another.
+
+        Args:
+            status: "success", "finished" or "failed"; TensorBoard's HPARAMS page shows it.
+        """
+        if current_rank() > 0 or (self._writer is None and not self._pending):
+            return
+        writer = self.experiment
+        self._write_pending()
+        if self._has_hparams:
+            _add_session_end(writer, is_success=status != "failed")
+        writer.close()
+        self._writer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is pending durably and return where the event files stand, so that a resumed run goes on there."""
+        if current_rank() > 0:
+            return {}
+        if self._known_files is None:
+            self.save()
+            files = _event_files(self.log_dir)
+            self._sync(files)
+        else:
+            files = self._known_files  # resumed, and nothing was written yet
+        return {
+            "log_dir": os.path.abspath(self.log_dir),
+            "version": self.version,
+            "step": self._step,
+            "files": dict(files),
+            "has_hparams": self._has_hparams and not self._pending,
+            "has_graph": self._has_graph,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the writer out: it has a thread, and the process that unpickles opens its own."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {**self.__dict__, "_writer": None}
+
+    def _in_folder(self, path: str) -> str:
+        return os.path.join(path, self._sub_dir) if self._sub_dir else path
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        self._known_files = None
+        self._has_hparams = self._has_graph = False
+
+    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+        files: dict[str, int] = state["files"]
+        found = _event_files(log_dir)
+        return all(found.get(name, -1) >= size for name, size in files.items()) and (is_same_place or bool(files))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        self._known_files = dict(state["files"])
+        self._has_hparams = state["has_hparams"]
+        self._has_graph = state["has_graph"]
+        self._pending.clear()
+
+    def _open(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        options = dict(self._options)
+        self._options.pop("purge_step", None)  # once is enough: the file that a later fit opens has nothing to purge
+        if self._known_files is not None:
+            _drop_later_events(self.log_dir, self._known_files)
+            self._known_files = None
+            if self._step >= 0:
+                # The files have no later points any more; this tells a TensorBoard that shows them to forget them.
+                options["purge_step"] = self._step + 1
+        os.makedirs(self.log_dir, exist_ok=True)
+        return SummaryWriter(log_dir=self.log_dir, **options)
+
+    def _sync(self, files: dict[str, int]) -> None:
+        for name, size in files.items():
+            if self._synced.get(name) != size:
+                with open(os.path.join(self.log_dir, name), "r+b") as file:
+                    os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the points
+        self._synced = dict(files)
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            from torch.utils.tensorboard.summary import hparams
+
+            writer: Any = self.experiment  # Any: torch leaves SummaryWriter's attributes untyped
+            for params, metrics, step in self._pending:
+                experiment, session_start, _ = hparams(params, metrics)
+                for summary in (experiment, session_start):
+                    writer.file_writer.add_summary(summary, 0)
+                for tag, value in metrics.items():
+                    writer.add_scalar(tag, value, step or 0)
+            self._pending.clear()
+
+    def _trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[Any, ...]) -> None:
+        parameter = next(model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        moved = _to(inputs, device)
+        modes = [(module, module.training) for module in model.modules()]
+        devices = [device.index or 0] if device.type == "cuda" else []
+        try:
+            model.eval()
+            with torch.random.fork_rng(devices), torch.no_grad():
+                self.experiment.add_graph(model, moved)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _to(inputs: Any, device: torch.device) -> Any:  # Any: tensors, and what a model takes beside them
+    if isinstance(inputs, tuple):
+        return tuple(_to(item, device) for item in inputs)
+    return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs
+
+
+def _event_files(log_dir: str) -> dict[str, int]:
+    """Return the event files of a directory: name to size in bytes."""
+    if not os.path.isdir(log_dir):
+        return {}
+    with os.scandir(log_dir) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if ".tfevents." in entry.name and entry.is_file()}
+
+
+def _drop_later_events(log_dir: str, known: Mapping[str, int]) -> None:
+    """Take away what was written after the checkpoint: event files are append-only, so their sizes say where it is."""
+    for name, size in _event_files(log_dir).items():
+        path = os.path.join(log_dir, name)
+        if name not in known:
+            os.remove(path)
+        elif size > known[name]:
+            os.truncate(path, known[name])
+
+
+def _add_session_end(writer: Any, *, is_success: bool) -> None:  # Any: torch leaves its attributes untyped
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    status = api_pb2.STATUS_SUCCESS if is_success else api_pb2.STATUS_FAILURE
+    data = plugin_data_pb2.HParamsPluginData(
+        session_end_info=plugin_data_pb2.SessionEndInfo(status=status), version=metadata.PLUGIN_DATA_VERSION
+    )
+    plugin = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
+    value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=SummaryMetadata(plugin_data=plugin))
+    writer.file_writer.add_summary(Summary(value=[value]))

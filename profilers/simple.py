@@ -1,0 +1,234 @@
+"""SimpleProfiler: a table of where the time of a run went, by activity, with memory that does not grow with the run."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+from ..errors import ConfigError, nearest
+from .base import Profiler
+
+__all__ = ["SimpleProfiler"]
+
+_NS_PER_S = 1e9
+_UNNAMED = "(outside of these)"
+
+
+@dataclass(slots=True)
+class _Activity:
+    """What is known of one activity at one place in the nesting; times in nanoseconds."""
+
+    name: str
+    inside: dict[str, _Activity] = field(default_factory=dict)
+    num_calls: int = 0
+    num_open: int = 0
+    sum_ns: int = 0  # over all calls
+    total_ns: int = 0  # while at least one call was open: a call inside a call counts once
+    self_ns: int = 0  # while nothing ran inside
+    min_ns: int = 0
+    max_ns: int = 0
+
+    def add(self, duration_ns: int) -> None:
+        self.min_ns = duration_ns if not self.num_calls else min(self.min_ns, duration_ns)
+        self.max_ns = max(self.max_ns, duration_ns)
+        self.num_calls += 1
+        self.sum_ns += duration_ns
+
+
+class SimpleProfiler(Profiler):
+    """Measure the wall time of every activity, and report it as a table in which nested activities are indented.
+
+    Percentages are of the time between the first start and the last stop. `Self %` is the time in which nothing else
+    was open inside, so that this column sums to 100 %. Times are those of the host: a GPU that still computes is
+    counted where the host waits for it.
+
+    An activity is kept per place in the nesting as counts and sums; of single durations only the last
+    `MAX_DURATIONS` per name are kept.
+
+    Args:
+        dirpath: Directory of the report file; None takes the run's log directory.
+        filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
+        extended: Whether the table has calls, shortest, longest and percentages beside mean and total.
+    """
+
+    MAX_DURATIONS = 1000
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self._clock = perf_counter_ns
+        self._is_over = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._root = _Activity("")
+        self._open: list[tuple[_Activity, int]] = []  # the innermost last, with its start in nanoseconds
+        self._durations: dict[str, deque[float]] = {}
+        self._first_ns: int | None = None
+        self._last_event_ns = 0
+
+    @property
+    def recorded_durations(self) -> dict[str, list[float]]:
+        """Name of each activity to its durations in seconds: the last `MAX_DURATIONS` of them, oldest first."""
+        return {name: list(durations) for name, durations in self._durations.items()}
+
+    @property
+    def current_actions(self) -> dict[str, float]:
+        """Name of each open activity to its start, in seconds of `time.perf_counter`."""
+        return {activity.name: start / _NS_PER_S for activity, start in self._open}
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begin a run; what an earlier, ended run recorded is forgotten.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            local_rank: Rank on this machine; None if there is one process.
+            log_dir: The run's log directory.
+        """
+        super().setup(stage, local_rank, log_dir)
+        if self._is_over:
+            self._reset()
+            self._is_over = False
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End a run; what was recorded stays readable until the next `setup`.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
+        self._is_over = True
+
+    def start(self, action_name: str) -> None:
+        """Note that an activity begins, inside the one that is open.
+
+        Args:
+            action_name: Name of the activity. It may be open already.
+        """
+        now = self._tick()
+        outer = self._open[-1][0] if self._open else self._root
+        if outer.name == action_name:
+            activity = outer  # a call inside a call: one row, so that recursion does not grow the table
+        else:
+            activity = outer.inside.get(action_name) or outer.inside.setdefault(action_name, _Activity(action_name))
+        activity.num_open += 1
+        self._open.append((activity, now))
+
+    def stop(self, action_name: str) -> None:
+        """Note that the activity that began last under this name ends; others may still be open inside.
+
+        Args:
+            action_name: Name of the activity.
+
+        Raises:
+            ConfigError: No activity of this name is open.
+        """
+        now = self._tick()
+        for index in range(len(self._open) - 1, -1, -1):
+            activity, start = self._open[index]
+            if activity.name == action_name:
+                break
+        else:
+            names = [activity.name for activity, _ in self._open]
+            raise ConfigError(
+                f"profiler.stop({action_name!r}) without a start{nearest(action_name, names)}; open are: {names}.",
+                fix="call start first, or use `with profiler.profile(name):`, which does both.",
+            )
+        del self._open[index]
+        duration = now - start
+        activity.add(duration)
+        activity.num_open -= 1
+        if not activity.num_open:
+            activity.total_ns += duration
+        durations = self._durations.get(action_name)
+        if durations is None:
+            durations = self._durations[action_name] = deque(maxlen=self.MAX_DURATIONS)
+        durations.append(duration / _NS_PER_S)
+
+    def summary(self) -> str:
+        """Return the table. Without a recorded activity it has a heading only."""
+        rows = list(self._rows())
+        cells = [self._heading(), *rows]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+        rule = "-" * (sum(widths) + 3 * len(widths) + 1)
+        lines = [f"{(self._stage or '').upper()} Profiler Report".strip(), rule, _line(cells[0], widths), rule]
+        lines += [_line(row, widths) for row in rows]
+        return "\n".join([*lines, rule, ""])
+
+    def _tick(self) -> int:
+        # The time since the last event belongs to the innermost open activity, in whatever order activities end.
+        now = self._clock()
+        if self._open:
+            self._open[-1][0].self_ns += now - self._last_event_ns
+        elif self._first_ns is None:
+            self._first_ns = now
+        self._last_event_ns = now
+        return now
+
+    def _heading(self) -> list[str]:
+        if not self.extended:
+            return ["Action", "Mean duration (s)", "Total time (s)"]
+        return [
+            "Action",
+            "Mean duration (s)",
+            "Min (s)",
+            "Max (s)",
+            "Num calls",
+            "Total time (s)",
+            "Percentage %",
+            "Self %",
+        ]
+
+    def _rows(self) -> Iterator[list[str]]:
+        if self._first_ns is None:
+            return
+        wall = self._last_event_ns - self._first_ns
+        yield self._row("Total", None, wall, wall, None)
+        named = 0
+        for depth, activity in _walk(self._root, 0):
+            named += activity.self_ns
+            yield self._row("  " * depth + activity.name, activity, activity.total_ns, wall, activity.self_ns)
+        yield self._row(_UNNAMED, None, wall - named, wall, wall - named)
+
+    def _row(
+        self, label: str, activity: _Activity | None, total_ns: int, wall_ns: int, self_ns: int | None
+    ) -> list[str]:
+        def seconds(value: float | None) -> str:
+            return "-" if value is None else f"{value / _NS_PER_S:.5g}"
+
+        def percent(value: int | None) -> str:
+            return "-" if value is None or not wall_ns else f"{100 * value / wall_ns:.2f}"
+
+        calls = activity.num_calls if activity else 0
+        if activity and activity.num_open:
+            label += " (still open)"
+        mean = activity.sum_ns / calls if activity and calls else None
+        if not self.extended:
+            return [label, seconds(mean), seconds(total_ns)]
+        extremes = (activity.min_ns, activity.max_ns) if activity and calls else (None, None)
+        return [
+            label,
+            seconds(mean),
+            seconds(extremes[0]),
+            seconds(extremes[1]),
+            str(calls) if activity else "-",
+            seconds(total_ns),
+            percent(total_ns),
+            percent(self_ns),
+        ]
+
+
+def _walk(activity: _Activity, depth: int) -> Iterator[tuple[int, _Activity]]:
+    for inner in sorted(activity.inside.values(), key=lambda each: each.total_ns, reverse=True):
+        yield depth, inner
+        yield from _walk(inner, depth + 1)
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    first = cells[0].ljust(widths[0])
+    rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return f"| {' | '.join([first, *rest])} |"

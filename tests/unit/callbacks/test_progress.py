@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeLogger, FakeTrainer, interrupted_at
+
+from loopwright.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from loopwright.callbacks.progress.live import LiveProgressBar
+from loopwright.errors import ConfigError, ModuleError
+
+BARS = [TQDMProgressBar, RichProgressBar]
+
+
+class Clock:
+    """Stands still, but for `tick`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Terminal(io.StringIO):
+    """Stands for standard output, inside a `with` block."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self.redirection = contextlib.redirect_stdout(self)
+        return self.redirection.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.redirection.__exit__(*error)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    return Terminal()
+
+
+# --- lines, where the output is no terminal ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_lines_at_the_first_step_and_at_the_end_of_epochs(
+    tmp_path: Path, bar: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    trainer = FakeTrainer(
+        tmp_path, [bar()], windows=4, accumulate=2, max_epochs=2, train_metrics=lambda step: {"loss": 1 / step}
+    )
+    trainer.batch_hook = lambda step: clock.tick(0.25)
+    trainer.fit()
+    assert capsys.readouterr().out.splitlines() == [
+        "Epoch 1/2 | step 1/8 | 4 it/s | loss=1 | ETA 0:00:04",
+        "Epoch 1/2 | step 4/8 | 4 it/s | loss=0.25 | ETA 0:00:02",
+        "Epoch 2/2 | step 8/8 | 4 it/s | loss=0.125 | ETA 0:00:00",
+    ]
+
+
+def test_a_line_each_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    trainer = FakeTrainer(tmp_path, [TQDMProgressBar(plain_interval_s=10)], windows=30, val_batches=0)
+    trainer.batch_hook = lambda step: clock.tick(1.0)
+    trainer.fit()
+    assert [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "step 1/30", "step 11/30", "step 21/30", "step 30/30",
+    ]  # fmt: skip
+
+
+def test_a_validation_inside_an_epoch_has_its_line_and_is_not_counted_in_the_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+
+    def val_metrics(step: int) -> dict[str, float]:
+        clock.tick(100.0)
+        return {"val_loss": step / 2}
+
+    trainer = FakeTrainer(tmp_path, [RichProgressBar()], windows=6, val_every=3, val_metrics=val_metrics)
+    trainer.batch_hook = lambda step: clock.tick(1.0)
+    trainer.fit()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1:4] for line in lines] == [
+        ["step 1/6", "1 it/s", "ETA 0:00:05"],
+        ["step 3/6", "1 it/s", "val_loss=1.5"],
+        ["step 6/6", "1 it/s", "val_loss=3"],
+    ]
+
+
+def test_a_long_evaluation_has_lines_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    bar = TQDMProgressBar(plain_interval_s=10)
+    trainer = FakeTrainer(tmp_path, [bar], val_batches=25)
+    real = trainer.call
+    monkeypatch.setattr(trainer, "call", lambda hook, *args: (clock.tick("batch_end" in hook), real(hook, *args)))
+    trainer.validate(torch.nn.Linear(2, 1), fn="test")
+    assert capsys.readouterr().out.splitlines() == ["Testing | batch 10/25", "Testing | batch 20/25"]
+
+
+def test_unknown_lengths_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Endless(FakeTrainer):
+        estimated_stepping_batches = math.inf  # type: ignore[assignment]
+
+    trainer = Endless(tmp_path, [TQDMProgressBar()], val_batches=0)
+    trainer.num_training_batches = math.inf
+    trainer.fit()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("Epoch 1/1 | step 4 | ")
+    assert "ETA" not in line
+
+
+def test_other_ranks_and_disabled_bars_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = FakeTrainer(tmp_path, [TQDMProgressBar()])
+    trainer.is_global_zero = False
+    trainer.fit()
+    FakeTrainer(tmp_path, [TQDMProgressBar(refresh_rate=0)]).fit()
+    FakeTrainer(tmp_path, [RichProgressBar(refresh_rate=0)]).fit()
+    bar = TQDMProgressBar()
+    bar.disable()
+    FakeTrainer(tmp_path, [bar]).fit()
+    assert bar.is_disabled
+    assert capsys.readouterr().out == ""
+
+
+# --- bars, on a terminal -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_a_bar_shows_epoch_batches_metrics_and_version(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+    trainer = FakeTrainer(
+        tmp_path, [bar()], loggers=[FakeLogger(str(tmp_path), version=7)], max_epochs=2,
+        train_metrics=lambda step: {"loss": step / 8},
+    )  # fmt: skip
+    with terminal:
+        trainer.fit()
+    text = terminal.getvalue()
+    assert "Epoch 2/2" in text
+    assert "4/4" in text
+    assert "v_num" in text
+    assert "1.0" in text or "=1" in text
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_validation_test_and_prediction_are_shown(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+    trainer = FakeTrainer(tmp_path, [bar()], val_batches=3)
+    with terminal:
+        trainer.fit()
+        for verb in ("validate", "test", "predict"):
+            trainer.validate(torch.nn.Linear(2, 1), fn=verb)
+    for description in ("Validation", "Testing", "Predicting"):
+        assert description in terminal.getvalue()
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_at_most_ten_drawings_a_second(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+    drawn: list[int] = []
+
+    class Counted(bar):  # type: ignore[misc]
+        def _show(self, stage: str, description: str, done: int, total: Any, metrics: Any) -> None:
+            drawn.append(done)
+
+    start_s = time.monotonic()
+    with terminal:
+        FakeTrainer(tmp_path, [Counted()], windows=2000, val_batches=0).fit()
+    seconds = time.monotonic() - start_s
+    assert drawn[0] == 1
+    assert drawn[-1] == 2000
+    assert len(drawn) <= seconds * 10 + 2
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_print_goes_above_the_bar(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+    made = bar()
+    trainer = FakeTrainer(tmp_path, [made], windows=3)
+    trainer.batch_hook = lambda step: made.print("hello", step) if step == 2 else None
+    with terminal:
+        trainer.fit()
+    assert "hello 2\n" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("bar", BARS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bug")])
+def test_an_interruption_leaves_the_terminal_clean(
+    tmp_path: Path, bar: Any, error: BaseException, terminal: Terminal
+) -> None:
+    made = bar()
+    trainer = FakeTrainer(tmp_path, [made])
+    with terminal, interrupted_at(trainer, 2, error):
+        trainer.fit()
+    text = terminal.getvalue()
+    assert made.train_progress_bar is None
+    assert not made._open
+    hidden, shown = text.rfind("\x1b[?25l"), text.rfind("\x1b[?25h")
+    assert shown >= hidden
+    assert text.rstrip("\x1b[?25h").endswith("\n")
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_nothing_is_drawn_before_the_first_step(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+    trainer = FakeTrainer(tmp_path, [bar()], sanity=True)
+    seen: list[str] = []
+    trainer.batch_hook = lambda step: seen.append(terminal.getvalue())
+    with terminal:
+        trainer.fit()
+    assert seen[0] == ""
+
+
+def test_a_sanity_check_that_takes_time_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Terminal
+) -> None:
+    clock = Clock(monkeypatch)
+    trainer = FakeTrainer(tmp_path, [TQDMProgressBar()], sanity=True, val_batches=2)
+    real = trainer.call
+    monkeypatch.setattr(trainer, "call", lambda hook, *args: (clock.tick(0.4), real(hook, *args)))
+    with terminal:
+        trainer.fit()
+    assert "Sanity Checking" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_a_bar_that_fails_changes_nothing_and_says_so_once(
+    tmp_path: Path, bar: Any, terminal: Terminal, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(bar):  # type: ignore[misc]
+        def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+            raise ZeroDivisionError("user's mistake")
+
+    def weights(callbacks: list[Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        trainer = FakeTrainer(tmp_path, callbacks, windows=8, val_every=2)
+        with terminal:
+            trainer.fit()
+        weight: torch.Tensor = trainer.module.weight
+        return weight.detach()
+
+    broken = Broken()
+    assert torch.equal(weights([broken]), weights([]))
+    assert torch.equal(weights([bar()]), weights([]))
+    assert broken.is_disabled
+    assert caplog.text.count("is switched off") == 1
+
+
+def test_the_libraries_are_imported_with_the_first_drawing() -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+from loopwright.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
+TQDMProgressBar(), RichProgressBar(), RichModelSummary()
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not {"tqdm", "rich", "fsspec", "numpy"} & new, new
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_resume_inside_an_epoch_begins_where_it_is(tmp_path: Path, terminal: Terminal) -> None:
+    trainer = FakeTrainer(tmp_path, [TQDMProgressBar()], windows=8)
+    trainer.window = 5
+    with terminal:
+        trainer.fit()
+    assert "6/8" in terminal.getvalue()
+    assert "1/8" not in terminal.getvalue()
+
+
+# --- the base ------------------------------------------------------------------------------------------------------
+
+
+def test_totals(tmp_path: Path) -> None:
+    class Mine(ProgressBar):
+        def disable(self) -> None:
+            """Nothing to disable."""
+
+    bar = Mine()
+    with pytest.raises(ModuleError, match="before a run began"):
+        bar.trainer  # noqa: B018
+    trainer = FakeTrainer(tmp_path, [bar], val_batches=3)
+    bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    assert bar.total_train_batches == 4
+    assert (bar.total_val_batches, bar.total_val_batches_current_dataloader) == (3, 3)
+    assert bar.has_dataloader_changed(0)
+    assert not bar.has_dataloader_changed(0)
+    assert bar.has_dataloader_changed(1)
+    assert bar.total_test_batches_current_dataloader == math.inf
+    bar.reset_dataloader_idx_tracker()
+    assert bar.total_predict_batches_current_dataloader == 3
+    with pytest.raises(NotImplementedError):
+        bar.enable()
+
+
+def test_a_limit_on_steps_cuts_the_total_short(tmp_path: Path) -> None:
+    class Mine(ProgressBar):
+        def disable(self) -> None:
+            """Nothing to disable."""
+
+    bar = Mine()
+    trainer = FakeTrainer(tmp_path, [bar], windows=10, accumulate=2)
+    bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    trainer.max_steps = 7
+    trainer.global_step, trainer.progress.batches_in_epoch = 3, 6
+    assert bar.total_train_batches == 14
+    trainer.max_steps = 100
+    assert bar.total_train_batches == 20
+
+
+def test_metrics_have_the_version_first(tmp_path: Path) -> None:
+    bar = TQDMProgressBar()
+    trainer = FakeTrainer(tmp_path, loggers=[FakeLogger(str(tmp_path), version="2024-run-abcd")])
+    trainer.progress_bar_metrics = {"loss": 0.5}
+    assert bar.get_metrics(trainer, None) == {"v_num": "abcd", "loss": 0.5}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_bars_can_be_copied_and_pickled(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+    made = bar()
+    with terminal:
+        FakeTrainer(tmp_path, [made]).fit()
+    pickle.loads(pickle.dumps(made))
+    assert copy.deepcopy(made).is_enabled
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TQDMProgressBar(refresh_rate=-1),
+        lambda: TQDMProgressBar(process_position=-1),
+        lambda: RichProgressBar(refresh_rate=-1),
+        lambda: RichProgressBar(plain_interval_s=0),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match="ProgressBar"):
+        make()
+
+
+def test_a_batch_without_drawing_calls_the_clock_only(tmp_path: Path) -> None:
+    bar = TQDMProgressBar()
+    bar._next_draw_s = math.inf
+    calls: list[str] = []
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            calls.append(getattr(argument, "__name__", frame.f_code.co_name))
+
+    hook = LiveProgressBar.on_train_batch_end
+    sys.setprofile(trace)
+    hook(bar, None, None, None, None, 3)  # type: ignore[arg-type]
+    sys.setprofile(None)
+    assert calls[:2] == ["on_train_batch_end", "monotonic"]
+    assert len(calls) <= 3

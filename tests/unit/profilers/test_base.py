@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from loopwright.errors import ConfigError
+from loopwright.profilers import PassThroughProfiler, Profiler, SimpleProfiler, resolve_profiler
+
+
+class Recorder(Profiler):
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        super().__init__(dirpath, filename)
+        self.events: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        self.events.append(f"start {action_name}")
+
+    def stop(self, action_name: str) -> None:
+        self.events.append(f"stop {action_name}")
+
+    def summary(self) -> str:
+        return "the report"
+
+    def teardown(self, stage: str | None = None) -> None:
+        self.events.append(f"teardown {stage}")
+
+
+def test_a_context_is_the_activity_also_when_it_raises() -> None:
+    profiler = Recorder()
+    names: list[str] = []
+
+    def fail() -> None:
+        with profiler.profile("outer") as outer, profiler.profile("inner") as inner:
+            names.extend([outer, inner])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert names == ["outer", "inner"]
+    assert profiler.events == ["start outer", "start inner", "stop inner", "stop outer"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "filename", "expected"),
+    [(None, "s", "fit-s.txt"), (0, "s", "fit-s-0.txt"), (3, "s", "fit-s-3.txt"), (None, "a/b:c", "fit-a_b_c.txt")],
+)
+def test_the_report_file_is_named_by_stage_and_rank(
+    tmp_path: Path, rank: int | None, filename: str, expected: str
+) -> None:
+    profiler = Recorder(tmp_path / "prof", filename)
+    profiler.setup("fit", local_rank=rank)
+    profiler.describe()
+    assert [(path.name, path.read_text()) for path in (tmp_path / "prof").iterdir()] == [(expected, "the report\n")]
+    assert profiler.events == ["teardown fit"]
+
+
+def test_the_report_goes_to_the_log_directory_without_a_dirpath_and_is_added_to(tmp_path: Path) -> None:
+    profiler = Recorder(filename="s")
+    for _ in range(2):
+        profiler.setup("fit", log_dir=str(tmp_path))
+        profiler.describe()
+    assert (tmp_path / "fit-s.txt").read_text() == "the report\nthe report\n"
+
+
+@pytest.mark.parametrize(("rank", "count"), [(None, 1), (0, 1), (1, 0)])
+def test_without_a_filename_rank_zero_logs_the_report(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, rank: int | None, count: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    profiler = Recorder(tmp_path)
+    profiler.setup("fit", local_rank=rank)
+    profiler.describe()
+    assert [record.getMessage() for record in caplog.records] == ["the report"] * count
+    assert profiler.local_rank == (rank or 0)
+
+
+def test_pass_through_records_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    profiler = PassThroughProfiler(dirpath=None, filename=None)
+    with profiler.profile("a"):
+        profiler.stop("never started")
+    profiler.describe()
+    assert profiler.summary() == ""
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["simple", "SIMPLE", "Simple"])
+def test_simple_by_name(value: str) -> None:
+    assert type(resolve_profiler(value)) is SimpleProfiler
+
+
+def test_none_and_instances_are_taken_as_they_are() -> None:
+    profiler = PassThroughProfiler()
+    assert resolve_profiler(None) is None
+    assert resolve_profiler(profiler) is profiler
+
+
+@pytest.mark.parametrize("value", ["advanced", "PyTorch", "xla"])
+def test_later_profilers_say_so(value: str) -> None:
+    with pytest.raises(ConfigError, match="not in this version"):
+        resolve_profiler(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("simpel", "did you mean 'simple'"), ("", "expected 'simple'"), (True, "expected 'simple'"), (3, "expected")],
+)
+def test_unknown_profilers_are_errors(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_profiler(value)
+
+
+def test_a_class_is_not_an_instance() -> None:
+    with pytest.raises(ConfigError, match="an instance"):
+        resolve_profiler(SimpleProfiler)
