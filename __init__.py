@@ -1,0 +1,289 @@
+"""Loopwright: a trainer framework for PyTorch.
+
+Names are looked up when they are first used (PEP 562), so that `import loopwright` imports no torch and takes a few
+milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # For type checkers and editors; a test compares these with `_HOME`.
+    from .accelerators import (
+        ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY,
+    )
+    from .accelerators import (
+        Accelerator as Accelerator,
+    )
+    from .accelerators import (
+        AcceleratorRegistry as AcceleratorRegistry,
+    )
+    from .accelerators import (
+        CPUAccelerator as CPUAccelerator,
+    )
+    from .accelerators import (
+        CUDAAccelerator as CUDAAccelerator,
+    )
+    from .accelerators import (
+        MPSAccelerator as MPSAccelerator,
+    )
+    from .accelerators import (
+        find_usable_cuda_devices as find_usable_cuda_devices,
+    )
+    from .callbacks import (
+        EMA as EMA,
+    )
+    from .callbacks import (
+        Callback as Callback,
+    )
+    from .callbacks import (
+        Checkpoint as Checkpoint,
+    )
+    from .callbacks import (
+        EarlyStopping as EarlyStopping,
+    )
+    from .callbacks import (
+        EarlyStoppingReason as EarlyStoppingReason,
+    )
+    from .callbacks import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
+    from .callbacks import (
+        LambdaCallback as LambdaCallback,
+    )
+    from .callbacks import (
+        LearningRateMonitor as LearningRateMonitor,
+    )
+    from .callbacks import (
+        ModelCheckpoint as ModelCheckpoint,
+    )
+    from .callbacks import (
+        ModelSummary as ModelSummary,
+    )
+    from .callbacks import (
+        ProgressBar as ProgressBar,
+    )
+    from .callbacks import (
+        RichModelSummary as RichModelSummary,
+    )
+    from .callbacks import (
+        RichProgressBar as RichProgressBar,
+    )
+    from .callbacks import (
+        RichProgressBarTheme as RichProgressBarTheme,
+    )
+    from .callbacks import (
+        Timer as Timer,
+    )
+    from .callbacks import (
+        TQDMProgressBar as TQDMProgressBar,
+    )
+    from .checkpoint import CheckpointIO as CheckpointIO
+    from .checkpoint import TorchCheckpointIO as TorchCheckpointIO
+    from .checkpoint import Trusted as Trusted
+    from .data import CombinedLoader as CombinedLoader
+    from .data import DataModule as DataModule
+    from .errors import (
+        CheckpointError as CheckpointError,
+    )
+    from .errors import (
+        ConfigError as ConfigError,
+    )
+    from .errors import (
+        DataError as DataError,
+    )
+    from .errors import (
+        LaunchError as LaunchError,
+    )
+    from .errors import (
+        LoopwrightError as LoopwrightError,
+    )
+    from .errors import (
+        MissingDependency as MissingDependency,
+    )
+    from .errors import (
+        ModuleError as ModuleError,
+    )
+    from .errors import (
+        NonFiniteError as NonFiniteError,
+    )
+    from .errors import (
+        RankFailure as RankFailure,
+    )
+    from .errors import (
+        StopBySignal as StopBySignal,
+    )
+    from .fabric import (
+        ClusterEnvironment as ClusterEnvironment,
+    )
+    from .fabric import (
+        Fabric as Fabric,
+    )
+    from .fabric import (
+        LocalEnvironment as LocalEnvironment,
+    )
+    from .fabric import (
+        isolate_rng as isolate_rng,
+    )
+    from .fabric import (
+        seed_everything as seed_everything,
+    )
+    from .loggers import (
+        CSVLogger as CSVLogger,
+    )
+    from .loggers import (
+        DummyLogger as DummyLogger,
+    )
+    from .loggers import (
+        Logger as Logger,
+    )
+    from .loggers import (
+        TensorBoardLogger as TensorBoardLogger,
+    )
+    from .loggers import (
+        rank_zero_experiment as rank_zero_experiment,
+    )
+    from .precision import (
+        DoublePrecision as DoublePrecision,
+    )
+    from .precision import (
+        HalfPrecision as HalfPrecision,
+    )
+    from .precision import (
+        MixedPrecision as MixedPrecision,
+    )
+    from .precision import (
+        Precision as Precision,
+    )
+    from .precision import (
+        PrecisionPolicy as PrecisionPolicy,
+    )
+    from .profilers import (
+        PassThroughProfiler as PassThroughProfiler,
+    )
+    from .profilers import (
+        Profiler as Profiler,
+    )
+    from .profilers import (
+        SimpleProfiler as SimpleProfiler,
+    )
+    from .strategies import (
+        STRATEGY_REGISTRY as STRATEGY_REGISTRY,
+    )
+    from .strategies import (
+        Launcher as Launcher,
+    )
+    from .strategies import (
+        ParallelStrategy as ParallelStrategy,
+    )
+    from .strategies import (
+        SingleDeviceStrategy as SingleDeviceStrategy,
+    )
+    from .strategies import (
+        Strategy as Strategy,
+    )
+    from .strategies import (
+        StrategyRegistry as StrategyRegistry,
+    )
+    from .strategies import (
+        Topology as Topology,
+    )
+    from .trainer.loss import Loss as Loss
+    from .trainer.module import Module as Module
+    from .trainer.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOME = {
+    "ACCELERATOR_REGISTRY": "accelerators",
+    "Accelerator": "accelerators",
+    "AcceleratorRegistry": "accelerators",
+    "CPUAccelerator": "accelerators",
+    "CSVLogger": "loggers",
+    "CUDAAccelerator": "accelerators",
+    "Callback": "callbacks",
+    "Checkpoint": "callbacks",
+    "CheckpointError": "errors",
+    "CheckpointIO": "checkpoint",
+    "ClusterEnvironment": "fabric",
+    "CombinedLoader": "data",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DataModule": "data",
+    "DoublePrecision": "precision",
+    "DummyLogger": "loggers",
+    "EMA": "callbacks",
+    "EarlyStopping": "callbacks",
+    "EarlyStoppingReason": "callbacks",
+    "Fabric": "fabric",
+    "GradientAccumulationScheduler": "callbacks",
+    "HalfPrecision": "precision",
+    "LambdaCallback": "callbacks",
+    "LaunchError": "errors",
+    "Launcher": "strategies",
+    "LearningRateMonitor": "callbacks",
+    "LocalEnvironment": "fabric",
+    "Logger": "loggers",
+    "LoopwrightError": "errors",
+    "Loss": "trainer.loss",
+    "MPSAccelerator": "accelerators",
+    "MissingDependency": "errors",
+    "MixedPrecision": "precision",
+    "ModelCheckpoint": "callbacks",
+    "ModelSummary": "callbacks",
+    "Module": "trainer.module",
+    "ModuleError": "errors",
+    "NonFiniteError": "errors",
+    "ParallelStrategy": "strategies",
+    "PassThroughProfiler": "profilers",
+    "Precision": "precision",
+    "PrecisionPolicy": "precision",
+    "Profiler": "profilers",
+    "ProgressBar": "callbacks",
+    "RankFailure": "errors",
+    "RichModelSummary": "callbacks",
+    "RichProgressBar": "callbacks",
+    "RichProgressBarTheme": "callbacks",
+    "STRATEGY_REGISTRY": "strategies",
+    "SimpleProfiler": "profilers",
+    "SingleDeviceStrategy": "strategies",
+    "StopBySignal": "errors",
+    "Strategy": "strategies",
+    "StrategyRegistry": "strategies",
+    "TQDMProgressBar": "callbacks",
+    "TensorBoardLogger": "loggers",
+    "Timer": "callbacks",
+    "Topology": "strategies",
+    "TorchCheckpointIO": "checkpoint",
+    "Trainer": "trainer.trainer",
+    "Trusted": "checkpoint",
+    "find_usable_cuda_devices": "accelerators",
+    "isolate_rng": "fabric",
+    "rank_zero_experiment": "loggers",
+    "seed_everything": "fabric",
+}
+
+__all__ = [*sorted(_HOME), "__version__"]
+
+
+def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
+    home = _HOME.get(name)
+    if home is None:
+        try:
+            return import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+        from .errors import nearest
+
+        raise AttributeError(f"module 'loopwright' has no attribute {name!r}{nearest(name, _HOME)}")
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,274 @@
+"""The beginning of a verb: checks, hooks up to `configure_model`, optimizers, restoring. Called by the Trainer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from ..callbacks import Callback
+from ..checkpoint.content import Content
+from ..errors import CheckpointError, ConfigError, ModuleError
+from . import assemble, manual, snapshot
+from .eval_loop import EvalLoader
+from .hooks import check_hook_names
+from .lifecycle import hook_names
+from .locate import locate
+from .module import Module
+from .optimizers import ManagedOptimizer
+from .run import Run
+from .schedule import read_optimizers
+
+if TYPE_CHECKING:
+    from ..data.module import DataModule
+    from .trainer import Trainer
+
+__all__ = ["STAGE_OF", "attach", "begin_evaluation", "begin_fit", "split_datamodule"]
+
+STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+# --- what was passed -----------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """Return the user's module; a compiled one keeps its compiled forward.
+
+    Raises:
+        ModuleError: It is no nn.Module.
+    """
+    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
+        original: nn.Module = model._orig_mod
+        original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
+        return original
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            f"expected lw.Module or another nn.Module, got {type(model).__name__}.",
+            fix="pass an instance, not the class." if isinstance(model, type) else "pass a module.",
+        )
+    return model
+
+
+def split_datamodule(loaders: Any, datamodule: Any, name: str) -> tuple[Any, Any]:
+    """Let a DataModule stand in the place of the loaders.
+
+    Raises:
+        ConfigError: Both are given.
+        ModuleError: `datamodule` is none.
+    """
+    from ..data.module import DataModule
+
+    if isinstance(loaders, DataModule):
+        if datamodule is not None:
+            raise both_given(name)
+        return None, loaders
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise ModuleError(
+            f"datamodule is {type(datamodule).__name__}, expected lw.DataModule.", fix="pass loaders by position."
+        )
+    return loaders, datamodule
+
+
+def both_given(name: str) -> ConfigError:
+    """Return the error about loaders and a data module at once."""
+    return ConfigError(f"both {name} and datamodule are given.", fix="pass one of them.")
+
+
+def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
+    """Refuse early what cannot run: a missing step, a missing loader, arguments that manual optimization forbids."""
+    if verb != "fit":
+        stage = STAGE_OF[verb]
+        if verb != "predict":
+            assemble.require_step(module, f"{stage}_step", verb)
+        elif not callable(getattr(module, "predict_step", None)):
+            raise ModuleError(
+                f"trainer.predict needs {type(module).__name__}.predict_step(batch, batch_idx).", fix="define it."
+            )
+        trainer.loaders.require(stage, verb)
+        return
+    assemble.require_step(module, "training_step", "fit")
+    assemble.require_step(module, "configure_optimizers", "fit")
+    trainer.loaders.require("train", "fit")
+    if getattr(module, "automatic_optimization", True):
+        return
+    wrong = []
+    if trainer.accumulate_grad_batches != 1:
+        wrong.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+    if trainer.gradient_clip_val:
+        wrong.append(f"gradient_clip_val={trainer.gradient_clip_val}")
+    if trainer.accumulation_scheduler is not None:
+        wrong.append("GradientAccumulationScheduler")
+    if wrong:
+        raise ConfigError(
+            f"{' and '.join(wrong)}: the trainer does neither in manual optimization.",
+            fix="accumulate by hand, and call self.clip_gradients(optimizer, ...) in training_step.",
+        )
+
+
+# --- every verb ----------------------------------------------------------------------------------------------------
+
+
+def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+    """Attach module and data, compile the lifecycle, and run the hooks up to `configure_model`."""
+    module = unwrapped(model)
+    check_hook_names(module, "module", hook_names("module"))
+    if datamodule is not None:
+        check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
+        datamodule.trainer = trainer
+    trainer.loaders.begin(module, datamodule, given)
+    _check_required(trainer, verb, module)
+    trainer.fabric.strategy.setup_environment()
+    if isinstance(module, Module):
+        module.trainer = trainer
+        module.fabric = trainer.fabric
+        trainer.open_log(module)
+        extra = module.configure_callbacks()
+        if extra:
+            for callback in [extra] if isinstance(extra, Callback) else extra:
+                check_hook_names(callback, "callbacks", hook_names("callbacks"))
+            trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, extra)
+    run = trainer.make_run(module, datamodule)
+    if trainer.profiler is not None:
+        rank = trainer.local_rank if trainer.world_size > 1 else None
+        trainer.profiler.setup(stage=verb, local_rank=rank, log_dir=trainer.log_dir)
+    if trainer.local_rank == 0:
+        for hook in run.lifecycle.all_own("prepare_data"):
+            hook()
+    run.lifecycle.setup(verb)
+    with trainer.fabric.init_module():
+        for name in ("configure_sharded_model", "configure_model"):
+            if assemble.has_override(module, name):
+                getattr(module, name)()
+    run.model = trainer.fabric.setup_module(module)
+    return run
+
+
+# --- fit -----------------------------------------------------------------------------------------------------------
+
+
+def begin_fit(
+    trainer: Trainer, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool
+) -> Callable[[], None] | None:
+    """Restore, build optimizers, check the data.
+
+    Returns:
+        What puts back the random number generators of the checkpoint, to be called last; None without one.
+    """
+    path = locate(trainer, ckpt_path, "fit", has_model=True)
+    content = None
+    if path is not None:
+        trainer.ckpt_path = path
+        content = snapshot.read(trainer, path, is_trusted=is_trusted)
+        snapshot.restore_module(trainer, run, content)
+        snapshot.restore_loggers(trainer, content)
+    _build_optimizers(run)
+    restore = snapshot.restore_training(trainer, run, content) if content is not None else None
+    trainer.write_hyperparameters()
+    trainer.state.stage = "train"
+    run.lifecycle.on_fit_start()
+    if not trainer.progress.epoch_open:
+        trainer.sanity_check(run)
+    trainer.open_training(run)
+    trainer.loaders.open_validation()
+    _place_stream(trainer, run, content)
+    _check_limits(trainer, path)
+    trainer.accumulation_for_epoch(trainer.progress.epochs)
+    run.plan = assemble.make_plan(run, trainer)
+    run.module.train()
+    return restore
+
+
+def _build_optimizers(run: Run) -> None:
+    module = run.module
+    returned = cast(Any, module).configure_optimizers()
+    if returned is None:
+        warnings.warn("configure_optimizers returned None: the module is run without being trained", stacklevel=5)
+    run.optimizers, run.schedulers = read_optimizers(
+        returned,
+        is_automatic=run.is_automatic,
+        has_own_scheduler_step=assemble.has_override(module, "lr_scheduler_step"),
+    )
+    assemble.check_parameters(module, run.optimizers)
+    if run.optimizers:
+        prepared: Any = run.fabric.setup_optimizers(*run.optimizers)
+        run.optimizers = list(prepared) if isinstance(prepared, list | tuple) else [prepared]
+    step = manual.step_given if run.is_automatic else manual.step_in_manual
+    run.managed = [
+        ManagedOptimizer(optimizer, run.trainer, lambda o, closure: step(run, o, closure))
+        for optimizer in run.optimizers
+    ]
+
+
+def _place_stream(trainer: Trainer, run: Run, content: Content | None) -> None:
+    """Tell the stream where the data were: in the checkpoint, or when the last fit of this Trainer ended."""
+    assert run.stream is not None
+    state = content.states.get("data") if content is not None else trainer.stream_state
+    if state is not None:
+        run.stream.load_state_dict(state)
+    elif trainer.progress.epoch_open:
+        raise CheckpointError(
+            f"{trainer.ckpt_path} was taken in the middle of epoch {trainer.progress.epochs} and does not say "
+            "where the data were.",
+            fix="resume from a checkpoint that was taken at the end of an epoch, or start from its weights with "
+            "load_from_checkpoint.",
+        )
+
+
+def _check_limits(trainer: Trainer, path: str | None) -> None:
+    loop, progress = trainer.fit_loop, trainer.progress
+    limit = loop.epoch_limit
+    if path is not None and limit != -1 and progress.epochs > limit:
+        raise ConfigError(
+            f"{path} has finished {progress.epochs} epochs, and max_epochs={limit}.",
+            fix=f"set max_epochs above {progress.epochs}.",
+        )
+    if loop.is_done and (progress.steps or progress.epochs) and not progress.epoch_open:
+        warnings.warn(
+            f"trainer.fit has nothing to do: {progress.epochs} epochs and {progress.steps} steps are done, and the "
+            f"limits are max_epochs={limit} and max_steps={loop.max_steps}",
+            stacklevel=5,
+        )
+
+
+# --- validate, test, predict ---------------------------------------------------------------------------------------
+
+
+def begin_evaluation(
+    trainer: Trainer,
+    verb: str,
+    model: Any,
+    dataloaders: Any,
+    ckpt_path: str | Path | None,
+    datamodule: DataModule | None,
+    *,
+    is_trusted: bool,
+) -> tuple[Run, EvalLoader]:
+    """Attach module and data, load the weights that are meant, and return the run and its loaders."""
+    stage = STAGE_OF[verb]
+    if datamodule is not None and dataloaders is not None:
+        raise both_given("dataloaders")
+    module = model if model is not None else trainer.lightning_module
+    if module is None:
+        raise ModuleError(
+            f"trainer.{verb}() was called without a module, and none was used before.",
+            fix=f"pass one: trainer.{verb}(module, ...).",
+        )
+    if model is None and datamodule is None and dataloaders is None:
+        datamodule = trainer.datamodule
+    path = locate(trainer, ckpt_path, verb, has_model=model is not None)
+    run = attach(trainer, verb, module, datamodule, {stage: dataloaders})
+    steps, epochs = trainer.progress.steps, trainer.progress.epochs
+    if path is not None:
+        trainer.ckpt_path = path
+        content = snapshot.read(trainer, path, is_trusted=is_trusted)
+        snapshot.restore_module(trainer, run, content)
+        counts = content.states.get("progress", {})
+        # Records belong to the step of the weights, not to that of a training which this Trainer did before.
+        steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
+    trainer.records_at = (steps, epochs)
+    trainer.write_hyperparameters()
+    trainer.state.stage = verb
+    return run, trainer.loaders.open_eval(stage)

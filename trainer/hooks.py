@@ -1,0 +1,103 @@
+"""Which hooks an object overrides, and methods that look like a hook and are none. Used by trainer/lifecycle.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
+from typing import Any
+
+from ..errors import ModuleError, nearest
+
+__all__ = ["check_hook_names", "find_override"]
+
+Hook = Callable[..., Any]  # Any: hooks differ in arguments; the table in trainer/lifecycle.py says which
+
+
+def find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | None:
+    """Return the owner's bound method of this name if it is the user's own, not one that a base class declares.
+
+    A method that was set on the instance counts as the user's own.
+    """
+    if name in getattr(owner, "__dict__", {}):
+        method = owner.__dict__[name]
+        return method if callable(method) else None
+    function = getattr(type(owner), name, None)
+    if function is None or not callable(function):
+        return None
+    if any(getattr(base, name, None) is function for base in bases):
+        return None
+    bound: Hook = getattr(owner, name)
+    return bound
+
+
+def module_bases() -> tuple[type, ...]:
+    from torch import nn
+
+    from .module import Module
+
+    return (Module, nn.Module)
+
+
+def data_bases() -> tuple[type, ...]:
+    from ..data.module import DataModule
+
+    return (DataModule,)
+
+
+def callback_bases() -> tuple[type, ...]:
+    from ..callbacks import Callback
+
+    return (Callback,)
+
+
+# Method names that a user's class may well have and that are near to a hook's.
+_NOT_MISSPELT = {"on_gpu", "train", "test", "predict", "validate", "fit", "backward"}
+
+
+def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
+    """Refuse methods of the user's class that look like a hook and are none.
+
+    A name that starts with `on_` must be in the table for this kind of listener; any other name must not be nearly
+    the name of a hook that the class does not define.
+
+    Args:
+        owner: A module, callback or data module.
+        listener: "module", "callbacks" or "datamodule".
+        known: Names of the hooks that such a listener may define.
+
+    Raises:
+        ModuleError: Names all such methods, each with the nearest hook.
+    """
+    bases = module_bases() if listener == "module" else callback_bases() if listener == "callbacks" else data_bases()
+    inherited = {name for base in bases for name in dir(base)}
+    own = _own_methods(type(owner), bases)
+    free = known.difference(own)
+    wrong = []
+    for name in own:
+        if name in known or name in inherited or name in _NOT_MISSPELT or name.startswith("_"):
+            continue
+        hint = nearest(name, known)
+        if name.startswith("on_") or _is_nearly(name, free):
+            wrong.append(f"{name}{hint}")
+    if wrong:
+        raise ModuleError(
+            f"{type(owner).__name__} has methods that look like hooks of a {listener.rstrip('s')} and are none: "
+            f"{', '.join(wrong)}.",
+            fix="rename them to the hook that you mean, or give helpers another name (a leading underscore will do); "
+            "`python -m loopwright lifecycle` lists the hooks.",
+        )
+
+
+def _own_methods(cls: type, bases: tuple[type, ...]) -> list[str]:
+    names: dict[str, None] = {}
+    for ancestor in cls.__mro__:
+        if ancestor in bases or ancestor is object or ancestor.__module__.startswith(("torch.", "loopwright.")):
+            continue
+        for name, value in vars(ancestor).items():
+            if callable(value) and not isinstance(value, type):
+                names[name] = None
+    return list(names)
+
+
+def _is_nearly(name: str, known: Iterable[str]) -> bool:
+    return any(len(hook) >= 8 and SequenceMatcher(None, name, hook).ratio() >= 0.92 for hook in known)

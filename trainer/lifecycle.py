@@ -1,0 +1,442 @@
+"""The lifecycle: the table of every hook, its drawing, and its dispatch. No other place in Loopwright calls a hook.
+
+The table is the only source: docs/lifecycle.md and `python -m loopwright lifecycle` are generated from it, and tests
+compare the methods of Callback, Module and DataModule with it. `Lifecycle` is made at the start of fit, validate, test
+or predict. Compiled once: for each event it looks at who overrides the hook and makes one function of the bound
+methods. A hook that nobody defines is a function that does nothing. When a profiler listens, each call is bracketed;
+otherwise no bracket exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .hooks import Hook, callback_bases, data_bases, find_override, module_bases
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..callbacks import Callback
+    from ..data.module import DataModule
+    from ..profilers import Profiler
+    from .metrics import Metrics
+    from .trainer import Trainer
+
+__all__ = ["EVENTS", "HOOKS", "LOG_RULES", "ORDER", "Event", "Lifecycle", "LogRule", "hook_names", "markdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogRule:
+    """What `self.log` does by default in a hook, and what it may be asked for.
+
+    Attributes:
+        on_step: Default of on_step.
+        on_epoch: Default of on_epoch.
+        may_step: Whether on_step=True is allowed.
+    """
+
+    on_step: bool
+    on_epoch: bool
+    may_step: bool = True
+
+
+_STEP = LogRule(on_step=True, on_epoch=False)
+_EVAL_BATCH = LogRule(on_step=False, on_epoch=True)
+_EPOCH = LogRule(on_step=False, on_epoch=True, may_step=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A row of the table.
+
+    Attributes:
+        name: Name of the method.
+        arguments: Its arguments after self (a callback's come after `trainer, pl_module`).
+        listeners: Who may define it, in the order of the call: "callbacks", "module", "datamodule".
+        when: When it is called.
+        ranks: On which ranks.
+        kind: "event" (all listeners are told), "step" (the user's computation), "behaviour" (replaces what the trainer
+            does), "data" and "configure" (asked for once).
+        log: Rule for `self.log`, None where logging is an error.
+    """
+
+    name: str
+    arguments: str
+    listeners: tuple[str, ...]
+    when: str
+    ranks: str = "all"
+    kind: str = "event"
+    log: LogRule | None = None
+
+
+_BOTH = ("callbacks", "module")
+_ALL = ("datamodule", "callbacks", "module")
+_MODULE = ("module",)
+_CALLBACKS = ("callbacks",)
+_DATA = ("datamodule", "module")
+
+
+def _pair(stage: str, log: LogRule | None, what: str) -> tuple[Event, ...]:
+    return (
+        Event(f"on_{stage}_start", "", _BOTH, f"before {what}", log=log),
+        Event(f"on_{stage}_end", "", _BOTH, f"after {what}"),
+    )
+
+
+def _evaluation(stage: str, what: str, *, log: bool) -> tuple[Event, ...]:
+    epoch, batch = (_EPOCH, _EVAL_BATCH) if log else (None, None)
+    args = "batch, batch_idx, dataloader_idx=0"
+    return (
+        *_pair(stage, epoch, what),
+        Event(f"on_{stage}_epoch_start", "", _BOTH, f"before the loaders of {what}", log=epoch),
+        Event(f"on_{stage}_epoch_end", "", _BOTH, f"after the last batch of {what}", log=epoch),
+        Event(f"on_{stage}_batch_start", args, _BOTH, f"before each step of {what}", log=batch),
+        Event(f"{stage if stage != 'validation' else 'validation'}_step", "batch, batch_idx[, dataloader_idx]", _MODULE,
+              f"each batch of {what}", kind="step", log=batch),
+        Event(f"on_{stage}_batch_end", f"outputs, {args}", _BOTH, f"after each step of {what}", log=batch),
+        Event(f"on_{stage}_model_eval", "", _MODULE, f"before {what}; default: eval()", kind="behaviour"),
+        *(
+            (Event(f"on_{stage}_model_train", "", _MODULE, f"after {what}; default: each submodule's earlier mode",
+                   kind="behaviour"),)
+            if stage != "predict"
+            else ()
+        ),
+    )  # fmt: skip
+
+
+EVENTS: tuple[Event, ...] = (
+    Event("configure_callbacks", "", _MODULE, "first: more callbacks for this module", kind="configure"),
+    Event("prepare_data", "", _DATA, "once per node, before setup: download, tokenise", "local rank 0", "data"),
+    Event("setup", "stage", _ALL, "at the beginning of fit, validate, test, predict"),
+    Event("configure_model", "", _MODULE, "after setup: build layers; must be idempotent", kind="configure"),
+    Event("configure_optimizers", "", _MODULE, "at the beginning of fit", kind="configure"),
+    *_pair("fit", None, "training"),
+    *_pair("train", _EPOCH, "the first epoch")[:1],
+    Event("on_train_end", "", _BOTH, "after the last epoch"),
+    Event("on_sanity_check_start", "", _CALLBACKS, "before the trial validation"),
+    Event("on_sanity_check_end", "", _CALLBACKS, "after the trial validation"),
+    Event("train_dataloader", "", _DATA, "before on_train_start", kind="data"),
+    Event("val_dataloader", "", _DATA, "before the first validation", kind="data"),
+    Event("test_dataloader", "", _DATA, "at the beginning of test", kind="data"),
+    Event("predict_dataloader", "", _DATA, "at the beginning of predict", kind="data"),
+    Event("on_train_epoch_start", "", _BOTH, "at the beginning of an epoch; not again on a resume in it", log=_EPOCH),
+    Event("on_before_batch_transfer", "batch, dataloader_idx", _DATA, "each batch, on the host", kind="behaviour"),
+    Event("transfer_batch_to_device", "batch, device, dataloader_idx", _DATA, "each batch", kind="behaviour"),
+    Event("on_after_batch_transfer", "batch, dataloader_idx", _DATA, "each batch, on the device", kind="behaviour"),
+    Event("on_train_batch_start", "batch, batch_idx", _BOTH,
+          "before each micro-batch; the module's -1 skips the rest of the epoch", log=_STEP),
+    Event("training_step", "batch, batch_idx", _MODULE, "each micro-batch", kind="step", log=_STEP),
+    Event("on_before_zero_grad", "optimizer", _BOTH, "first micro-batch of a window, after its forward", log=_STEP),
+    Event("optimizer_zero_grad", "epoch, batch_idx, optimizer", _MODULE, "then; default: zero_grad()",
+          kind="behaviour", log=_STEP),
+    Event("on_before_backward", "loss", _BOTH, "before each backward", log=_STEP),
+    Event("backward", "loss", _MODULE, "each micro-batch; default: loss.backward()", kind="behaviour", log=_STEP),
+    Event("on_after_backward", "", _BOTH, "after each backward", log=_STEP),
+    Event("on_before_optimizer_step", "optimizer", _BOTH,
+          "last micro-batch of a window; gradients are final and unscaled", log=_STEP),
+    Event("configure_gradient_clipping", "optimizer, gradient_clip_val, gradient_clip_algorithm", _MODULE,
+          "then; default: clip_gradients", kind="behaviour", log=_STEP),
+    Event("optimizer_step", "epoch, batch_idx, optimizer, optimizer_closure", _MODULE,
+          "then; the closure hands back the loss that was already computed", kind="behaviour", log=_STEP),
+    Event("lr_scheduler_step", "scheduler, metric", _MODULE, "when a schedule is due", kind="behaviour"),
+    Event("on_train_batch_end", "outputs, batch, batch_idx", _BOTH, "after each micro-batch", log=_STEP),
+    Event("on_validation_model_zero_grad", "", _MODULE, "before a validation inside fit; default: zero_grad()",
+          kind="behaviour"),
+    *_evaluation("validation", "validation", log=True),
+    Event("on_train_epoch_end", "", _BOTH, "after the epoch's last batch and its validation", log=_EPOCH),
+    *_evaluation("test", "test", log=True),
+    *_evaluation("predict", "prediction", log=False),
+    Event("on_save_checkpoint", "checkpoint", _BOTH, "while a checkpoint is collected"),
+    Event("on_load_checkpoint", "checkpoint", ("module", "callbacks"), "before a checkpoint's states are put back"),
+    Event("state_dict", "", ("datamodule", "callbacks"), "while a checkpoint is collected", kind="data"),
+    Event("load_state_dict", "state_dict", ("datamodule", "callbacks"), "while a checkpoint is put back", kind="data"),
+    Event("on_exception", "exception", ("callbacks", "datamodule"), "when a run fails; teardown is not called then"),
+    Event("teardown", "stage", _ALL, "at the end of fit, validate, test, predict"),
+)  # fmt: skip
+
+HOOKS = {event.name: event for event in EVENTS}
+LOG_RULES = {event.name: event.log for event in EVENTS}
+
+ORDER = """\
+fit
+  configure_callbacks, prepare_data, setup, configure_model
+  [resume: on_load_checkpoint, load_state_dict]
+  configure_optimizers, on_fit_start
+  [sanity check: on_sanity_check_start, VALIDATION, on_sanity_check_end]
+  train_dataloader, val_dataloader, on_train_start
+  for each epoch
+    on_train_epoch_start
+    for each window of accumulate_grad_batches micro-batches
+      for each micro-batch
+        on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
+        on_train_batch_start
+        training_step
+        [first: on_before_zero_grad, optimizer_zero_grad]
+        on_before_backward, backward, on_after_backward
+        [last:  on_before_optimizer_step, configure_gradient_clipping, optimizer_step, lr_scheduler_step]
+        on_train_batch_end            metrics and loggers, then checkpoints, come after everybody
+      [due: on_validation_model_zero_grad, VALIDATION]
+    on_train_epoch_end                checkpoints come last
+  on_train_end, on_fit_end, teardown
+
+VALIDATION
+  on_validation_model_eval, on_validation_start, on_validation_epoch_start
+  for each batch: transfer hooks, on_validation_batch_start, validation_step, on_validation_batch_end
+  on_validation_epoch_end             metrics and loggers
+  on_validation_end                   checkpoints
+  on_validation_model_train
+
+test, predict: as validation, with their own names (predict has no metrics and no *_model_train)
+"""
+
+
+def hook_names(listener: str) -> set[str]:
+    """Return the hooks that this kind of listener ("callbacks", "module", "datamodule") may define."""
+    return {event.name for event in EVENTS if listener in event.listeners}
+
+
+def _unheard(*_: object) -> None:
+    """Stand where nobody listens."""
+
+
+class Lifecycle:
+    """One function per event; each has the event's name and its arguments.
+
+    Args:
+        trainer: Handed to callbacks as their first argument.
+        module: The user's module.
+        callbacks: In the user's order; those with `runs_last` come after the module, checkpoints last of all.
+        datamodule: The user's data module, or None.
+        metrics: Told which hook is running, so that `self.log` knows its defaults; None where nothing is logged.
+        profiler: Brackets every call; None for none.
+        system: What the trainer itself does at an event, between the module and the callbacks that run last.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        module: nn.Module,
+        callbacks: Sequence[Callback],
+        datamodule: DataModule | None,
+        metrics: Metrics,
+        profiler: Profiler | None,
+        system: Mapping[str, Callable[[], None]],
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._datamodule = datamodule
+        self._metrics = metrics
+        self._profiler = profiler
+        self._system = system
+        self._early = [callback for callback in callbacks if not callback.runs_last]
+        self._late = [callback for callback in callbacks if callback.runs_last]
+        self._heard: set[str] = set()
+        for event in EVENTS:
+            if event.kind == "event":
+                setattr(self, event.name, self._compile(event))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Hook:
+            """Events are attributes that `__init__` sets from the table."""
+
+    def is_heard(self, name: str) -> bool:
+        """Whether anybody listens to the event."""
+        return name in self._heard
+
+    def own(self, name: str) -> Hook | None:
+        """Return the user's override of a hook that is no event: data module's first, then module's; None without.
+
+        The returned function tells the metrics which hook runs, where logging is allowed there.
+        """
+        event = HOOKS[name]
+        hook: Hook | None = None
+        label = ""
+        if "datamodule" in event.listeners and self._datamodule is not None:
+            hook = find_override(self._datamodule, name, data_bases())
+            label = f"[DataModule]{type(self._datamodule).__name__}.{name}"
+        if hook is None and "module" in event.listeners:
+            hook = find_override(self._module, name, module_bases())
+            label = f"[Module]{type(self._module).__name__}.{name}"
+        if hook is None:
+            return None
+        hook = self.bracketed(hook, label)
+        if event.kind == "behaviour" and event.log is not None:
+            return self._announced(event.name, hook)
+        return hook
+
+    def of_callbacks(self, name: str, *, chosen: Callable[[Callback], bool] = lambda callback: True) -> Hook:
+        """Return a function that tells the event to callbacks alone, where something lies between them and the module.
+
+        Args:
+            name: Name of the event.
+            chosen: Which callbacks; all of them by default.
+        """
+        callbacks = [callback for callback in (*self._early, *self._late) if chosen(callback)]
+        return self._fire(name, self._callback_hooks(callbacks, name), [], [])
+
+    def all_own(self, name: str) -> list[Hook]:
+        """Return every override of a data hook, in the order of the table (data module, then module)."""
+        hooks = []
+        for listener in HOOKS[name].listeners:
+            if listener == "datamodule" and self._datamodule is not None:
+                hooks.append(find_override(self._datamodule, name, data_bases()))
+            elif listener == "module":
+                hooks.append(find_override(self._module, name, module_bases()))
+        return [hook for hook in hooks if hook is not None]
+
+    def bracketed(self, function: Hook, activity: str) -> Hook:
+        """Return the function inside the profiler's bracket for the activity; itself without a profiler."""
+        profiler = self._profiler
+        if profiler is None:
+            return function
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with profiler.profile(activity):
+                return function(*args, **kwargs)
+
+        return measured
+
+    def _announced(self, name: str, hook: Hook) -> Hook:
+        metrics = self._metrics
+        table = metrics.table_of(name)
+
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            outer, metrics.table = metrics.table, table
+            result = hook(*args, **kwargs)
+            metrics.table = outer
+            return result
+
+        return announced
+
+    def _compile(self, event: Event) -> Hook:
+        name = event.name
+        before: list[Hook] = []
+        own: list[Hook] = []
+        after: list[Hook] = []
+        for listener in event.listeners:
+            if listener == "callbacks":
+                into = own if own else before
+                into += self._callback_hooks(self._early, name)
+                after += self._callback_hooks(self._late, name)
+            elif listener == "module":
+                own += self._single(self._module, name, module_bases(), "Module")
+            elif self._datamodule is not None:
+                before += self._single(self._datamodule, name, data_bases(), "DataModule")
+        system = [self._system[name]] if name in self._system else []
+        if own or before or after:
+            self._heard.add(name)
+        if name == "on_train_batch_start":
+            return self._fire_with_result(name, before, own, after)
+        return self._fire(name, [*before, *own], system, after)
+
+    def _fire(self, name: str, hooks: list[Hook], system: list[Hook], after: list[Hook]) -> Hook:
+        if not (hooks or system or after):
+            return _unheard
+        metrics = self._metrics
+        table = metrics.table_of(name)
+        first = tuple(hooks)
+        # The trainer's own actions take no arguments: they read the run.
+        rest = tuple(after)
+        act = system[0] if system else None
+        if act is None:
+            every = (*first, *rest)
+
+            def fire(*args: Any) -> None:
+                outer, metrics.table = metrics.table, table
+                for hook in every:
+                    hook(*args)
+                metrics.table = outer
+
+            return fire
+
+        def fire_with_action(*args: Any) -> None:
+            outer, metrics.table = metrics.table, table
+            for hook in first:
+                hook(*args)
+            act()
+            for hook in rest:
+                hook(*args)
+            metrics.table = outer
+
+        return fire_with_action
+
+    def _fire_with_result(self, name: str, before: list[Hook], own: list[Hook], after: list[Hook]) -> Hook:
+        """Return a function that hands on what the module's own hook returned (-1 skips the rest of the epoch)."""
+        if not own:
+            return self._fire(name, before, [], after)
+        metrics = self._metrics
+        table = metrics.table_of(name)
+        mine = own[0]
+        first, rest = tuple(before), tuple(after)
+
+        def fire(*args: Any) -> Any:
+            outer, metrics.table = metrics.table, table
+            for hook in first:
+                hook(*args)
+            result = mine(*args)
+            for hook in rest:
+                hook(*args)
+            metrics.table = outer
+            return result
+
+        return fire
+
+    def _callback_hooks(self, callbacks: Iterable[Callback], name: str) -> list[Hook]:
+        hooks = []
+        for callback in callbacks:
+            hook = find_override(callback, name, callback_bases())
+            if hook is not None:
+                bound = partial(hook, self._trainer, self._module)
+                hooks.append(self.bracketed(bound, f"[Callback]{type(callback).__name__}.{name}"))
+        return hooks
+
+    def _single(self, owner: object, name: str, bases: tuple[type, ...], kind: str) -> list[Hook]:
+        hook = find_override(owner, name, bases)
+        return [] if hook is None else [self.bracketed(hook, f"[{kind}]{type(owner).__name__}.{name}")]
+
+
+def markdown() -> str:
+    """Return the page docs/lifecycle.md."""
+    lines = [
+        "# The lifecycle",
+        "",
+        "Generated by `python -m loopwright lifecycle`; do not edit.",
+        "",
+        "At every event the callbacks come first in the user's order, then the module, then metrics and loggers, then",
+        "the callbacks that run last (`EarlyStopping`, checkpoints), so that a checkpoint holds everyone's state from",
+        "after the event. A listener that does not override a hook costs nothing.",
+        "",
+        "## Order",
+        "",
+        "```text",
+        ORDER.rstrip(),
+        "```",
+        "",
+        "## Hooks",
+        "",
+        "A callback's hook takes `trainer, pl_module` before the arguments. The last column says what `self.log` does",
+        "there: its defaults, `epoch only`, or `-` where logging is an error.",
+        "",
+        "| hook | arguments | defined by, in the order of the call | when | ranks | kind | self.log |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for event in EVENTS:
+        arguments = f"`{event.arguments}`" if event.arguments else ""
+        lines.append(
+            f"| `{event.name}` | {arguments} | {', '.join(event.listeners)} | {event.when} | {event.ranks} "
+            f"| {event.kind} | {_log_cell(event.log)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _log_cell(rule: LogRule | None) -> str:
+    if rule is None:
+        return "-"
+    if not rule.may_step:
+        return "epoch only"
+    return "on_step" if rule.on_step else "on_epoch"

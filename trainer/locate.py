@@ -1,0 +1,96 @@
+"""What `ckpt_path` means: "last", "best", "hpc" or a path. Called by the Trainer at the beginning of a verb."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..callbacks import ModelCheckpoint
+from ..checkpoint import storage
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+__all__ = ["locate"]
+
+logger = logging.getLogger(__name__)
+
+
+def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_model: bool) -> str | None:
+    """Return the path of the checkpoint that is meant, None to use the present weights.
+
+    Args:
+        trainer: Whose checkpoint callbacks are asked.
+        ckpt_path: A path or URL, "last", "best", "hpc", or None.
+        verb: "fit", "validate", "test" or "predict".
+        has_model: Whether the user passed a module; without one, evaluation means the best checkpoint.
+
+    Raises:
+        ConfigError: There is no such checkpoint.
+    """
+    if ckpt_path is None:
+        if verb == "fit" or has_model:
+            return None
+        warnings.warn(f"trainer.{verb}() without a module and ckpt_path loads the best checkpoint", stacklevel=5)
+        ckpt_path = "best"
+    if ckpt_path == "best":
+        return _best(trainer, verb)
+    if ckpt_path == "last":
+        return _last(trainer)
+    if ckpt_path == "hpc":
+        return _hpc(trainer)
+    if str(ckpt_path).startswith("registry"):
+        raise ConfigError(f"ckpt_path={str(ckpt_path)!r}: there is no model registry.", fix="pass a path.")
+    return os.path.expanduser(os.fspath(ckpt_path))
+
+
+def _best(trainer: Trainer, verb: str) -> str:
+    callback = trainer.checkpoint_callback
+    if trainer.fast_dev_run:
+        raise ConfigError("ckpt_path='best' with fast_dev_run, which saves nothing.", fix="pass a path.")
+    if not isinstance(callback, ModelCheckpoint):
+        raise ConfigError(
+            f"trainer.{verb}(ckpt_path='best') needs a ModelCheckpoint callback.", fix="add one, or pass a path."
+        )
+    if not callback.best_model_path:
+        raise ConfigError(
+            f"trainer.{verb}(ckpt_path='best'): ModelCheckpoint has saved nothing yet.",
+            fix="train first, or pass the module to evaluate its present weights.",
+        )
+    return str(callback.best_model_path)
+
+
+def _last(trainer: Trainer) -> str | None:
+    """Return the newest checkpoint that is whole; each damaged one before it is said."""
+    paths: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            paths += [path for path in callback.find_last(trainer) if path not in paths]
+
+    def skip(path: object, error: Exception) -> None:
+        warnings.warn(f"{path} is damaged and skipped: {error}", stacklevel=2)
+
+    if len(trainer.checkpoint_callbacks) > 1:
+        paths.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
+    found = storage.newest_valid(paths, skip)
+    if found is None:
+        logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
+        return None
+    logger.info("resuming from %s", found)
+    return str(found)
+
+
+def _hpc(trainer: Trainer) -> str:
+    folder = Path(trainer.default_root_dir)
+    found = {
+        int(path.stem.removeprefix("hpc_ckpt_")): path
+        for path in folder.glob("hpc_ckpt_*.ckpt")
+        if path.stem.removeprefix("hpc_ckpt_").isdigit()
+    }
+    if not found:
+        raise ConfigError(f"ckpt_path='hpc': no hpc_ckpt_N.ckpt in {folder}.", fix="pass a path, or 'last'.")
+    return str(found[max(found)])

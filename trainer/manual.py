@@ -1,0 +1,95 @@
+"""What a module does by hand in manual optimization: backward, steps, clipping, toggling. The Trainer calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from .optimizers import ManagedOptimizer
+from .run import Run
+from .schedule import needs_closure, parameters_of
+
+__all__ = ["Toggles", "clip_gradients", "manual_backward", "plain_optimizer", "step_given", "step_in_manual"]
+
+
+def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
+    """Return torch's own optimizer."""
+    # isinstance() would say that a managed optimizer is a torch one.
+    return optimizer.optimizer if type(optimizer) is ManagedOptimizer else optimizer  # type: ignore[return-value]
+
+
+def manual_backward(run: Run, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Run a backward pass with its hooks, through precision and strategy."""
+    run.lifecycle.on_before_backward(loss)
+    scaled = run.fabric.precision.scale_loss(loss)
+    own = run.lifecycle.own("backward")
+    if own is not None:
+        own(scaled, *args, **kwargs)
+    elif args or kwargs:
+        scaled.backward(*args, **kwargs)
+    else:
+        run.fabric.strategy.backward(scaled)
+    run.lifecycle.on_after_backward()
+
+
+def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Step an optimizer that the module steps itself; return whether it stepped."""
+    if closure is not None and not needs_closure(optimizer):
+        with torch.enable_grad():
+            closure()
+        closure = None
+    run.fabric.unscale_gradients(optimizer)
+    run.lifecycle.on_before_optimizer_step(optimizer)
+    has_stepped = run.fabric.optimizer_step(optimizer, closure)
+    run.step_hooks_fired += has_stepped
+    return has_stepped
+
+
+def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Step for a module's own `optimizer_step` in automatic optimization: the closure only hands back the loss."""
+    if closure is not None:
+        closure()
+    return run.fabric.optimizer_step(optimizer)
+
+
+def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:
+    """Clip an optimizer's gradients by norm or value; return the norm before, where it is by norm.
+
+    Raises:
+        ConfigError: The algorithm is unknown.
+    """
+    if not value:
+        return None
+    name = (algorithm or "norm").lower()
+    if name == "norm":
+        return run.fabric.clip_gradients(run.model, optimizer, max_norm=value, error_if_nonfinite=False)
+    if name == "value":
+        return run.fabric.clip_gradients(run.model, optimizer, clip_val=value)
+    raise ConfigError(f"clip_gradients got the algorithm {algorithm!r}.", fix="use 'norm' or 'value'.")
+
+
+class Toggles:
+    """Remembers `requires_grad` of every parameter of several optimizers while one of them is toggled."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, list[Any]] = {}
+
+    def toggle(self, optimizer: Optimizer, optimizers: list[Optimizer]) -> None:
+        """Turn off gradients of the other optimizers' parameters; those of this one keep their own setting."""
+        mine = {id(parameter) for parameter in parameters_of(optimizer)}
+        changed = self._changed.setdefault(id(optimizer), [])
+        for other in optimizers:
+            for parameter in parameters_of(other):
+                if id(parameter) not in mine and parameter.requires_grad:
+                    changed.append(parameter)
+                    parameter.requires_grad = False
+
+    def untoggle(self, optimizer: Optimizer) -> None:
+        """Undo `toggle` of this optimizer."""
+        for parameter in self._changed.pop(id(optimizer), []):
+            parameter.requires_grad = True

@@ -1,0 +1,670 @@
+"""`lw.Module`: the base class that users subclass. Its hooks are no-ops here; trainer/lifecycle.py calls them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from ..data.hparams import HyperParameters, save_hyperparameters
+from ..data.move import move_to_device
+from ..errors import ConfigError, MissingDependency, ModuleError
+from .optimizers import ManagedOptimizer, toggled
+
+if TYPE_CHECKING:
+    from ..fabric import Fabric
+    from ..loggers import Logger
+    from .trainer import Trainer
+
+__all__ = ["Module"]
+
+
+class Module(nn.Module):
+    """A model together with how it is trained: steps, optimizers and hooks.
+
+    Override `training_step` and `configure_optimizers`, and any hook of docs/lifecycle.md. A hook that is not
+    overridden costs nothing.
+
+    Attributes:
+        automatic_optimization: False means that `training_step` calls backward and steps optimizers itself.
+        strict_loading: Whether loading a checkpoint needs exactly the module's keys.
+        example_input_array: Input for summaries and graphs: what `forward` takes, a tensor, tuple or dict.
+        prepare_data_per_node: Whether `prepare_data` runs on each node, or on global rank 0 only.
+        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batch.
+    """
+
+    prepare_data_per_node: bool = True
+    allow_zero_length_dataloader_with_multiple_devices: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = True
+        self.strict_loading = True
+        self.example_input_array: Any = None
+        # Set by the trainer while a run goes on. Kept out of nn.Module's own registries, and never deep-copied.
+        self._trainer: Trainer | None = None
+        self._fabric: Fabric | None = None
+        self._log: Callable[..., None] | None = None
+        self._hparams = HyperParameters()
+        self._hparams_initial = HyperParameters()
+        self._hparams_name: str | None = None
+        self._log_hyperparams = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_trainer=None, _fabric=None, _log=None)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        from copy import deepcopy
+
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(deepcopy(self.__getstate__(), memo))
+        return twin
+
+    # --- steps and configuration: override these -------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's output; what `predict_step` calls by default."""
+        return super().forward(*args, **kwargs)  # nn.Module's own error
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a micro-batch: `training_step(batch, batch_idx)`.
+
+        Returns:
+            A scalar tensor (a mean, which counts as one micro-batch); `lw.Loss(sum, weight)`; a dict with `loss`, or
+            with `loss_sum` and `weight`, and anything else for `on_train_batch_end`; or None to skip the batch.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch: `validation_step(batch, batch_idx[, dataloader_idx])`."""
+        raise NotImplementedError
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a test batch: `test_step(batch, batch_idx[, dataloader_idx])`."""
+        raise NotImplementedError
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch: `predict_step(batch, batch_idx[, dataloader_idx])`; the default is `self(batch)`."""
+        batch = args[0] if args else kwargs.get("batch")
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return optimizers and schedules.
+
+        One optimizer; a list of optimizers; `([optimizers], [schedulers])`; `{"optimizer": o, "lr_scheduler": s or
+        {"scheduler": s, "interval": "epoch" or "step", "frequency": 1, "monitor": name, "strict": True}}`; a list of
+        such dicts; or None. Several optimizers need `automatic_optimization = False`.
+        """
+        raise NotImplementedError
+
+    def configure_callbacks(self) -> Any:
+        """Return a callback, or several, that belong to this module; they replace the trainer's of the same class."""
+        return []
+
+    def configure_model(self) -> None:
+        """Build layers under strategy and precision. Called at the beginning of each verb: must be idempotent."""
+
+    def configure_sharded_model(self) -> None:
+        """Older name of `configure_model`."""
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Download or preprocess; once per node, before `setup`. Assign no state here."""
+
+    def setup(self, stage: str) -> None:
+        """Called on every process at the beginning of "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Called at the end of "fit", "validate", "test" or "predict"."""
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of training batches."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return the loader, or loaders, of validation batches."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Return the loader, or loaders, of test batches."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader, or loaders, of batches to predict."""
+        raise NotImplementedError
+
+    def on_fit_start(self) -> None:
+        """Called before training."""
+
+    def on_fit_end(self) -> None:
+        """Called after training."""
+
+    def on_train_start(self) -> None:
+        """Called before the first epoch."""
+
+    def on_train_end(self) -> None:
+        """Called after the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called at the beginning of each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called at the end of each epoch, after its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Called before each micro-batch; returning -1 skips the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after each micro-batch; `outputs` is a dict with the detached, undivided `loss`."""
+
+    def on_validation_start(self) -> None:
+        """Called before validation."""
+
+    def on_validation_end(self) -> None:
+        """Called after validation."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the last validation batch."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before each validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after each validation batch."""
+
+    def on_test_start(self) -> None:
+        """Called before testing."""
+
+    def on_test_end(self) -> None:
+        """Called after testing."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the last test batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before each test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after each test batch."""
+
+    def on_predict_start(self) -> None:
+        """Called before predicting."""
+
+    def on_predict_end(self) -> None:
+        """Called after predicting."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Called before the first batch to predict."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Called after the last batch to predict."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before each batch to predict."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after each batch to predict."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Free the gradients before a validation inside fit."""
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Switch to evaluation before validation."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Switch back after validation; the default gives each submodule its earlier mode."""
+        self.train()
+
+    def on_test_model_eval(self) -> None:
+        """Switch to evaluation before testing."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Switch back after testing; the default gives each submodule its earlier mode."""
+        self.train()
+
+    def on_predict_model_eval(self) -> None:
+        """Switch to evaluation before predicting."""
+        self.eval()
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Called before the gradients are zeroed at the first micro-batch of a window."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Called before each backward pass."""
+
+    def on_after_backward(self) -> None:
+        """Called after each backward pass."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before the optimizer steps; gradients are unscaled and not yet clipped."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add entries to a checkpoint: tensors and plain values."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read entries of a checkpoint, before its states are put back."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the host."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device."""
+        return move_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device."""
+        return batch
+
+    # --- behaviours that an override replaces ----------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass."""
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step the optimizer. The closure hands back the loss, which was computed before; it may be called or not."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zero the gradients at the first micro-batch of a window."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a schedule; `metric` is None for schedules that read none."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients before the optimizer step; an override calls `self.clip_gradients`."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # --- what a module calls ---------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep a value for progress bar, loggers and callbacks. It stays on its device; nothing waits for it.
+
+        Args:
+            name: Key. With several evaluation loaders `/dataloader_idx_N` is appended.
+            value: A number, a tensor of one element on any device, `lw.Loss`, or a torchmetrics metric.
+            prog_bar: Whether the bar shows it.
+            logger: Whether the loggers get it; None means True.
+            on_step: Log the value of each window at log boundaries (the weighted mean over its micro-batches). None
+                takes the hook's default; with on_epoch too, the keys are `name_step` and `name_epoch`.
+            on_epoch: Log the value over the epoch.
+            reduce_fx: "mean" (weighted), "sum", "min" or "max" over an epoch.
+            enable_graph: Keep the autograd graph.
+            sync_dist: Reduce over ranks.
+            sync_dist_group: Process group for that.
+            add_dataloader_idx: Whether the loader's number is appended to the key.
+            batch_size: Weight of the value in means. None takes it from `lw.Loss`, or from the batch where all its
+                tensors agree on the first dimension.
+            metric_attribute: Accepted for compatibility; a metric object needs no name.
+            rank_zero_only: Whether only rank 0 calls this.
+
+        Raises:
+            ModuleError: The value, the key or the place does not fit, or a weight is needed and unknown.
+        """
+        log = self._log
+        if log is None:
+            _warn_detached()
+            return
+        log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size)
+
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log each entry of a dict, or of a torchmetrics MetricCollection; see `log`."""
+        log = self._log
+        if log is None:
+            _warn_detached()
+            return
+        for name, value in dictionary.items():
+            # In the order of Metrics.log.
+            args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size)
+            log(name, value, *args)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, above the progress bar."""
+        if self._trainer is not None:
+            self._trainer.print(*args, **kwargs)
+        else:
+            print(*args, **kwargs)  # noqa: T201
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather tensors of all ranks; leaves get a leading dimension when there are several ranks."""
+        return self.trainer.fabric.all_gather(data, group=group, sync_grads=sync_grads)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of them when there are several.
+
+        Args:
+            use_pl_optimizer: Return the wrapper whose `step` counts training steps, scales and fires hooks; False
+                returns torch's own object.
+        """
+        managed = self.trainer.managed_optimizers
+        chosen: list[Any] = list(managed) if use_pl_optimizer else [m.optimizer for m in managed]
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def lr_schedulers(self) -> Any:
+        """Return None, the schedule, or the list of them when there are several."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass in manual optimization, through strategy and precision.
+
+        Raises:
+            ModuleError: Optimization is automatic.
+        """
+        self._require_manual("manual_backward")
+        self.trainer.manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> Tensor | None:
+        """Clip the optimizer's gradients, unscaled first where precision scales.
+
+        Args:
+            optimizer: Whose parameters.
+            gradient_clip_val: Largest norm or value; None takes the Trainer's, and no value means no clipping.
+            gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's, else "norm".
+
+        Returns:
+            The norm before clipping by norm: shape (), on the device; None otherwise.
+        """
+        return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        self._require_manual("toggle_optimizer")
+        self.trainer.toggle(optimizer)
+
+    def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Give each parameter back what `toggle_optimizer` changed."""
+        self._require_manual("untoggle_optimizer")
+        self.trainer.untoggle(optimizer)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
+        """Toggle the optimizer for a block."""
+        with toggled(self.trainer, optimizer):
+            yield
+
+    def _require_manual(self, name: str) -> None:
+        if self.automatic_optimization:
+            raise ModuleError(
+                f"{name} was called while optimization is automatic.",
+                fix="set self.automatic_optimization = False in __init__, or leave backward and steps to the trainer.",
+            )
+
+    def freeze(self) -> Self:
+        """Turn off gradients of all parameters and switch to evaluation."""
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        return self.eval()
+
+    def unfreeze(self) -> Self:
+        """Turn on gradients of all parameters and switch to training."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        return self.train()
+
+    # --- hyperparameters and checkpoints ---------------------------------------------------------------------------
+
+    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
+        """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
+
+        Args:
+            args: Names to keep, or one dict, namespace or OmegaConf object that becomes the hyperparameters. None of
+                them keeps every argument.
+            ignore: A name, or names, to leave out.
+            frame: Frame to read the arguments from; the caller's by default.
+            logger: Whether loggers get them.
+        """
+        import inspect
+
+        if frame is None:
+            current = inspect.currentframe()
+            frame = current.f_back if current is not None else None
+        save_hyperparameters(self, *args, ignore=ignore, frame=frame, logger=logger)
+
+    @property
+    def hparams(self) -> Any:
+        """Hyperparameters: a mapping with attribute access."""
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """Copy of the hyperparameters from when they were saved."""
+        return self._hparams_initial
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the module from a checkpoint's hyperparameters and load its weights.
+
+        Args:
+            checkpoint_path: A checkpoint of Loopwright or Lightning.
+            map_location: As in torch.load; None loads to the CPU.
+            hparams_file: A .yaml or .csv file with hyperparameters that replace the saved ones.
+            strict: Whether keys must match exactly; None takes the module's `strict_loading`.
+            weights_only: False also unpickles entries that were marked as trusted when saved.
+            kwargs: Arguments of `__init__`; they win over the saved ones.
+
+        Raises:
+            CheckpointError: The file is damaged, or has no weights.
+            ConfigError: An argument of `__init__` is neither saved nor given.
+        """
+        from ..checkpoint.rebuild import load_module
+
+        return load_module(
+            cls, checkpoint_path, map_location, hparams_file, strict=strict, weights_only=weights_only, overrides=kwargs
+        )  # fmt: skip
+
+    def to_onnx(self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export with torch.onnx; the sample defaults to `example_input_array`."""
+        sample = self._sample("to_onnx", input_sample)
+        try:
+            import onnxscript  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError:
+            raise MissingDependency("onnxscript", needed_for="Module.to_onnx") from None
+        was_training = self.training
+        self.eval()
+        try:
+            return torch.onnx.export(self, sample, file_path, **kwargs)
+        finally:
+            self.train(was_training)
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compile to TorchScript by "script" or "trace", and save it when a path is given."""
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                if method == "script":
+                    script = torch.jit.script(self, **kwargs)
+                elif method == "trace":
+                    script = torch.jit.trace(self, self._sample("to_torchscript", example_inputs), **kwargs)
+                else:
+                    raise ConfigError(f"to_torchscript got method={method!r}.", fix="use 'script' or 'trace'.")
+        finally:
+            self.train(was_training)
+        if file_path is not None:
+            torch.jit.save(script, str(file_path))
+        return script
+
+    def _sample(self, name: str, sample: Any) -> Any:
+        sample = self.example_input_array if sample is None else sample
+        if sample is None:
+            raise ConfigError(f"{name} needs an input.", fix="pass one, or set self.example_input_array.")
+        sample = move_to_device(sample, self.device)
+        return sample if isinstance(sample, tuple) else (sample,)
+
+    # --- where it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that this module is attached to.
+
+        Raises:
+            RuntimeError: It is attached to none (a ModuleError would be a TypeError, which `hasattr` lets through).
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(module) first.")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        for module in self.modules():
+            if isinstance(module, Module):
+                module.__dict__["_trainer"] = trainer
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """The Fabric that this module runs on, None when detached."""
+        return self._fabric
+
+    @fabric.setter
+    def fabric(self, fabric: Fabric | None) -> None:
+        self.__dict__["_fabric"] = fabric
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed; 0 when detached."""
+        return self._trainer.current_epoch if self._trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Training steps taken; 0 when detached."""
+        return self._trainer.global_step if self._trainer is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process; 0 when detached."""
+        return self._trainer.global_rank if self._trainer is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Rank on this host; 0 when detached."""
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def logger(self) -> Logger | None:
+        """First logger of the trainer, or None."""
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers of the trainer."""
+        return self._trainer.loggers if self._trainer is not None else []
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first parameter or buffer; the CPU for a module without any."""
+        first: Tensor | None = next(chain(self.parameters(), self.buffers()), None)
+        if first is not None:
+            return first.device
+        return self._trainer.fabric.device if self._trainer is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first floating parameter or buffer; torch's default for a module without any."""
+        tensors: Iterable[Tensor] = chain(self.parameters(), self.buffers())
+        return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_mesh(self) -> Any:
+        """Mesh of a model-parallel strategy; None otherwise."""
+        return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
+
+
+_has_warned_detached = False
+
+
+def _warn_detached() -> None:
+    global _has_warned_detached
+    if not _has_warned_detached:
+        _has_warned_detached = True
+        warnings.warn("log() was called on a module that is not in a run; the values are dropped", stacklevel=3)

@@ -1,0 +1,121 @@
+"""A `Run` is what is happening now: made by the Trainer for one fit, validate, test or predict, and gone after it.
+
+The loops and the step read everything from here; the functions of the hot path are bound once, at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .loss import WindowLoss
+from .loss_watch import LossWatch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ..data.module import DataModule
+    from ..data.stream import BatchStream
+    from ..fabric import Fabric
+    from .guard import Guard
+    from .lifecycle import Lifecycle
+    from .metrics import HookTable, Metrics
+    from .optimizers import ManagedOptimizer
+    from .progress import Progress
+    from .schedule import LRSchedulerConfig
+    from .trainer import Trainer
+
+__all__ = ["Run", "StepPlan"]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The functions that one training step calls, bound at the beginning of fit.
+
+    Attributes:
+        transfer: Batch on the host -> batch on the device, through the user's transfer hooks where there are any.
+        training_step: The module's step under strategy and precision.
+        table: Where `self.log` in training_step goes.
+        backward: Backward pass, scaled where the precision scales.
+        zero_grad: Zeroes the gradients.
+        clip: Clips the gradients, None where nothing clips.
+        take_step: Steps the optimizer: `(loss) -> whether it stepped`.
+        deferred: Opens the context of a micro-batch whose gradients are not synchronised yet.
+        optimizer: The optimizer, None when the module has none.
+        hears_batch_end: Whether outputs have to be made for on_train_batch_end.
+        needs_loss: Whether the loss's value is wanted by anybody.
+        unscale: Unscales gradients before clipping, None where nothing scales.
+    """
+
+    transfer: Callable[[Any], Any]
+    training_step: Callable[..., Any]
+    table: HookTable
+    backward: Callable[[Tensor], None]
+    zero_grad: Callable[[], Any]
+    clip: Callable[[], None] | None
+    take_step: Callable[[Any], bool]
+    deferred: Callable[[], AbstractContextManager[Any]]
+    optimizer: Optimizer | None
+    hears_batch_end: bool
+    needs_loss: bool
+    unscale: Callable[[], None] | None
+
+
+@dataclass(slots=True)
+class Run:
+    """One fit, validate, test or predict.
+
+    Attributes:
+        trainer: The plan: its arguments.
+        fabric: The machine.
+        module: The user's module.
+        model: The module as the strategy set it up.
+        batch_idx: Index of the training batch at hand in its epoch.
+        at_boundary: False between two micro-batches of one window.
+        has_stepped: Whether the window that just ended stepped the optimizer.
+        is_epoch_over: Whether the epoch that is being closed has seen all its data.
+        watch: Keeps losses for the policy on those that are not finite.
+        is_automatic: Whether the trainer calls backward and steps the optimizer.
+        skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
+        step_hooks_fired: Manual optimization: optimizer steps since the batch began.
+        training_rng: Training's random number generators while a validation runs, which are what a checkpoint that is
+            taken during it has to hold; None outside.
+        training_metrics: Likewise the states of metric objects from before a validation that has not ended: it will be
+            repeated, and must not count its batches twice.
+    """
+
+    trainer: Trainer
+    fabric: Fabric
+    module: nn.Module
+    model: nn.Module
+    datamodule: DataModule | None
+    lifecycle: Lifecycle
+    metrics: Metrics
+    progress: Progress
+    guard: Guard
+    window_loss: WindowLoss
+    watch: LossWatch
+    optimizers: list[Optimizer] = field(default_factory=list)
+    managed: list[ManagedOptimizer] = field(default_factory=list)
+    schedulers: list[LRSchedulerConfig] = field(default_factory=list)
+    stream: BatchStream | None = None
+    plan: StepPlan | None = None
+    batch_idx: int = 0
+    at_boundary: bool = True
+    has_stepped: bool = False
+    is_epoch_over: bool = False
+    step_hooks_fired: int = 0
+    is_automatic: bool = True
+    skips_bad_steps: bool = False
+    training_rng: dict[str, Any] | None = None
+    training_metrics: dict[str, dict[str, Any]] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the fabric."""
+        return self.fabric.device

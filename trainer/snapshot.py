@@ -1,0 +1,231 @@
+"""Takes a run's whole state for a checkpoint, and puts it back. Called by the Trainer between optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..callbacks import Callback
+from ..checkpoint import content as contents
+from ..checkpoint.content import Content
+from ..checkpoint.plain import require_plain, to_plain
+from ..data.rng import capture_rng, restore_rng
+from ..errors import CheckpointError
+from .hooks import find_override
+from .metrics import load_metric_states, metric_states
+from .run import Run
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+__all__ = ["collect", "read", "restore_loggers", "restore_module", "restore_training", "stream_state"]
+
+logger = logging.getLogger(__name__)
+
+
+# --- out -----------------------------------------------------------------------------------------------------------
+
+
+def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, Any]:
+    """Return the checkpoint of a run: tensors and plain values only.
+
+    Raises:
+        CheckpointError: A hook or a state holds something else; every such entry is named.
+    """
+    fabric = trainer.fabric
+    states: dict[str, Any] = {
+        "module": fabric.strategy.module_state_dict(run.model),
+        "progress": _progress(trainer, run),
+    }
+    extra: dict[str, Any] = _hyperparameters(run.module, "")
+    if run.datamodule is not None:
+        extra.update(_hyperparameters(run.datamodule, "datamodule_"))
+    if not is_weights_only:
+        states["callbacks"] = _callback_states(trainer)
+        states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
+        states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+        states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
+        states["metrics"] = run.metrics.state_dict()
+        states["metric_objects"] = metric_states(run.module) if run.training_metrics is None else run.training_metrics
+        states["rng"] = run.training_rng or capture_rng()
+        states["loggers"] = _logger_states(trainer)
+        if run.stream is not None:
+            # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
+            states["data"] = stream_state(run) if run is trainer._run else trainer.stream_state
+        precision = fabric.precision.state_dict()
+        if precision:
+            states["precision"] = precision
+            extra[type(fabric.precision).__qualname__] = precision
+        if run.datamodule is not None:
+            own = run.datamodule.state_dict()
+            if own:
+                extra[type(run.datamodule).__qualname__] = own
+    checkpoint = contents.write(
+        Content(states, extra),
+        epoch=trainer.current_epoch,
+        global_step=trainer.global_step,
+        world_size=trainer.world_size,
+        version=__version__,
+    )
+    if is_weights_only:
+        run.lifecycle.of_callbacks("on_save_checkpoint", chosen=lambda callback: callback.replaces_weights)(checkpoint)
+        own_hook = run.lifecycle.own("on_save_checkpoint")
+        if own_hook is not None:
+            own_hook(checkpoint)
+    else:
+        run.lifecycle.on_save_checkpoint(checkpoint)
+    require_plain(checkpoint)
+    return checkpoint
+
+
+def stream_state(run: Run) -> dict[str, Any]:
+    """Return where the data are: within a step that an error broke off, where it began, for it will be repeated."""
+    assert run.stream is not None
+    return run.stream.state_dict(None if run.at_boundary else run.progress.batches_in_epoch)
+
+
+def _progress(trainer: Trainer, run: Run) -> dict[str, Any]:
+    state = run.progress.state_dict()
+    if trainer.state.fn == "fit":
+        state["validated_s"] = trainer.fit_loop.seconds_since_validation()
+    return state
+
+
+def _logger_states(trainer: Trainer) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for index, item in enumerate(trainer.loggers):
+        # A logger writes here what it has pending; one that cannot must not cost the checkpoint.
+        trainer.output.tell(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
+            {f"{index}-{type(item).__name__}": item.state_dict()}
+        ))  # fmt: skip
+    return {key: state for key, state in states.items() if state}
+
+
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    states = {}
+    for callback in trainer.callbacks:
+        state = callback.state_dict()
+        if state:
+            states[callback.state_key] = state
+    return states
+
+
+def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module or data module
+    hparams = getattr(owner, "hparams", None)
+    if not hparams:
+        return {}
+    plain, dropped = to_plain(dict(hparams))
+    if dropped:
+        logger.warning(
+            "hyperparameters that are no plain values are not saved: %s; pass them to load_from_checkpoint",
+            ", ".join(dropped),
+        )
+    name_key = "datamodule_hparams_name" if prefix else "hparams_name"
+    value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
+    return {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: plain}
+
+
+# --- in ------------------------------------------------------------------------------------------------------------
+
+
+def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
+    """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
+    io = trainer.fabric.strategy.checkpoint_io
+    checkpoint = io.load_checkpoint(path, map_location="cpu", weights_only=not is_trusted)
+    content = contents.read(checkpoint, source=path)
+    content.extra["__checkpoint__"] = checkpoint
+    return content
+
+
+def restore_module(trainer: Trainer, run: Run, content: Content) -> None:
+    """Put back module, data module and callbacks; the hooks first."""
+    checkpoint = content.extra["__checkpoint__"]
+    own = run.lifecycle.own("on_load_checkpoint")
+    if own is not None:
+        own(checkpoint)
+    strict = bool(getattr(run.module, "strict_loading", True))
+    trainer.fabric.strategy.load_module_state_dict(run.model, checkpoint["state_dict"], strict=strict)
+    load_metric_states(run.module, content.states.get("metric_objects", {}), run.device)
+    if run.datamodule is not None:
+        state = content.extra.get(type(run.datamodule).__qualname__)
+        if state is not None:
+            run.datamodule.load_state_dict(state)
+    run.lifecycle.of_callbacks("on_load_checkpoint")(checkpoint)
+    _restore_callbacks(trainer, checkpoint.get("callbacks", {}))
+
+
+def _restore_callbacks(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    known = {callback.state_key: callback for callback in trainer.callbacks if _has_state(callback)}
+    unused = [key for key in states if key not in known]
+    if unused:
+        logger.warning("the checkpoint has the state of callbacks that this Trainer has not: %s", ", ".join(unused))
+    for key, callback in known.items():
+        if key in states:
+            callback.load_state_dict(states[key])
+
+
+def _has_state(callback: Callback) -> bool:
+    return find_override(callback, "load_state_dict", (Callback,)) is not None
+
+
+def restore_loggers(trainer: Trainer, content: Content) -> None:
+    """Let loggers go on in the same files. Called before anything is logged."""
+    states = content.states.get("loggers", {})
+    for index, item in enumerate(trainer.loggers):
+        state = states.get(f"{index}-{type(item).__name__}")
+        if state:
+            item.load_state_dict(state)
+
+
+def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[], None] | None:
+    """Put back counts, optimizers, schedules, precision and metrics.
+
+    Returns:
+        What puts back the random number generators, to be called last; None where the checkpoint has none.
+
+    Raises:
+        CheckpointError: The checkpoint has weights only, or another number of optimizers or schedules.
+    """
+    states = content.states
+    path = trainer.ckpt_path
+    if "optimizers" not in states:
+        raise CheckpointError(
+            f"{path} has weights only, and trainer.fit needs optimizers and counts to resume.",
+            fix="resume from a full checkpoint, or load the weights with load_from_checkpoint and train anew.",
+        )
+    for what, have in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
+        saved = states.get(what, [])
+        if len(saved) != len(have):
+            raise CheckpointError(
+                f"{path} has {len(saved)} {what}, and configure_optimizers made {len(have)}.",
+                fix="resume with the optimizers and schedules of the run that saved it.",
+            )
+    trainer.progress.load_state_dict(states["progress"])
+    for optimizer, state in zip(run.optimizers, states["optimizers"], strict=True):
+        _load_optimizer(trainer, run, optimizer, state)
+    for config, state in zip(run.schedulers, states.get("schedulers", []), strict=True):
+        config.scheduler.load_state_dict(state)
+    for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
+        config.last_metric_step = last
+    if "precision" in states:
+        trainer.fabric.precision.load_state_dict(states["precision"])
+    if "metrics" in states:
+        run.metrics.load_state_dict(states["metrics"])
+    if content.is_foreign:
+        logger.warning("%s was not written by Loopwright: random number generators and data order start anew", path)
+    rng = states.get("rng")
+    if rng is None:
+        return None
+    return lambda: restore_rng(rng)
+
+
+def _load_optimizer(trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+    try:
+        trainer.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{trainer.ckpt_path}: the state of {type(optimizer).__name__} does not fit: {error}.",
+            fix="resume with the same parameter groups, or start from the weights with load_from_checkpoint.",
+        ) from error

@@ -1,0 +1,1131 @@
+"""`lw.Trainer`: the plan of a training, and its four verbs fit, validate, test and predict.
+
+A verb begins a `Run` (trainer/begin.py), guards it, and lets a loop run it. Of what stands here only `_after_batch` is
+called at every step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..callbacks import Callback, Checkpoint, EarlyStopping, GradientAccumulationScheduler, Timer
+from ..data.rng import capture_rng, restore_rng
+from ..errors import CheckpointError, ConfigError, LoopwrightError, ModuleError, nearest
+from ..fabric import Fabric
+from ..loggers import Logger
+from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
+from . import assemble, manual, snapshot
+from .arguments import Arguments, from_environment
+from .begin import STAGE_OF, attach, begin_evaluation, begin_fit, both_given, split_datamodule
+from .eval_loop import EvalLoader, EvalLoop
+from .fit_loop import FitLoop
+from .guard import Guard, add_place
+from .hooks import check_hook_names
+from .lifecycle import Lifecycle, hook_names
+from .loaders import Loaders
+from .log_output import LogOutput
+from .loss import WindowLoss
+from .loss_watch import MOST_KEPT, LossWatch
+from .metrics import Metrics, metric_states
+from .module import Module
+from .optimizers import ManagedOptimizer
+from .progress import Progress
+from .run import Run
+from .schedule import LRSchedulerConfig, step_plateaus
+from .state import TrainerState
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from ..data.module import DataModule
+    from ..strategies import Strategy
+
+__all__ = ["Trainer"]
+
+logger_ = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Train, validate, test and predict with a module.
+
+    All arguments are keywords, and each can also come from an environment variable `PL_TRAINER_<NAME>`; a value that is
+    passed wins.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu", "cuda", "mps", or an Accelerator.
+        strategy: "auto", "single_device", another registered name, or a Strategy.
+        devices: How many devices, their indices, -1 for all, or "auto".
+        num_nodes: Number of machines.
+        precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true".
+        logger: True for TensorBoard, False for none, a Logger, or several.
+        callbacks: A callback or a list; the list is not changed.
+        fast_dev_run: True, or a number: run so many batches of everything, log and save nothing.
+        max_epochs: Stop after so many epochs; -1 for no limit. None is 1000 without other limits.
+        min_epochs: Ignore requests to stop before.
+        max_steps: Stop after so many training steps; -1 for no limit.
+        min_steps: Ignore requests to stop before.
+        max_time: Stop after "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        limit_train_batches: Batches per epoch: a number, or a fraction from 0.0 to 1.0.
+        limit_val_batches: See limit_train_batches.
+        limit_test_batches: See limit_train_batches.
+        limit_predict_batches: See limit_train_batches.
+        overfit_batches: Train and validate on so many batches, in order.
+        val_check_interval: Validate every so many training batches, fraction of an epoch, or time.
+        check_val_every_n_epoch: Validate every n-th epoch; None counts val_check_interval across epochs.
+        num_sanity_val_steps: Validation batches to try before training (2); -1 for all.
+        log_every_n_steps: Step values go to the loggers, and their copy to the host is made, every n steps (50).
+        enable_checkpointing: Whether to add a ModelCheckpoint when none is given.
+        enable_progress_bar: Whether to add a progress bar.
+        enable_model_summary: Whether to print a summary of the model.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+        gradient_clip_val: Largest gradient norm, or value; None or 0 for no clipping.
+        gradient_clip_algorithm: "norm" or "value".
+        deterministic: True, or "warn": use deterministic algorithms.
+        benchmark: Value for torch.backends.cudnn.benchmark.
+        inference_mode: Evaluate under torch.inference_mode rather than no_grad.
+        use_distributed_sampler: Whether to shard the data over ranks.
+        profiler: "simple", or a Profiler.
+        detect_anomaly: Whether autograd looks for NaN in fit.
+        barebones: Turn off everything that costs: checkpoints, logging, bar, summary, sanity check.
+        plugins: Precision, CheckpointIO, ClusterEnvironment; one, or a list with one of each.
+        sync_batchnorm: Synchronise batch norm over ranks.
+        reload_dataloaders_every_n_epochs: Ask for new loaders every n epochs.
+        default_root_dir: Where logs and checkpoints go; the working directory by default.
+        enable_autolog_hparams: Whether hyperparameters go to the loggers.
+        model_registry: Not supported; None only.
+        nonfinite_loss: What to do about a NaN or infinite loss: "warn" (once, with the step), "raise" (at the next log
+            boundary and before any checkpoint is written), "skip" (drop the step; reads each loss), or "ignore".
+
+    Raises:
+        ConfigError: Names every argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        logger: Logger | Sequence[Logger] | bool | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, float] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, float] | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+        nonfinite_loss: str = "warn",
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        given = from_environment(given, dict(Trainer.__init__.__kwdefaults__ or {}))
+        if given["model_registry"] is not None:
+            raise ConfigError(
+                f"model_registry={given['model_registry']!r}: there is no model registry.",
+                fix="save checkpoints with ModelCheckpoint, and upload them with your registry's own client.",
+            )
+        names = Arguments.__dataclass_fields__
+        self._arguments = arguments = Arguments(**{n: v for n, v in given.items() if n in names}).resolve()
+        machine = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
+        self.fabric = Fabric(**{name: given[name] for name in machine})
+        self.state = TrainerState()
+        self.progress = Progress()
+        profiler = resolve_profiler(arguments.profiler)
+        self.profiler = None if isinstance(profiler, PassThroughProfiler) else profiler
+        self.default_root_dir = os.path.expanduser(str(given["default_root_dir"] or os.getcwd()))
+        self.use_distributed_sampler = given["use_distributed_sampler"]
+        self.sync_batchnorm = given["sync_batchnorm"]
+        self.enable_autolog_hparams = given["enable_autolog_hparams"]
+        self.should_stop = False
+        self.ckpt_path: str | None = None
+        self.accumulate_grad_batches = arguments.accumulate_grad_batches
+        self.gradient_clip_val = arguments.gradient_clip_val
+        self.gradient_clip_algorithm = arguments.gradient_clip_algorithm
+        self.fit_loop = FitLoop(
+            self,
+            max_epochs=arguments.max_epochs,
+            min_epochs=arguments.min_epochs,
+            max_steps=arguments.max_steps,
+            min_steps=arguments.min_steps,
+        )
+        self.loaders = Loaders(arguments)
+        self.output = LogOutput(
+            arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run)
+        )  # fmt: skip
+        # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
+        self.stream_state: dict[str, Any] | None = None
+        self.records_at = (0, 0)
+        self._metrics = Metrics(self.fabric.device)
+        self._metrics.is_disabled = arguments.barebones
+        self._watch_losses = LossWatch(arguments.nonfinite_loss)
+        self._run: Run | None = None
+        self._last_run: Run | None = None
+        self._guard = Guard()
+        self._toggles = manual.Toggles()
+        self._results: Mapping[str, float] = {}
+        self._is_in_exception = False
+        self._backend_modes: dict[str, Any] = {}
+        self.callbacks: list[Callback] = self._make_callbacks(given["callbacks"])
+
+    def _make_callbacks(self, callbacks: Any) -> list[Callback]:
+        own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        for callback in own:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks has a {type(callback).__name__}, expected lw.Callback.",
+                    fix="pass instances of lw.Callback subclasses.",
+                )
+            check_hook_names(callback, "callbacks", hook_names("callbacks"))
+        return assemble.order_callbacks([*own, *_default_callbacks(self._arguments, own)])
+
+    # --- the four verbs --------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: nn.Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train the module.
+
+        Args:
+            model: The module; any nn.Module with `training_step` and `configure_optimizers` will do.
+            train_dataloaders: A loader, a collection of loaders, or a DataModule.
+            val_dataloaders: Loaders to validate with.
+            datamodule: Brings loaders instead.
+            ckpt_path: Resume from this checkpoint: a path, "last" (the newest that is whole; a fresh start if there is
+                none), "best", or None.
+            weights_only: False also unpickles what was marked as trusted in the checkpoint.
+
+        Raises:
+            ConfigError, ModuleError, DataError: Before training, with what to change.
+            CheckpointError: `ckpt_path` is damaged.
+        """
+        train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule, "train_dataloaders")
+        if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
+            raise both_given("train_dataloaders or val_dataloaders")
+        with self._running("fit"):
+            loaders = {"train": train_dataloaders, "validation": val_dataloaders}
+            run = attach(self, "fit", model, datamodule, loaders)
+            restore = begin_fit(self, run, ckpt_path, is_trusted=weights_only is False)
+            with torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly):
+                self.fit_loop.run(run, restore)
+            run.lifecycle.on_fit_end()
+            self._finish(run)
+
+    def validate(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Mapping[str, float]]:
+        """Evaluate on the validation loaders.
+
+        Args:
+            model: The module; None takes the one of the last run, with its best checkpoint unless ckpt_path is given.
+            dataloaders: A loader, a collection of loaders, or a DataModule.
+            ckpt_path: Load weights from this checkpoint: a path, "best" or "last".
+            verbose: Whether to print the metrics as a table.
+            datamodule: Brings the loaders instead.
+            weights_only: False also unpickles what was marked as trusted in the checkpoint.
+
+        Returns:
+            For each loader, what was logged over the epoch.
+        """
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def test(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Mapping[str, float]]:
+        """Evaluate on the test loaders; arguments and result as in `validate`."""
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def predict(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | list[list[Any]] | None:
+        """Predict each batch of the loaders.
+
+        Args:
+            model: See `validate`.
+            dataloaders: See `validate`.
+            datamodule: See `validate`.
+            return_predictions: False returns None and keeps nothing in memory.
+            ckpt_path: See `validate`.
+            weights_only: See `validate`.
+
+        Returns:
+            What `predict_step` returned for each batch, on the CPU, in the order of the data; a list of such lists for
+            several loaders.
+        """
+        keep = return_predictions is not False
+        dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
+        outputs: list[list[Any]] = []
+        with self._running("predict"):
+            run, data = begin_evaluation(
+                self, "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
+            )  # fmt: skip
+            outputs = self._eval_loop(run, "predict", data).run(run, data, keep=keep)
+            self._finish(run)
+        if not keep:
+            return None
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _evaluate(
+        self,
+        verb: str,
+        model: nn.Module | None,
+        dataloaders: Any,
+        ckpt_path: str | Path | None,
+        verbose: bool,
+        datamodule: DataModule | None,
+        weights_only: bool | None,
+    ) -> list[Mapping[str, float]]:
+        dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
+        results: list[Mapping[str, float]] = []
+        with self._running(verb):
+            run, data = begin_evaluation(
+                self, verb, model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
+            )  # fmt: skip
+            self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
+            results = _by_loader(self._results, len(data.loaders))
+            if verbose and self.is_global_zero:
+                self._print_results(verb, results)
+            self._finish(run)
+        return results
+
+    # --- the beginning and end of a run ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self, verb: str) -> Iterator[None]:
+        """Guard a verb: signals, the state, and what has to happen when it fails."""
+        if self._run is not None:
+            raise ConfigError(
+                f"trainer.{verb} was called while trainer.{self.state.fn} is running.",
+                fix="use a second Trainer for a run within a run.",
+            )
+        self.state.begin(verb)
+        self._guard = Guard()
+        self._set_backend_modes()
+        with self._guard:
+            try:
+                yield
+            except BaseException as error:
+                self.state.status = "interrupted"
+                self._on_failure(error)
+                raise
+            finally:
+                self._detach()
+        self.state.end()
+
+    def make_run(self, module: nn.Module, datamodule: DataModule | None) -> Run:
+        """Compile the lifecycle and return the run; called once per verb, when the callbacks are known."""
+        self._metrics.device = self.fabric.device
+        for callback in self.callbacks:
+            if isinstance(module, Module):
+                callback.__dict__.update(log=module.log, log_dict=module.log_dict)
+        lifecycle = Lifecycle(
+            trainer=self,
+            module=module,
+            callbacks=self.callbacks,
+            datamodule=datamodule,
+            metrics=self._metrics,
+            profiler=self.profiler,
+            system={
+                # Barebones logs nothing, so there is nothing to do after a batch.
+                **({} if self._arguments.barebones else {"on_train_batch_end": self._after_batch}),
+                "on_train_epoch_end": self._after_train_epoch,
+                "on_validation_epoch_end": self._after_validation,
+                "on_test_epoch_end": self._after_test,
+            },
+        )
+        self._run = Run(
+            trainer=self,
+            fabric=self.fabric,
+            module=module,
+            model=module,
+            datamodule=datamodule,
+            lifecycle=lifecycle,
+            metrics=self._metrics,
+            progress=self.progress,
+            guard=self._guard,
+            window_loss=WindowLoss(self.fabric.device),
+            watch=self._watch_losses,
+            is_automatic=bool(getattr(module, "automatic_optimization", True)),
+            skips_bad_steps=self._arguments.nonfinite_loss == "skip",
+        )
+        return self._run
+
+    def open_log(self, module: Module) -> None:
+        """Let `log` of the module and its children reach the metrics until the run ends."""
+        log = _log_nothing if self._arguments.barebones else self._metrics.log
+        for child in module.modules():
+            if isinstance(child, Module):
+                child.__dict__["_log"] = log
+
+    def _set_backend_modes(self) -> None:
+        """Apply `deterministic` and `benchmark`, remembering what to give back after the run."""
+        arguments = self._arguments
+        if arguments.deterministic:
+            self._backend_modes["deterministic"] = (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=arguments.deterministic == "warn")
+            if arguments.benchmark:
+                warnings.warn("benchmark=True lets cuDNN choose algorithms; deterministic=True may fail", stacklevel=4)
+        if arguments.benchmark is not None or arguments.deterministic:
+            self._backend_modes["benchmark"] = torch.backends.cudnn.benchmark
+            torch.backends.cudnn.benchmark = bool(arguments.benchmark)
+
+    def _on_failure(self, error: BaseException) -> None:
+        """Tell callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
+        run = self._run
+        if run is None:
+            return
+        if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
+            add_place(error, self._place(run))
+        self._is_in_exception = True
+        try:
+            run.metrics.table = run.metrics.nowhere
+            run.lifecycle.on_exception(error)
+        # The first error is the one to see: whatever a hook raises now is added to it as a note.
+        except Exception as second:
+            logger_.exception("on_exception failed after %s", type(error).__name__)
+            add_place(error, f"then on_exception failed: {type(second).__name__}: {second}")
+        finally:
+            self._is_in_exception = False
+        self.output.finalize("failed")
+
+    def _place(self, run: Run) -> str:
+        """Return where the run is, for an error's note."""
+        hook = run.metrics.table.hook
+        place = f"Loopwright: in {hook}" if hook else "Loopwright: outside of logging hooks"
+        place += f", trainer.{self.state.fn}"
+        if self.state.stage is not None:
+            place += f", stage {self.state.stage}, epoch {run.progress.epochs}, step {run.progress.steps}"
+        if run.stream is not None and not run.at_boundary:
+            place += f", batch {run.stream.position - 1}"
+        return place
+
+    def _finish(self, run: Run) -> None:
+        """The regular end of a verb."""
+        run.lifecycle.teardown(self.state.fn)
+        self.output.finalize("success")
+        if self.profiler is not None:
+            if self.is_global_zero and self.profiler.filename is None:
+                self.print(self.profiler.summary())
+            self.profiler.describe()
+
+    def _detach(self) -> None:
+        """Undo what beginning the run attached; the module stays on its device."""
+        run, self._run = self._run, None
+        self.ckpt_path = None
+        if run is not None:
+            self._last_run = run
+            if run.stream is not None:
+                if self.state.fn == "fit":
+                    self.stream_state = snapshot.stream_state(run)
+                run.stream.shut_down()
+        self._metrics.table = self._metrics.nowhere
+        self._metrics.batch = None
+        if "deterministic" in self._backend_modes:
+            enabled, warn_only = self._backend_modes.pop("deterministic")
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        if "benchmark" in self._backend_modes:
+            torch.backends.cudnn.benchmark = self._backend_modes.pop("benchmark")
+        if run is not None:
+            for child in run.module.modules():
+                if isinstance(child, Module):
+                    child.__dict__["_log"] = None
+        self.fabric.strategy.teardown()
+
+    # --- inside fit ------------------------------------------------------------------------------------------------
+
+    def open_training(self, run: Run) -> None:
+        """Ask for the training data, unless that was done already."""
+        if run.stream is None:
+            self._take_stream(run)
+
+    def reload_loaders_if_due(self, run: Run) -> None:
+        """Ask for new loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
+        every = self._arguments.reload_dataloaders_every_n_epochs
+        if every and self.progress.epochs and self.progress.epochs % every == 0:
+            if run.stream is not None:
+                run.stream.shut_down()
+            self._take_stream(run)
+            self.loaders.drop_validation()
+            self.loaders.open_validation()
+
+    def _take_stream(self, run: Run) -> None:
+        stream = run.stream = self.loaders.open_training()
+        stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
+
+    def sanity_check(self, run: Run) -> None:
+        """Validate a few batches, to find mistakes before an epoch has been spent. Leaves no trace."""
+        data = None if self.fit_loop.is_done else self.loaders.open_sanity()
+        if data is None or data.num_batches == 0:
+            return
+        rng = capture_rng()
+        self.state.stage = "sanity_check"
+        run.lifecycle.on_sanity_check_start()
+        self._eval_loop(run, "validation", data).run(run, data)
+        run.metrics.discard_epoch("validation")
+        run.lifecycle.on_sanity_check_end()
+        self.state.stage = "train"
+        restore_rng(rng)
+
+    def validate_in_fit(self, run: Run) -> None:
+        """Validate between two training steps. Training's random number generators are untouched by it."""
+        data = self.loaders.eval["validation"]
+        self.state.stage = "validate"
+        run.training_rng = rng = capture_rng()
+        run.training_metrics = metric_states(run.module, copy=True)
+        own = run.lifecycle.own("on_validation_model_zero_grad")
+        (own or run.module.zero_grad)()
+        validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
+        validate(run, data)
+        restore_rng(rng)
+        run.training_rng = run.training_metrics = None
+        self.state.stage = "train"
+
+    def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
+        has_compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules())
+        return EvalLoop(
+            stage,
+            transfer=assemble.transfer_of(run),
+            step=assemble.bind_step(run, f"{stage}_step", several_loaders=len(data.loaders) > 1),
+            context=torch.inference_mode if self._arguments.inference_mode and not has_compiled else torch.no_grad,
+            log_every_n_steps=cast(int, self._arguments.log_every_n_steps),
+        )
+
+    def accumulation_for_epoch(self, epoch: int) -> int:
+        """Return the micro-batches of a window in this epoch."""
+        scheduler = self.accumulation_scheduler
+        size = scheduler.get_accumulate_grad_batches(epoch) if scheduler is not None else self.accumulate_grad_batches
+        self._metrics.is_weighing_steps = size > 1
+        return size
+
+    # --- what the trainer does at events, between everybody's hooks and the checkpoints -------------------------------
+
+    def _after_batch(self) -> None:
+        run = self._run
+        assert run is not None
+        if not run.at_boundary or not run.has_stepped:
+            return
+        every = self._arguments.log_every_n_steps
+        if every and (self.progress.steps % every == 0 or self.should_stop or self._arguments.fast_dev_run):
+            row, probed = run.metrics.read_step(run.watch.probe())
+            if row:
+                self.log_metrics(row)
+            run.watch.judge(probed, self.progress)
+        elif len(run.watch.losses) >= MOST_KEPT:
+            run.watch.look(self.progress)
+
+    def _after_train_epoch(self) -> None:
+        run = self._run
+        assert run is not None
+        row, _ = run.metrics.finish_epoch("train", self.progress.steps)
+        if row:
+            self.log_metrics(row)
+        if run.is_epoch_over:
+            step_plateaus(run, self.progress.epochs + 1)
+        self.progress.is_closing_epoch = run.is_epoch_over
+
+    def _after_validation(self) -> None:
+        if not self.sanity_checking:
+            self._finish_evaluation("validation")
+            if self.state.fn == "fit" and self._run is not None:
+                self.fit_loop.mark_validated(self._run)
+                self._run.training_metrics = None
+
+    def _after_test(self) -> None:
+        self._finish_evaluation("test")
+
+    def _finish_evaluation(self, stage: str) -> None:
+        row, self._results = self._metrics.finish_epoch(stage, self.progress.steps)
+        if row:
+            self.log_metrics(row)
+
+    # --- what modules and callbacks call ---------------------------------------------------------------------------
+
+    def _present(self, what: str) -> Run:
+        if self._run is None:
+            raise ModuleError(f"{what} was called outside of a run.", fix="call it in a hook, or in training_step.")
+        return self._run
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass in manual optimization; modules call `self.manual_backward`."""
+        manual.manual_backward(self._present("manual_backward"), loss, *args, **kwargs)
+
+    def clip_gradients(
+        self, optimizer: Optimizer | ManagedOptimizer, value: float | None = None, algorithm: str | None = None
+    ) -> Tensor | None:
+        """Clip gradients of an optimizer; modules call `self.clip_gradients`."""
+        run = self._present("clip_gradients")
+        value = self.gradient_clip_val if value is None else value
+        return manual.clip_gradients(
+            run, manual.plain_optimizer(optimizer), value, algorithm or self.gradient_clip_algorithm
+        )  # fmt: skip
+
+    def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Let only this optimizer's parameters require gradients."""
+        self._toggles.toggle(manual.plain_optimizer(optimizer), self._present("toggle_optimizer").optimizers)
+
+    def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Undo `toggle`."""
+        self._toggles.untoggle(manual.plain_optimizer(optimizer))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Send host numbers to all loggers. A logger that fails is said once and left out; training goes on.
+
+        Args:
+            metrics: Key -> number. A key `step` sets the x axis.
+            step: x axis; None is the index of the last training step, and adds the key `epoch`.
+        """
+        row = dict(metrics)
+        if "step" in row:
+            step = int(row.pop("step"))
+        elif step is None:
+            at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self.records_at
+            row.setdefault("epoch", at[1])
+            step = max(at[0] - 1, 0)
+        self.output.write(row, step)
+
+    def write_hyperparameters(self) -> None:
+        """Send hyperparameters of module and data module to the loggers; called once per run."""
+        if self.enable_autolog_hparams and not self._arguments.fast_dev_run and self._run is not None:
+            module = self._run.module
+            graph_of = module if isinstance(module, Module) else None
+            self.output.write_hyperparameters([module, self._run.datamodule], graph_of)
+
+    @property
+    def should_log(self) -> bool:
+        """Whether the values of the present step go to the loggers."""
+        every = self._arguments.log_every_n_steps
+        return bool(every) and self._metrics.step % cast(int, every) == 0
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, above the progress bar."""
+        bar = self.progress_bar_callback
+        if bar is not None and not kwargs.get("file"):
+            bar.print(*args, **kwargs)
+        else:
+            self.fabric.print(*args, **kwargs)
+
+    def _print_results(self, verb: str, results: Sequence[Mapping[str, float]]) -> None:
+        for index, metrics in enumerate(results):
+            title = f"{verb} metrics" + (f", loader {index}" if len(results) > 1 else "")
+            width = max([len(title), *(len(key) for key in metrics)], default=len(title))
+            rows = [f"{key:<{width}}  {value:.6g}" for key, value in metrics.items()]
+            self.print("\n".join([f"{title:<{width}}", "-" * (width + 14), *rows]))
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint, atomically. On every rank.
+
+        Args:
+            filepath: A path, or an fsspec URL.
+            weights_only: Leave out optimizers, schedules, callbacks, and everything else that only training needs.
+            storage_options: Handed to the checkpoint plugin.
+
+        Raises:
+            CheckpointError: Called between two micro-batches of one window; or it cannot be written, in which case
+                what was at the path before is whole.
+        """
+        run = self._run or self._last_run
+        if run is None:
+            raise ModuleError(
+                "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
+            )
+        if not run.at_boundary and not self._is_in_exception:
+            raise CheckpointError(
+                "trainer.save_checkpoint was called between two micro-batches of one optimizer step, where a "
+                "checkpoint could not be resumed exactly.",
+                fix="save in on_train_batch_end when trainer.at_step_boundary is true, or at the end of an epoch.",
+            )
+        if not weights_only and not self._is_in_exception and self._arguments.nonfinite_loss == "raise":
+            run.watch.look(self.progress)
+        run.lifecycle.bracketed(self._write_checkpoint, "save_checkpoint")(
+            run, filepath, is_weights_only=bool(weights_only), storage_options=storage_options
+        )
+
+    def _write_checkpoint(self, run: Run, filepath: str | Path, *, is_weights_only: bool, storage_options: Any) -> None:
+        checkpoint = snapshot.collect(self, run, is_weights_only=is_weights_only)
+        if self.is_global_zero:
+            self.strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        self.strategy.barrier("save_checkpoint")
+
+    # --- what users and callbacks read -----------------------------------------------------------------------------
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether no window of micro-batches is under way, so that a checkpoint can be taken."""
+        return self._run is None or self._run.at_boundary
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether a validation follows right after the events of the present step."""
+        return self._run is not None and self.state.fn == "fit" and self.fit_loop.is_validation_due(self._run)
+
+    @property
+    def accumulation_scheduler(self) -> GradientAccumulationScheduler | None:
+        """The callback that schedules accumulation, or None."""
+        return next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+
+    @property
+    def val_check_batch(self) -> int | float:
+        """Training batches between two validations; infinity where time or the epoch's end decides."""
+        return self.loaders.interval_batches
+
+    @property
+    def validates_at_epoch_end(self) -> bool:
+        """Whether validation comes once per epoch, at its end."""
+        interval = self._arguments.val_check_interval
+        return isinstance(interval, float) and interval == 1.0
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether fit validates."""
+        data = self.loaders.eval.get("validation")
+        return data is not None and data.num_batches > 0
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self.progress.epochs
+
+    @property
+    def global_step(self) -> int:
+        """Training steps taken, however many optimizers there are; skipped steps do not count."""
+        return self.progress.steps
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Latest value of everything logged: shape (), on the device. Reading one waits for the device."""
+        return self._metrics.callback_metrics()
+
+    def metric_step(self, name: str) -> int | None:
+        """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
+        return self._metrics.metric_step(name)
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """Host values that went to the loggers, the latest of each key."""
+        return dict(self.output.latest)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Host values for the bar, as of the last log boundary."""
+        return self._metrics.progress_bar
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self.fabric.strategy
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator."""
+        return self.fabric.accelerator
+
+    @property
+    def precision(self) -> str:
+        """Precision as a string, such as "bf16-mixed"."""
+        return str(self.fabric.precision.precision)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision object."""
+        return self.fabric.precision
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of 16-mixed; None otherwise."""
+        return getattr(self.fabric.precision, "scaler", None)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module as the strategy set it up."""
+        run = self._latest()
+        return run.model if run is not None else None
+
+    @property
+    def lightning_module(self) -> nn.Module | None:
+        """The user's module."""
+        run = self._latest()
+        return run.module if run is not None else None
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The user's data module."""
+        run = self._latest()
+        return run.datamodule if run is not None else None
+
+    def _latest(self) -> Run | None:
+        return self._run or self._last_run
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers of the present or last fit."""
+        run = self._latest()
+        return list(run.optimizers) if run is not None else []
+
+    @property
+    def managed_optimizers(self) -> list[ManagedOptimizer]:
+        """Optimizers as `Module.optimizers()` returns them."""
+        run = self._latest()
+        return run.managed if run is not None else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """Schedules of the present or last fit."""
+        run = self._latest()
+        return run.schedulers if run is not None else []
+
+    @property
+    def logger(self) -> Logger | None:
+        """First logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.output.loggers = [] if logger is None else [logger]
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self.output.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Logger] | None) -> None:
+        self.output.loggers = list(loggers or [])
+
+    @property
+    def log_dir(self) -> str | None:
+        """Directory of the first logger; `default_root_dir` without loggers."""
+        if not self.loggers:
+            return self.default_root_dir
+        first = self.loggers[0]
+        directory = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
+        return str(directory) if directory is not None else self.default_root_dir
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """First checkpoint callback, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """All checkpoint callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """First early-stopping callback, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """All early-stopping callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar, or None."""
+        from ..callbacks import ProgressBar
+
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.fabric.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its host."""
+        return self.fabric.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this host."""
+        return self.fabric.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.fabric.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return int(getattr(self.fabric, "num_nodes", 1))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this host."""
+        return max(1, self.world_size // self.num_nodes)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices on this host."""
+        index = self.fabric.device.index
+        return [index if index is not None else 0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """Number of replicas and rank, None on one device."""
+        return None if self.world_size == 1 else {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM asked the run to end."""
+        import signal
+
+        return self._guard.requested is signal.SIGTERM
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run failed or was interrupted."""
+        return self.state.status == "interrupted"
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present training batch is the epoch's last."""
+        run = self._run
+        return run is not None and run.stream is not None and not run.stream.has_next()
+
+    @property
+    def has_time_limit(self) -> bool:
+        """Whether a Timer limits training."""
+        return any(isinstance(callback, Timer) for callback in self.callbacks)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Training steps that fit will take in all; infinity where no limit is known. Loads the training data."""
+        run = self._run
+        if run is None:
+            raise ModuleError(
+                "trainer.estimated_stepping_batches was read outside of fit.", fix="read it in configure_optimizers."
+            )
+        self.open_training(run)
+        assert run.stream is not None
+        num_batches, limit = run.stream.num_batches, self.fit_loop.epoch_limit
+        max_steps = self.fit_loop.max_steps if self.fit_loop.max_steps != -1 else math.inf
+        if limit == -1 or math.isinf(num_batches):
+            return max_steps
+        scheduler = self.accumulation_scheduler
+        if scheduler is None:
+            total = math.ceil(num_batches / self.accumulate_grad_batches) * limit
+        else:
+            total = sum(math.ceil(num_batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(limit))
+        return min(total, max_steps)
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch, infinity where unknown."""
+        run = self._latest()
+        return run.stream.num_batches if run is not None and run.stream is not None else math.inf
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Validation batches of each loader."""
+        return self.loaders.num_batches("validation")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Test batches of each loader."""
+        return self.loaders.num_batches("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches to predict of each loader."""
+        return self.loaders.num_batches("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of the sanity check of each loader."""
+        return list(self.loaders.sanity.limits) if self.loaders.sanity is not None else []
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loaders as the user gave them."""
+        return self.loaders.train
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders as the user gave them."""
+        return self.loaders.original("validation")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders as the user gave them."""
+        return self.loaders.original("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loaders to predict as the user gave them."""
+        return self.loaders.original("predict")
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are created on the device, with the precision's dtype."""
+        return self.fabric.init_module(empty_init=empty_init)
+
+    # Arguments that can be read back under their own names.
+    def __getattr__(self, name: str) -> Any:
+        if name in _READABLE_ARGUMENTS and "_arguments" in self.__dict__:
+            return getattr(self._arguments, name)
+        if name in _LIMITS and "fit_loop" in self.__dict__:
+            return getattr(self.fit_loop, name)
+        if name in _STAGES and "state" in self.__dict__:
+            return self.state.stage == _STAGES[name]
+        raise AttributeError(f"Trainer has no attribute {name!r}{nearest(name, dir(type(self)))}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _LIMITS and "fit_loop" in self.__dict__:
+            setattr(self.fit_loop, name, value)
+        elif name in _READABLE_ARGUMENTS:
+            setattr(self._arguments, name, value)
+        elif name in _STAGES:
+            self.state.stage = _STAGES[name] if value else None
+        else:
+            object.__setattr__(self, name, value)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the run is validating, testing, or in its sanity check."""
+        return self.state.stage in ("validate", "test", "sanity_check")
+
+    @property
+    def val_check_interval(self) -> Any:
+        """The argument as it was given."""
+        return self._arguments.val_check_interval
+
+
+_READABLE_ARGUMENTS = {
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
+    "check_val_every_n_epoch", "log_every_n_steps", "overfit_batches", "fast_dev_run",
+    "reload_dataloaders_every_n_epochs", "num_sanity_val_steps", "barebones",
+}  # fmt: skip
+_LIMITS = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
+_STAGES = {
+    "training": "train", "validating": "validate", "testing": "test", "predicting": "predict",
+    "sanity_checking": "sanity_check",
+}  # fmt: skip
+
+
+def _log_nothing(*_: Any) -> None:
+    """Stand for `log` in barebones mode."""
+
+
+def _default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callback]:
+    """Return the callbacks that the arguments ask for and the user did not pass.
+
+    Raises:
+        ConfigError: An argument and a callback contradict each other.
+    """
+    from ..callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar
+
+    def has(kind: type) -> bool:
+        return any(isinstance(callback, kind) for callback in own)
+
+    problems: list[str] = []
+    if not arguments.enable_checkpointing and has(Checkpoint):
+        problems.append("enable_checkpointing=False, and a checkpoint callback is passed")
+    bars = [type(callback).__name__ for callback in own if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        problems.append(f"several progress bars are passed: {', '.join(bars)}")
+    if bars and not arguments.enable_progress_bar:
+        problems.append(f"enable_progress_bar=False, and {bars[0]} is passed")
+    if has(GradientAccumulationScheduler) and arguments.accumulate_grad_batches != 1:
+        problems.append("accumulate_grad_batches and GradientAccumulationScheduler are both given")
+    if problems:
+        raise ConfigError(f"Trainer: {'; '.join(problems)}.", fix="leave out one of each pair.")
+    added: list[Callback] = []
+    if arguments.enable_progress_bar and not bars:
+        added.append(RichProgressBar())
+    if arguments.enable_model_summary and not has(ModelSummary):
+        added.append(RichModelSummary())
+    if arguments.max_time is not None and not has(Timer):
+        added.append(Timer(duration=arguments.max_time, interval="step"))
+    if arguments.enable_checkpointing and not has(Checkpoint) and not arguments.fast_dev_run:
+        added.append(ModelCheckpoint())
+    return added
+
+
+def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[Mapping[str, float]]:
+    """Return the metrics of each loader: those with its suffix, and those without any."""
+    if num_loaders <= 1:
+        return [dict(metrics)]
+    results: list[Mapping[str, float]] = []
+    for index in range(num_loaders):
+        suffix = f"/dataloader_idx_{index}"
+        results.append(
+            {key: value for key, value in metrics.items() if "/dataloader_idx_" not in key or key.endswith(suffix)}
+        )
+    return results
