@@ -22,6 +22,7 @@ class CheckpointBooks:
         best_path: The best one, without monitor the newest; empty if there is none.
         best_score: Score of the best one.
         last_path: Path of `last`; empty if there is none.
+        last_step: `global_step` of `last`, -1 if there is none.
         current_score: Score of the latest checkpoint that was considered.
         triggered_step: `global_step` when the time to save came last: it comes once per step.
         is_waiting: Whether a save waits for its metric.
@@ -32,6 +33,7 @@ class CheckpointBooks:
     best_path: str = ""
     best_score: float | None = None
     last_path: str = ""
+    last_step: int = -1
     current_score: float | None = None
     triggered_step: int = 0
     is_waiting: bool = False
@@ -54,11 +56,11 @@ class CheckpointBooks:
         if gone and gone != path:
             self.pending_removals.append(gone)
 
-    def enter_last(self, path: str) -> None:
-        """Enter the path of `last`; under another name, the one before has to go."""
+    def enter_last(self, path: str, step: int) -> None:
+        """Enter the path of `last`, and its step; under another name, the one before has to go."""
         if self.last_path and self.last_path != path:
             self.pending_removals.append(self.last_path)
-        self.last_path = path
+        self.last_path, self.last_step = path, step
 
     def holds(self, path: str) -> bool:
         """Whether the file is one of those that are kept."""
@@ -67,7 +69,7 @@ class CheckpointBooks:
     def keep_best_path_only(self) -> None:
         """Forget all files but the best path: they lie in a folder that is not this run's to clean."""
         self.top_k.scores = {}
-        self.last_path, self.best_score, self.pending_removals = "", None, []
+        self.last_path, self.last_step, self.best_score, self.pending_removals = "", -1, None, []
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, under the field's names where it has one."""
@@ -80,6 +82,7 @@ class CheckpointBooks:
             "kth_best_model_path": kth_path,
             "kth_value": score_tensor(self.top_k.scores[kth_path] if kth_path else self.top_k.worst_score),
             "last_model_path": self.last_path,
+            "last_step": self.last_step,
             "triggered_step": self.triggered_step,
             "is_waiting": self.is_waiting,
             "pending_removals": list(self.pending_removals),
@@ -92,6 +95,7 @@ class CheckpointBooks:
         self.current_score = _optional_float(state.get("current_score"))
         self.top_k.scores = {path: float(score) for path, score in state.get("best_k_models", {}).items()}
         self.last_path = state.get("last_model_path", "")
+        self.last_step = int(state.get("last_step", -1))
         self.triggered_step = int(state.get("triggered_step", 0))
         self.is_waiting = bool(state.get("is_waiting", False))
         self.pending_removals = list(state.get("pending_removals", []))

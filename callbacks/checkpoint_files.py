@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..checkpoint.disk import sync_folder
+from ..checkpoint.disk import open_temporary, remove_quietly, sync_file, sync_folder
 from ..errors import ConfigError, ModuleError, nearest
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_dirpath",
     "check_template",
+    "copy",
     "default_dirpath",
     "default_dirpaths",
     "exists",
@@ -258,6 +259,22 @@ def link(target: str, path: str) -> None:
         os.remove(temporary)
         raise
     # What it led to before may be removed next: the new link has to be on the disk by then.
+    sync_folder(Path(path).parent)
+
+
+def copy(source: str, path: str) -> None:
+    """Make `path` a copy of a local file in one step: it is always the old file or the whole new one."""
+    import shutil
+
+    file, temporary = open_temporary(Path(path))
+    try:
+        with file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file)
+            sync_file(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        remove_quietly(temporary)
+        raise
     sync_folder(Path(path).parent)
 
 

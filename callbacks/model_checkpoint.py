@@ -117,12 +117,12 @@ class ModelCheckpoint(Checkpoint):
         self._loading_in: str | None = None
         self._loaded_dirpath: str | None = None
         self._continues_last = False
+        self._may_remove_resumed = False
         self._overwritable: set[str] = set()
         self._at_epoch_end = True
         self._is_training = False
         self._start_step = 0
         self._written_step = -1  # global_step of the newest file of this run
-        self._last_written_step = -1  # global_step of `last`
         self._validated = False
         self._interval_start_s = 0.0
 
@@ -253,7 +253,7 @@ class ModelCheckpoint(Checkpoint):
         self._at_epoch_end = self._resolve_at_epoch_end(trainer)
         self._is_training = True
         self._start_step = trainer.global_step
-        self._written_step = self._last_written_step = -1
+        self._written_step = -1
         self._validated = False
         self._interval_start_s = time.monotonic()
         if trainer.fast_dev_run or self.dirpath is None:
@@ -262,9 +262,11 @@ class ModelCheckpoint(Checkpoint):
             files.check_dirpath(self.dirpath)
             self._warn_of_settings(trainer)
             self._remove_leftovers(trainer)
+            self._complete_last(trainer)
         self._books.pending_removals = []
         self._overwritable = self._find_overwritable(trainer)
-        self._continues_last = False
+        # Whoever named a file may name it again; with "last", a newer one is found by then.
+        self._may_remove_resumed, self._continues_last = self._continues_last, False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if the number of steps or the time has come."""
@@ -307,7 +309,9 @@ class ModelCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Bring `last` up to the end of training."""
         self._is_training = False
-        if self._is_inert(trainer) or trainer.global_step == self._start_step:
+        # A resumed run that had no step left may have been killed right before it wrote `last`.
+        is_behind = 0 <= self._books.last_step < trainer.global_step
+        if self._is_inert(trainer) or (trainer.global_step == self._start_step and not is_behind):
             return
         if self._books.is_waiting:
             _log.warning(
@@ -316,7 +320,7 @@ class ModelCheckpoint(Checkpoint):
                 self._books.triggered_step,
                 ", ".join(map(repr, self._needed_metrics())),
             )
-        if self.save_last and self._last_written_step != trainer.global_step:
+        if self.save_last and self._books.last_step != trainer.global_step:
             self._write_last(trainer, self._plan_last(trainer), None)
             self._remove_pending(trainer)
 
@@ -435,7 +439,7 @@ class ModelCheckpoint(Checkpoint):
         path = self._free_path(trainer, metrics, None, own=replaced)
         self._books.enter(path, score, keep_all=self.save_top_k == -1)
         if last_path:
-            self._books.enter_last(last_path)
+            self._books.enter_last(last_path, trainer.global_step)
         self._write(trainer, path, before)
         if self.verbose:
             shown = "" if score is None else f", {self.monitor} = {score:.6g}"
@@ -445,8 +449,7 @@ class ModelCheckpoint(Checkpoint):
     def _write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
         """Make `last` the state of now: a link to the file just written if links are wanted, else a file."""
         before = self._books.copy()
-        self._books.enter_last(path)
-        self._last_written_step = trainer.global_step
+        self._books.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
         if self.save_last == "link" and kept_path is not None:
@@ -507,7 +510,7 @@ class ModelCheckpoint(Checkpoint):
     def _may_remove(self, trainer: Trainer, path: str) -> bool:
         if self._books.holds(path):
             return False
-        if trainer.ckpt_path and files.same_file(trainer.ckpt_path, path):
+        if trainer.ckpt_path and not self._may_remove_resumed and files.same_file(trainer.ckpt_path, path):
             return False  # a run that dies now resumes from it again
         if self.last_model_path and not os.path.islink(path) and files.same_file(self.last_model_path, path):
             return False  # `last` is a link to it
@@ -527,6 +530,20 @@ class ModelCheckpoint(Checkpoint):
         for path in self._books.pending_removals:
             if files.exists(path) and self._may_remove(trainer, path) and files.modified_ns(path) <= resumed_ns:
                 self._remove(path)
+
+    def _complete_last(self, trainer: Trainer) -> None:
+        """Write `last` if a kill came between it and the file that is resumed: they have the same content."""
+        path, resumed = self._books.last_path, str(trainer.ckpt_path or "")
+        if not (self.save_last and self._continues_last and resumed and files.is_local(path)):
+            return
+        if self._books.last_step != trainer.global_step or not self._books.holds(resumed) or resumed == path:
+            return
+        if files.exists(path) and files.modified_ns(path) >= files.modified_ns(resumed):
+            return
+        if self.save_last == "link":
+            files.link(resumed, path)
+        else:
+            files.copy(resumed, path)
 
     def _find_overwritable(self, trainer: Trainer) -> set[str]:
         """Return files that `ckpt_path="last"` passed over as damaged: this run writes the same steps again."""

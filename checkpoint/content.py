@@ -29,7 +29,8 @@ _FIELD_KEYS = {
     "optimizers": "optimizer_states",
     "schedulers": "lr_schedulers",
 }
-_OWN_STATES = ("progress", "data", "rng", "metrics", "precision", "loggers", "schedule_progress", "metric_objects")
+_OWN_STATES = ("progress", "data", "rng", "metrics", "precision", "loggers", "schedule_progress", "metric_objects",
+               "validation_generators", "gradients")  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 from io import FileIO
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def open_temporary(target: Path) -> tuple[FileIO, Path]:
     """
     stem = target.name.encode()[:_LONGEST_NAME].decode(errors="ignore")
     while True:
-        path = target.with_name(f".{stem}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
+        path = target.with_name(f".{stem}{_MARK}{os.getpid()}-{os.urandom(4).hex()}")
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o666)
         file = FileIO(descriptor, "r+")
         # Another process that looks for stale files may have locked or removed it in between.

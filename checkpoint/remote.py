@@ -6,8 +6,8 @@ folder (TMPDIR), sent under a temporary key, looked at, and moved.
 
 from __future__ import annotations
 
+import os
 import posixpath
-import secrets
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
@@ -75,7 +75,7 @@ class Remote:
             OSError: What arrived is not what was sent; what was there before may be gone if the move failed.
         """
         folder, name = posixpath.split(self._key)
-        temporary = posixpath.join(folder, f".{name}.tmp-{secrets.token_hex(4)}")
+        temporary = posixpath.join(folder, f".{name}.tmp-{os.urandom(4).hex()}")
         self._store.makedirs(folder, exist_ok=True)
         try:
             self._store.put_file(str(source), temporary)

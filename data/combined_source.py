@@ -190,12 +190,10 @@ class CombinedSource(Source):
             "is_done": list(self._is_done),
             "current": self._current,
             "sources": [
-                source.state_dict(count)
-                for source, count in zip(self._sources, self._went_ahead(back), strict=True)
+                source.state_dict(count) for source, count in zip(self._sources, self._went_ahead(back), strict=True)
             ],
         }
 
-    @override
     def _load(self, state: dict[str, Any]) -> None:
         count = len(state["sources"])
         if count != len(self._sources) or state["mode"] != self._mode:

@@ -73,11 +73,14 @@ class IndexedSource(Source):
 
     @override
     def begin(self, epoch: int) -> None:
+        had_workers = self._copy._iterator is not None
         if self._loaded is not None:
             self._restore_parts(self._loaded["current"])
+            # In the run that goes on here, the workers of an earlier epoch would have gone on too.
+            had_workers = had_workers or (self.loader.persistent_workers and bool(self._loaded["opening"]))
             self._loaded = None
         self._opening = {"rng": capture_rng(), **self._capture_parts()}
-        self._reuses_workers = self._copy._iterator is not None
+        self._reuses_workers = had_workers
         self._start(epoch)
 
     @override
@@ -112,11 +115,13 @@ class IndexedSource(Source):
         self.position, self._is_open, self._is_at_end = 0, True, False
         key = derive_key(self._opening["rng"], epoch, *map(_state_text, self._opening["generators"].values()))
         self._index.prepare(epoch, key, is_numbered=self._has_workers)
+        # A loader draws a seed when it starts its workers. Workers that had been started in an earlier epoch of a run
+        # that goes on here have to be started now, but their seed must not shift what the sampler draws.
+        rewind = self._go_to_opening if self._reuses_workers and self._copy._iterator is None else None
         if state is not None:
-            # A loader draws a seed when it starts its workers. Workers that had been started in an earlier epoch have
-            # to be started now, but their seed must not shift what the sampler draws.
-            rewind = self._go_to_opening if self._reuses_workers else None
             self._index.skip(state["position"], state["fingerprint"], rewind)
+        elif rewind is not None:
+            self._index.skip(0, {}, rewind)
         self._fetch = iter(()).__next__  # ends the workers of an epoch that was cut short
         self._fetch = iter(self._copy).__next__
         if state is None:
@@ -178,7 +183,6 @@ class IndexedSource(Source):
             "current": self._capture_parts(),
         }
 
-    @override
     def _load(self, state: dict[str, Any]) -> None:
         self.close()
         self._loaded = state

@@ -16,7 +16,7 @@ from .hparams import AttributeDict, save_hyperparameters
 from .move import move_to_device
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from ..trainer.trainer import Trainer
 

@@ -47,7 +47,7 @@ class ReplaySource(Source):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._iterable = _without_persistent_workers(loader)
+        self._iterable = without_persistent_workers(loader)
         self._is_sequence = isinstance(loader, (list, tuple))
         self._num_workers = _num_workers(loader)
         self._iterator: Iterator[Any] = iter(())
@@ -205,7 +205,6 @@ class ReplaySource(Source):
     def _capture_current(self) -> dict[str, Any]:
         return {} if self._is_sequence else capture_generators(self._find_generators())
 
-    @override
     def _load(self, state: dict[str, Any]) -> None:
         self.close()
         self._loaded = state
@@ -221,7 +220,7 @@ def _num_workers(loader: Any) -> int:
     return loader.num_workers
 
 
-def _without_persistent_workers(loader: Any) -> Any:
+def without_persistent_workers(loader: Any) -> Any:
     """Return the loader, or a copy whose workers start anew in each epoch.
 
     A worker that lives on goes on with random numbers that depend on all it did before, which no resume could find

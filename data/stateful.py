@@ -150,7 +150,6 @@ class StatefulSource(Source):
             "stream": {} if self._stream is None else self._stream.state_dict(),
         }
 
-    @override
     def _load(self, state: dict[str, Any]) -> None:
         self.close()
         self._loaded = state

@@ -10,7 +10,7 @@ import torch
 
 from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
 from ..errors import ConfigError, nearest
-from ..precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from ..precision import MixedPrecision, Precision
 from ..strategies import STRATEGY_REGISTRY, ParallelStrategy, SingleDeviceStrategy, Strategy
 from ..strategies.registry import PLANNED_STRATEGIES
 from .cluster import ClusterEnvironment
@@ -338,8 +338,12 @@ def choose_precision(
             )
         return given
     if name == "64-true":
+        from ..precision import DoublePrecision
+
         return DoublePrecision()
     if name in ("16-true", "bf16-true"):
+        from ..precision import HalfPrecision
+
         return HalfPrecision(name)
     if name in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(name, device_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -249,7 +250,16 @@ class TensorBoardLogger(FolderLogger):
                 # The files have no later points any more; this tells a TensorBoard that shows them to forget them.
                 options["purge_step"] = self._step + 1
         os.makedirs(self.log_dir, exist_ok=True)
-        return SummaryWriter(log_dir=self.log_dir, **options)
+        before = _event_files(self.log_dir)
+        while True:
+            writer = SummaryWriter(log_dir=self.log_dir, **options)
+            if not before or _is_read_last(self.log_dir, before, writer):
+                return writer
+            # TensorBoard reads the files in the order of their names, which tell the second, then host and process.
+            writer.close()
+            for name in _event_files(self.log_dir).keys() - before.keys():
+                os.remove(os.path.join(self.log_dir, name))
+            time.sleep(1.0 - time.time() % 1.0)
 
     def _sync(self, files: dict[str, int]) -> None:
         for name, size in files.items():
@@ -298,6 +308,14 @@ def _event_files(log_dir: str) -> dict[str, int]:
         return {}
     with os.scandir(log_dir) as entries:
         return {entry.name: entry.stat().st_size for entry in entries if ".tfevents." in entry.name and entry.is_file()}
+
+
+def _is_read_last(log_dir: str, before: Mapping[str, int], writer: SummaryWriter) -> bool:
+    """Whether a new writer's file comes after the others; where they are from the future, it cannot be helped."""
+    writer.flush()
+    if any(int(name.partition(".tfevents.")[2].partition(".")[0] or 0) > time.time() for name in before):
+        return True
+    return max(_event_files(log_dir)) not in before
 
 
 def _drop_later_events(log_dir: str, known: Mapping[str, int]) -> None:

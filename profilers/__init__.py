@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ..errors import ConfigError, nearest
 from .base import PassThroughProfiler, Profiler
-from .simple import SimpleProfiler
+
+if TYPE_CHECKING:
+    from .simple import SimpleProfiler
 
 __all__ = ["PassThroughProfiler", "Profiler", "SimpleProfiler", "resolve_profiler"]
 
@@ -24,6 +28,8 @@ def resolve_profiler(value: Profiler | str | None) -> Profiler | None:
         return value
     name = value.lower() if isinstance(value, str) else None
     if name == "simple":
+        from .simple import SimpleProfiler
+
         return SimpleProfiler()
     if name in _LATER:
         raise ConfigError(
@@ -35,3 +41,11 @@ def resolve_profiler(value: Profiler | str | None) -> Profiler | None:
         f"profiler={value!r}{guess} is unknown; expected 'simple', a Profiler or None.",
         fix="pass profiler='simple', an instance of a Profiler, or leave it out.",
     )
+
+
+def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
+    if name != "SimpleProfiler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .simple import SimpleProfiler
+
+    return SimpleProfiler

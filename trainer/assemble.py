@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ..callbacks import Callback
 from ..data.combined import CombinedLoader
 from ..data.limit import find_length, resolve_limit
+from ..data.steady import steady
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
 from .eval_loop import EvalLoader
@@ -118,7 +119,7 @@ def make_eval_loader(
         combined = loaders
     else:  # a list of batches is one loader
         combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
-    members = list(combined.flattened)
+    members = [steady(member) for member in combined.flattened]
     own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
     limits = []
     for member, own_limit in zip(members, own, strict=True):

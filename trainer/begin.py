@@ -173,11 +173,15 @@ def begin_fit(
         trainer.sanity_check(run)
     trainer.open_training(run)
     trainer.loaders.open_validation()
+    if content is not None:
+        trainer.loaders.restore_generators(content.states.get("validation_generators", {}))
     _place_stream(trainer, run, content)
     _check_limits(trainer, path)
     trainer.accumulation_for_epoch(trainer.progress.epochs)
     run.plan = assemble.make_plan(run, trainer)
-    run.module.train()
+    # A submodule that the user put into eval mode (a frozen batch norm) stays there.
+    if not run.module.training:
+        run.module.train()
     return restore
 
 

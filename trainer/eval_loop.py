@@ -111,12 +111,12 @@ class EvalLoop:
                 run.metrics.publish_epoch(stage, run.progress.steps)
             getattr(life, f"on_{stage}_epoch_end")()
             getattr(life, f"on_{stage}_end")()
-        if stage != "predict":
-            own = life.own(f"on_{stage}_model_train")
-            if own is not None:
-                own()
-            else:
-                _restore_modes(modes)
+        # There is no on_predict_model_train; each submodule gets its earlier mode back after prediction, too.
+        own = life.own(f"on_{stage}_model_train") if stage != "predict" else None
+        if own is not None:
+            own()
+        else:
+            _restore_modes(modes)
         return outputs
 
     def _batches(self, run: Run, data: EvalLoader, outputs: list[list[Any]] | None) -> None:

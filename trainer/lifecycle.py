@@ -9,6 +9,7 @@ otherwise no bracket exists.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -238,11 +239,28 @@ class Lifecycle:
         for event in EVENTS:
             if event.kind == "event":
                 setattr(self, event.name, self._compile(event))
+        self._warn_of_unused()
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Hook:
             """Events are attributes that `__init__` sets from the table."""
+
+    def _warn_of_unused(self) -> None:
+        """Say which of the module's hooks are not called because the data module has them, too."""
+        if self._datamodule is None:
+            return
+        unused = [
+            event.name
+            for event in EVENTS
+            if event.kind == "behaviour"
+            and "datamodule" in event.listeners
+            and find_override(self._datamodule, event.name, data_bases()) is not None
+            and find_override(self._module, event.name, module_bases()) is not None
+        ]
+        if unused:
+            data, module = type(self._datamodule).__name__, type(self._module).__name__
+            warnings.warn(f"{data} and {module} both define {', '.join(unused)}: {data}'s are used", stacklevel=2)
 
     def is_heard(self, name: str) -> bool:
         """Whether anybody listens to the event."""

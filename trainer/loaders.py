@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from ..data.rng import capture_generators, find_generators, restore_generators
 from ..data.stream import BatchStream
 from ..errors import ConfigError, ModuleError
 from . import assemble
@@ -168,6 +169,18 @@ class Loaders:
         limit = math.inf if count == -1 else count
         self.sanity = EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
         return self.sanity
+
+    def capture_generators(self) -> dict[str, Any]:
+        """Return the states of generators that the validation loaders hold in their attributes, by path."""
+        return capture_generators(self._generators())
+
+    def restore_generators(self, states: dict[str, Any]) -> None:
+        """Put them back where `capture_generators` saw them."""
+        restore_generators(self._generators(), states)
+
+    def _generators(self) -> dict[str, Any]:
+        data = self.eval.get("validation")
+        return find_generators(**{f"loader{i}": one for i, one in enumerate(data.loaders)}) if data is not None else {}
 
     def original(self, stage: str) -> Any:
         """Return the loaders of an evaluation stage as the user gave them, None before they were asked for."""

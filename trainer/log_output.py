@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from ..loggers import DummyLogger, Logger, TensorBoardLogger, share_version
+from ..loggers import Logger, share_version
 
 __all__ = ["LogOutput"]
 
@@ -46,6 +46,8 @@ class LogOutput:
             if "://" in root:
                 warnings.warn("no logger: TensorBoard writes local folders only; pass logger=...", stacklevel=5)
                 return []
+            from ..loggers import TensorBoardLogger
+
             return [TensorBoardLogger(root)]
         loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
         for item in loggers:
@@ -54,7 +56,11 @@ class LogOutput:
                     f"logger={type(item).__name__} has no log_metrics.",
                     fix="pass True, False, a Logger, or a list of Loggers.",
                 )
-        return [DummyLogger() for _ in loggers] if is_trial else loggers
+        if not is_trial:
+            return loggers
+        from ..loggers import DummyLogger
+
+        return [DummyLogger() for _ in loggers]
 
     @property
     def loggers(self) -> list[Logger]:

@@ -41,6 +41,7 @@ class Loss:
         """Return sum / weight, and 0 where the weight is 0: shape (), on the device of the sum."""
         weight = self.weight
         if isinstance(weight, Tensor):
+            weight = weight.reshape(()).to(self.sum.device, non_blocking=True)
             return torch.where(weight > 0, self.sum / weight, torch.zeros_like(self.sum))
         return self.sum / weight if weight > 0 else torch.zeros_like(self.sum)
 

@@ -14,7 +14,8 @@ from .optimizers import ManagedOptimizer
 from .run import Run
 from .schedule import needs_closure, parameters_of
 
-__all__ = ["Toggles", "clip_gradients", "manual_backward", "plain_optimizer", "step_given", "step_in_manual"]
+__all__ = ["Toggles", "clip_gradients", "manual_backward", "plain_optimizer", "restore_gradients", "step_given", "step_in_manual",
+           "waiting_gradients"]  # fmt: skip
 
 
 def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
@@ -46,8 +47,30 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
     run.fabric.unscale_gradients(optimizer)
     run.lifecycle.on_before_optimizer_step(optimizer)
     has_stepped = run.fabric.optimizer_step(optimizer, closure)
-    run.step_hooks_fired += has_stepped
+    if has_stepped:
+        run.stepped.append(optimizer)
     return has_stepped
+
+
+def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
+    """Return the gradients that a module accumulates over batches: those of optimizers that the last batch did not step.
+
+    Returns:
+        A list for each optimizer, empty where nothing waits: the gradients of its parameters, in order.
+    """
+    waiting = []
+    for optimizer in run.optimizers:
+        has_stepped = any(optimizer is one for one in run.stepped)
+        gradients = [] if has_stepped else [parameter.grad for parameter in parameters_of(optimizer)]
+        waiting.append(gradients if any(gradient is not None for gradient in gradients) else [])
+    return waiting
+
+
+def restore_gradients(run: Run, waiting: list[list[Tensor | None]]) -> None:
+    """Put back what `waiting_gradients` returned."""
+    for optimizer, gradients in zip(run.optimizers, waiting, strict=True):
+        for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=bool(gradients)):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

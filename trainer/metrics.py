@@ -428,8 +428,12 @@ class Metrics:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return published values and the sums of the epoch at hand: plain values and tensors."""
+    def state_dict(self, module: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return published values and the sums of the epoch at hand: plain values and tensors.
+
+        Args:
+            module: Where metric objects that were logged are named by their path in it.
+        """
         return {
             "results": (results := self.callback_metrics()),
             "result_steps": {name: self.metric_step(name) or 0 for name in results},
@@ -443,9 +447,24 @@ class Metrics:
                 for key, slot in slots.items()
                 if not isinstance(slot, MetricSlot) and slot.on_epoch and not slot.is_empty
             ],
+            "metric_slots": self._metric_slots(module) if module is not None else [],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _metric_slots(self, module: torch.nn.Module) -> list[dict[str, Any]]:
+        paths = {id(child): path for path, child in module.named_modules()}
+        return [
+            {
+                "metric": paths[id(slot.metric)],
+                "key": key,
+                **{name: getattr(slot, name) for name in ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger")},
+            }
+            for table in self._tables.values()
+            if table.stage == "train"
+            for key, slot in table.slots.items()
+            if isinstance(slot, MetricSlot) and not slot.is_empty and id(slot.metric) in paths
+        ]
+
+    def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module | None = None) -> None:
         """Go on where `state_dict` was taken."""
         self.results = {name: value.to(self.device) for name, value in state_dict["results"].items()}
         self.result_steps = dict(state_dict["result_steps"])
@@ -456,6 +475,11 @@ class Metrics:
                 table = self._tables[state["hook"]]
                 slots = table.by_loader.setdefault(state["loader"], {})
                 slots[state["key"]] = ScalarSlot.from_state(state, self.device)
+        children = dict(module.named_modules()) if module is not None else {}
+        for state in state_dict.get("metric_slots", []):
+            metric = children.get(state["metric"])
+            if state["hook"] in HOOKS and _is_metric(metric):
+                self._tables[state["hook"]].slots[state["key"]] = MetricSlot.from_metric(state, metric)
 
 
 def _is_metric(value: Any) -> bool:

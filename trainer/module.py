@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from ..data.hparams import HyperParameters, save_hyperparameters
 from ..data.move import move_to_device

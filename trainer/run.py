@@ -82,11 +82,12 @@ class Run:
         watch: Keeps losses for the policy on those that are not finite.
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
-        step_hooks_fired: Manual optimization: optimizer steps since the batch began.
+        stepped: Manual optimization: the optimizers that stepped since the batch began.
         training_rng: Training's random number generators while a validation runs, which are what a checkpoint that is
             taken during it has to hold; None outside.
         training_metrics: Likewise the states of metric objects from before a validation that has not ended: it will be
             repeated, and must not count its batches twice.
+        validation_generators: Likewise the generators in the validation loaders' own attributes.
     """
 
     trainer: Trainer
@@ -109,11 +110,12 @@ class Run:
     at_boundary: bool = True
     has_stepped: bool = False
     is_epoch_over: bool = False
-    step_hooks_fired: int = 0
+    stepped: list[Optimizer] = field(default_factory=list)
     is_automatic: bool = True
     skips_bad_steps: bool = False
     training_rng: dict[str, Any] | None = None
     training_metrics: dict[str, dict[str, Any]] | None = None
+    validation_generators: dict[str, Any] | None = None
 
     @property
     def device(self) -> torch.device:

@@ -26,8 +26,11 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 def _column(numbers: list[Any], device: torch.device) -> Tensor:
     """Return numbers and one-element tensors as one tensor on the device, without reading any of them."""
     dtype = accumulation_dtype(device)
-    if all(not isinstance(number, Tensor) for number in numbers):
+    kinds = set(map(type, numbers))
+    if Tensor not in kinds and not any(issubclass(kind, Tensor) for kind in kinds):
         return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    if kinds == {Tensor} and len({(n.dtype, n.device, n.ndim) for n in numbers}) == 1 and not numbers[0].ndim:
+        return torch.stack(numbers).detach().to(device, dtype, non_blocking=True)
     return torch.stack(
         [
             number.detach().reshape(()).to(device, dtype, non_blocking=True)
@@ -114,10 +117,11 @@ class ScalarSlot:
         Raises:
             ModuleError: There is one.
         """
-        self._refuse_changed(self.values, self.version)
         self.look_at = _CHUNK
         if len(self.values) >= _CHUNK:
             self._fold(device)
+        else:
+            self._refuse_changed(self.values, self.version)
 
     def _refuse_changed(self, values: list[Number], version: int) -> None:
         if sum(version_of(value) for value in values) != version:
@@ -220,6 +224,14 @@ class MetricSlot(ScalarSlot):
     def __init__(self, name: str, hook: str, metric: Any, *, on_step: bool, on_epoch: bool) -> None:
         self.metric = metric  # Any: torchmetrics is an optional dependency
         super().__init__(name, hook, reduce="metric", on_step=on_step, on_epoch=on_epoch)
+
+    @classmethod
+    def from_metric(cls, state: dict[str, Any], metric: Any) -> MetricSlot:
+        """Return the slot of a metric object in the middle of an epoch."""
+        slot = cls(state["name"], state["hook"], metric, on_step=state["on_step"], on_epoch=state["on_epoch"])
+        slot.prog_bar, slot.logger = state["prog_bar"], state["logger"]
+        slot.is_empty = False
+        return slot
 
     def reset(self) -> None:
         """Reset the metric."""

@@ -13,6 +13,7 @@ from ..checkpoint.content import Content
 from ..checkpoint.plain import require_plain, to_plain
 from ..data.rng import capture_rng, restore_rng
 from ..errors import CheckpointError
+from . import manual
 from .hooks import find_override
 from .metrics import load_metric_states, metric_states
 from .run import Run
@@ -46,10 +47,13 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         states["callbacks"] = _callback_states(trainer)
         states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+        if not run.is_automatic:
+            states["gradients"] = manual.waiting_gradients(run)
         states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
-        states["metrics"] = run.metrics.state_dict()
+        states["metrics"] = run.metrics.state_dict(run.module)
         states["metric_objects"] = metric_states(run.module) if run.training_metrics is None else run.training_metrics
         states["rng"] = run.training_rng or capture_rng()
+        states["validation_generators"] = run.validation_generators or trainer.loaders.capture_generators()
         states["loggers"] = _logger_states(trainer)
         if run.stream is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
@@ -205,6 +209,8 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     trainer.progress.load_state_dict(states["progress"])
     for optimizer, state in zip(run.optimizers, states["optimizers"], strict=True):
         _load_optimizer(trainer, run, optimizer, state)
+    if not run.is_automatic and "gradients" in states:
+        manual.restore_gradients(run, states["gradients"])
     for config, state in zip(run.schedulers, states.get("schedulers", []), strict=True):
         config.scheduler.load_state_dict(state)
     for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
@@ -212,7 +218,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     if "precision" in states:
         trainer.fabric.precision.load_state_dict(states["precision"])
     if "metrics" in states:
-        run.metrics.load_state_dict(states["metrics"])
+        run.metrics.load_state_dict(states["metrics"], run.module)
     if content.is_foreign:
         logger.warning("%s was not written by Loopwright: random number generators and data order start anew", path)
     rng = states.get("rng")

@@ -219,7 +219,8 @@ def closure_step(run: Run, size: int) -> bool:
             plan.clip()
         return total
 
-    run.has_stepped = run.fabric.optimizer_step(optimizer, evaluate)
+    # Without any loss the gradients were zero, which a closure optimizer takes as its end: no step was made.
+    run.has_stepped = run.fabric.optimizer_step(optimizer, evaluate) and not run.window_loss.is_empty
     metrics.is_muted = False
     if run.has_stepped:
         progress.steps += 1
@@ -247,7 +248,7 @@ def manual_step(run: Run, size: int) -> bool:
     metrics.window += 1
     metrics.step = progress.steps + 1
     run.at_boundary = run.has_stepped = False
-    run.step_hooks_fired = 0
+    run.stepped.clear()
     index = progress.batches_in_epoch
     batch = plan.transfer(stream.next_batch())
     metrics.batch = batch
@@ -257,7 +258,7 @@ def manual_step(run: Run, size: int) -> bool:
     metrics.table = plan.table
     output = plan.training_step(batch, index)
     metrics.table = metrics.nowhere
-    run.has_stepped = run.step_hooks_fired > 0
+    run.has_stepped = bool(run.stepped)
     if run.has_stepped:
         progress.steps += 1
     progress.batches_in_epoch = index + 1

@@ -524,11 +524,12 @@ class Trainer:
         data = None if self.fit_loop.is_done else self.loaders.open_sanity()
         if data is None or data.num_batches == 0:
             return
-        rng = capture_rng()
+        rng, window = capture_rng(), run.metrics.window
         self.state.stage = "sanity_check"
         run.lifecycle.on_sanity_check_start()
         self._eval_loop(run, "validation", data).run(run, data)
         run.metrics.discard_epoch("validation")
+        run.metrics.window = window
         run.lifecycle.on_sanity_check_end()
         self.state.stage = "train"
         restore_rng(rng)
@@ -539,12 +540,16 @@ class Trainer:
         self.state.stage = "validate"
         run.training_rng = rng = capture_rng()
         run.training_metrics = metric_states(run.module, copy=True)
+        run.validation_generators = self.loaders.capture_generators()
         own = run.lifecycle.own("on_validation_model_zero_grad")
-        (own or run.module.zero_grad)()
+        if own is not None:
+            own()
+        elif run.is_automatic:  # else the module may be accumulating
+            run.module.zero_grad()
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
         validate(run, data)
         restore_rng(rng)
-        run.training_rng = run.training_metrics = None
+        run.training_rng = None
         self.state.stage = "train"
 
     def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
@@ -595,7 +600,7 @@ class Trainer:
             self._finish_evaluation("validation")
             if self.state.fn == "fit" and self._run is not None:
                 self.fit_loop.mark_validated(self._run)
-                self._run.training_metrics = None
+                self._run.training_metrics = self._run.validation_generators = None
 
     def _after_test(self) -> None:
         self._finish_evaluation("test")

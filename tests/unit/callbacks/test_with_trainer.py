@@ -215,7 +215,6 @@ def test_early_stopping_stops_and_a_resumed_run_stays_stopped(tmp_path: Path) ->
     assert len(names(tmp_path / "c")) == 1
 
 
-@pytest.mark.xfail(reason="inside a window the saved position of the data is that of the micro-batch", strict=False)
 def test_an_exception_inside_a_window_is_saved_and_the_window_is_repeated(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "c", save_on_exception=True, every_n_epochs=5)
     with pytest.raises(RuntimeError, match="killed"):

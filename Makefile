@@ -1,0 +1,81 @@
+# Loopwright's commands. `make` alone lists them; each is one or two commands that work without make, too.
+#   make train STEPS=200 DEVICES=1      a small GPT on the source of Python's standard library
+#   make test TESTS=tests/unit/trainer  a part of the tests
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# What the examples and the tests take from the command line.
+STEPS   ?=
+DEVICES ?=
+FRESH   ?=
+ARGS    ?=
+TESTS   ?= tests
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train digits test test-gpu check format bench docs docs-test all clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(VENV)/installed-dev  ## make .venv with everything that developers need
+
+train: $(VENV)/installed  ## train a small GPT for some minutes: STEPS=, DEVICES=, FRESH=1, ARGS="--help"
+	@$(BIN)/python examples/gpt/train.py $(if $(STEPS),--steps $(STEPS)) $(if $(DEVICES),--devices $(DEVICES)) $(if $(FRESH),--fresh) $(ARGS)
+
+digits: $(VENV)/installed-examples  ## train a classifier of handwritten digits, in seconds
+	@$(BIN)/python examples/digits.py $(ARGS)
+
+test: export OMP_NUM_THREADS ?= 1
+test: setup  ## run the tests: TESTS=path, ARGS="-k name"
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu" $(TESTS) $(ARGS)
+
+test-gpu: setup  ## run the tests that need a GPU
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -m gpu $(TESTS) $(ARGS)
+
+check: setup $(VENV)/types/loopwright  ## lint, formatting and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/types:examples/gpt:benchmarks $(BIN)/mypy --strict -p loopwright
+
+format: setup  ## format the code and mend what can be mended
+	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
+
+bench: setup  ## measure against a hand-written loop; writes benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: setup  ## write docs/lifecycle.md, and the reference into site/
+	$(BIN)/python -m loopwright lifecycle > docs/lifecycle.md
+	$(BIN)/python -m pdoc --docformat google --no-show-source --output-directory site loopwright
+
+docs-test: setup  ## run the examples of README and docs, and check links and docs/lifecycle.md
+	$(BIN)/python docs/check_docs.py
+
+all: check test docs-test  ## what CI runs
+
+clean:  ## remove caches and generated pages; keeps .venv and runs/
+	rm -rf build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Each installation is a stamp file, so that a second `make` costs nothing until pyproject.toml or constraints.txt changes.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-examples: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[examples]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/installed $(VENV)/installed-examples
+
+# The repository root is the package, whatever its folder is called; mypy finds it here under its own name. Examples and
+# benchmarks are no part of it, but mypy checks them as well, and finds what they import beside them.
+$(VENV)/types/loopwright: | $(BIN)/python
+	mkdir -p $(VENV)/types && ln -sfn ../.. $@

@@ -1,0 +1,87 @@
+"""Measure Loopwright against a loop by hand: `make bench`, or `python benchmarks/run.py`.
+
+Writes RESULTS.md and results/latest.json. Each comparison runs both sides in turns, in CPU time, because other programs
+disturb both alike then. `--quick` only shows that everything runs; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import SECTIONS, describe
+from saving import time_saves
+from startup import time_first_steps, time_imports
+from steps import count_calls, count_reads, time_steps
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, as a test")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="leave out the other parts"
+    )
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md")
+    return parser.parse_args()
+
+
+def environment() -> dict[str, Any]:
+    """Say what the numbers depend on; no names of machines or people."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as info:
+            model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), model)
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else -1.0,
+        "date": date.today().isoformat(),
+    }
+
+
+def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
+    """Run the chosen parts and return their numbers."""
+    results: dict[str, Any] = {"environment": environment(), "is_quick": is_quick}
+    for part in parts:
+        print(f"measuring {part} ...", file=sys.stderr, flush=True)
+        if part == "steps":
+            results[part] = time_steps(num_batches=60 if is_quick else 1500, rounds=1 if is_quick else 7)
+        elif part == "calls":
+            results[part] = count_calls(num_batches=60 if is_quick else 200)
+        elif part == "reads":
+            results[part] = count_reads(num_batches=60 if is_quick else 500, log_every=10 if is_quick else 50)
+        elif part == "imports":
+            results[part] = time_imports(processes=1 if is_quick else 7)
+        elif part == "first-step":
+            results[part] = time_first_steps(processes=1 if is_quick else 5)
+        elif part == "saving":
+            results[part] = time_saves(
+                num_parameters=2_000_000 if is_quick else 50_000_000, rounds=1 if is_quick else 5
+            )
+    return results
+
+
+def main() -> None:
+    args = parse_arguments()
+    results = measure(args.only, is_quick=args.quick)
+    text = describe(results)
+    print(text)
+    folder = args.output / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (args.output / "RESULTS.md").write_text(text, encoding="utf-8")
+    (folder / "latest.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

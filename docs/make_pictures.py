@@ -1,0 +1,104 @@
+"""Make the pictures of README.md from a real run of `make train`; needs tmux and chromium, and is run by hand.
+
+`python docs/make_pictures.py terminal` starts the training in a terminal of its own and, when it has ended, takes its
+text with its colours. `python docs/make_pictures.py tensorboard` takes a screenshot of the curves in TensorBoard.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "img"
+WIDTH, HEIGHT = 110, 60
+PORT = 6017
+TAGS = "loss|lr/pg1"  # the curves to show
+
+
+def tmux(*arguments: str) -> str:
+    command = ["tmux", "-L", "pictures", "-f", os.devnull, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def terminal() -> None:
+    """Run `make train` in a terminal, and write what is on the screen at the end to docs/img/terminal.svg."""
+    from rich.console import Console
+    from rich.text import Text
+
+    tmux("new-session", "-d", "-x", str(WIDTH), "-y", str(HEIGHT), "make train; echo; sleep 3600")
+    try:
+        screen = ""
+        while "Where to look" not in screen:
+            time.sleep(2)
+            screen = tmux("capture-pane", "-e", "-p")
+        time.sleep(1)
+        screen = tmux("capture-pane", "-e", "-p").rstrip()
+    finally:
+        tmux("kill-server")
+    # The interpreter's path is that of this machine; whoever reads the picture has another one.
+    screen = screen.replace(f"{sys.executable} -m tensorboard.main", "tensorboard")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
+        console.print(Text.from_ansi("$ make train\n" + screen), soft_wrap=True)
+    console.save_svg(str(IMAGES / "terminal.svg"), title="make train")
+
+
+def tensorboard() -> None:
+    """Write docs/img/tensorboard.png: the scalars of runs/gpt."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("chromium is not installed")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", "--logdir", "runs/gpt", "--host", "127.0.0.1", "--port", str(PORT)],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for_curves()
+        with tempfile.TemporaryDirectory() as profile:
+            subprocess.run(
+                [
+                    browser,
+                    "--headless=new",
+                    "--no-sandbox",
+                    "--hide-scrollbars",
+                    f"--user-data-dir={profile}",
+                    "--window-size=1700,620",
+                    "--virtual-time-budget=20000",
+                    f"--screenshot={IMAGES / 'tensorboard.png'}",
+                    f"http://127.0.0.1:{PORT}/?forceSVG=true&tagFilter={quote(TAGS)}#timeseries",
+                ],
+                check=True,
+                capture_output=True,
+                timeout=180,
+            )
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_for_curves() -> None:
+    address = f"http://127.0.0.1:{PORT}/data/runs"
+    for _ in range(120):
+        time.sleep(0.5)
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                if len(answer.read()) > len("[]"):
+                    return
+        except OSError:
+            continue
+    sys.exit("TensorBoard shows no run in runs/gpt; run `make train` first")
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name in sys.argv[1:] or ["terminal", "tensorboard"]:
+        {"terminal": terminal, "tensorboard": tensorboard}[name]()

@@ -1,0 +1,119 @@
+"""Train a small GPT on the source of Python's standard library: `make train`, or `python examples/gpt/train.py`.
+
+Run it again after Ctrl-C (or kill -9): it goes on where it was. The model is in model.py, the text in text.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import GPT
+from text import StandardLibrary
+
+import loopwright as lw
+
+RUN_DIR = Path("runs/gpt")
+CHECKPOINTS = RUN_DIR / "checkpoints"
+LAST = CHECKPOINTS / "last.ckpt"  # the newest of an unfinished run
+FINAL = RUN_DIR / "final.ckpt"  # written when all is done, validation included
+VALIDATE_EVERY = 200
+SAVE_EVERY = 20
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps")
+    parser.add_argument("--devices", default="1", help="how many devices, or 'auto'")
+    parser.add_argument("--accelerator", default="auto", help="cpu, cuda, mps or auto")
+    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, ...")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sample")
+    parser.add_argument("--fresh", action="store_true", help="forget the earlier run and start anew")
+    parser.add_argument("--prompt", default="def ", help="what the sample of generated text starts with")
+    return parser.parse_args()
+
+
+def read(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, {} if there is none; any script can open one like this."""
+    return torch.load(checkpoint, weights_only=True, mmap=True) if checkpoint.exists() else {}
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.fresh:
+        FINAL.unlink(missing_ok=True)
+        for folder in (CHECKPOINTS, RUN_DIR / "tensorboard", RUN_DIR / "csv"):
+            shutil.rmtree(folder, ignore_errors=True)
+    lw.seed_everything(args.seed, verbose=False)
+
+    best = lw.ModelCheckpoint(
+        dirpath=CHECKPOINTS,
+        filename="{step}-{val_loss:.3f}",
+        monitor="val_loss",
+        save_top_k=2,  # after each validation
+    )
+    newest = lw.ModelCheckpoint(dirpath=CHECKPOINTS, save_top_k=0, save_last=True, every_n_train_steps=SAVE_EVERY)
+
+    finished = read(FINAL).get("global_step", 0)
+    if finished >= args.steps:
+        print(f"The run in {RUN_DIR} has done its {finished} steps. A higher STEPS= goes on; FRESH=1 starts anew.")
+    else:
+        done = read(LAST).get("global_step", 0)
+        if done:
+            print(f"Going on at step {done} of {args.steps}. FRESH=1 starts anew.")
+        trainer = lw.Trainer(
+            max_steps=args.steps,
+            accelerator=args.accelerator,
+            devices=args.devices,
+            precision=args.precision,
+            accumulate_grad_batches=args.accumulate,
+            gradient_clip_val=1.0,
+            val_check_interval=min(VALIDATE_EVERY, args.steps) * args.accumulate,
+            check_val_every_n_epoch=None,  # count batches across epochs
+            log_every_n_steps=10,
+            callbacks=[best, newest, lw.LearningRateMonitor()],
+            # With a version that is always the same, a resumed run goes on in the same folders.
+            logger=[
+                lw.TensorBoardLogger(RUN_DIR, name="tensorboard", version=0, default_hp_metric=False),
+                lw.CSVLogger(RUN_DIR, name="csv", version=0),
+            ],
+            default_root_dir=RUN_DIR,
+        )
+        data = StandardLibrary(RUN_DIR, batch_size=args.batch_size)
+        trainer.fit(GPT(), datamodule=data, ckpt_path="last" if done else None)
+        trainer.save_checkpoint(FINAL)
+
+    report(best.state_key, args)
+
+
+def report(state_key: str, args: argparse.Namespace) -> None:
+    """Print how good the best model is, a sample of its text, and where to look."""
+    state = read(FINAL)["callbacks"][state_key]
+    path = CHECKPOINTS / Path(state["best_model_path"]).name
+    model = GPT.load_from_checkpoint(path, map_location="cpu")
+    sample = model.generate(args.prompt.encode(), length=500, seed=args.seed)
+    val_loss = float(state["best_model_score"])
+
+    print(
+        f"\nBest model: val_loss {val_loss:.4f} nats = {val_loss / math.log(2):.3f} bits per byte, on files never seen"
+    )
+    print(f"{' What it writes ':-^80}")
+    print(sample.decode("utf-8", errors="replace"))
+    print(f"{' Where to look ':-^80}")
+    print(f"  curves      {sys.executable} -m tensorboard.main --logdir {RUN_DIR}")
+    print(f"  numbers     {RUN_DIR / 'csv' / 'version_0' / 'metrics.csv'}")
+    print(f"  best model  {path}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped. The same command goes on where the run was saved last.")

@@ -1,0 +1,181 @@
+"""What can be counted about the cost of the package: imported modules, frames, Python calls per step. No clocks."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import loopwright as lw
+
+from .sources import ROOT
+
+MOST_MODULES = 100
+MOST_FRAMES = 6
+MOST_CALLS = 25
+# What is read from an iterable of the user's own has its own course of the global generators: exact resume needs that.
+MOST_CALLS_OF_AN_ITERABLE = 40
+
+
+def python(program: str, folder: Path) -> str:
+    """Run a program in a fresh interpreter, outside of the repository, and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_imports_no_torch_and_opens_nothing(tmp_path: Path) -> None:
+    program = """
+import sys
+seen = []
+def watch(event, args):
+    if event.startswith(("socket.", "subprocess.", "os.system", "os.fork", "os.putenv", "signal.")):
+        seen.append(event)
+sys.addaudithook(watch)
+import os, signal
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+environment = dict(os.environ)
+import loopwright
+assert "torch" not in sys.modules, "torch"
+assert "numpy" not in sys.modules, "numpy"
+assert not seen, seen
+assert environment == dict(os.environ)
+assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+assert "torch" not in sys.modules
+dir(loopwright)
+loopwright.ConfigError
+assert "torch" not in sys.modules, "errors need torch"
+"""
+    python(program, tmp_path)
+
+
+def test_the_trainer_adds_few_modules_over_torch(tmp_path: Path, record_property: Any) -> None:
+    program = """
+import torch, sys
+before = set(sys.modules)
+import loopwright as lw
+lw.Trainer
+added = sorted(set(sys.modules) - before)
+print(" ".join(added))
+"""
+    added = python(program, tmp_path).split()
+    foreign = [name for name in added if not name.startswith("loopwright")]
+    record_property("modules", len(added))
+    print(f"lw.Trainer adds {len(added)} modules over torch, {len(foreign)} of them not ours: {' '.join(foreign)}")
+    assert len(added) <= MOST_MODULES, added
+    heavy = ("torch._dynamo", "torch.utils.tensorboard", "numpy", "rich", "tqdm", "fsspec", "torchmetrics", "omegaconf")
+    assert not [name for name in added if name.startswith(heavy)]
+
+
+def test_no_file_is_imported_twice() -> None:
+    # The root is the package: pytest must not import it again under the name of the clone's folder.
+    by_file = defaultdict(set)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).resolve().is_relative_to(ROOT) and ".venv" not in file:
+            by_file[str(Path(file).resolve())].add(id(module))
+            assert not name.startswith(f"{ROOT.name}.") or ROOT.name == "loopwright", name
+    assert not {file: ids for file, ids in by_file.items() if len(ids) > 1}
+    assert str(ROOT / "__init__.py") in by_file
+
+
+# --- a training step ------------------------------------------------------------------------------------------------
+
+
+class Toy(lw.Module):
+    """A network of one layer that counts Python calls from one of its training steps to another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.first, self.last = first, last
+        self.calls = 0
+        self.frames: list[str] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.first:
+            sys.setprofile(self._count)
+        elif batch_idx == self.last:
+            sys.setprofile(None)
+            frame: FrameType | None = sys._getframe()
+            while frame is not None:
+                self.frames.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+                frame = frame.f_back
+        return self.layer(batch).square().mean()
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls += event == "call"
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+STEPS = 50
+QUIET: dict[str, Any] = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
+class Iterable:
+    """Batches in memory, which no DataLoader gives: reading them must not disturb the generators of training."""
+
+    def __len__(self) -> int:
+        return STEPS + 20
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(2, 4)] * len(self))
+
+
+def from_loader() -> Any:
+    return DataLoader(torch.ones(2 * (STEPS + 20), 4), batch_size=2, shuffle=True)
+
+
+def by_hand(batches: Any) -> float:
+    """Return the Python calls of a step of the loop that everybody writes."""
+    toy = Toy(10, 10 + STEPS)
+    optimizer = toy.configure_optimizers()
+    toy.train()
+    for index, batch in enumerate(batches):
+        loss = toy.training_step(batch, index)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return toy.calls / STEPS
+
+
+@pytest.mark.parametrize("make_batches", [from_loader, Iterable], ids=["DataLoader", "iterable"])
+@pytest.mark.parametrize(
+    "options", [{"barebones": True}, {**QUIET, "log_every_n_steps": 0}, QUIET], ids=["barebones", "no log", "quiet"]
+)
+def test_a_step_makes_few_python_calls(
+    options: dict[str, Any], make_batches: Callable[[], Any], record_property: Any
+) -> None:
+    gc.disable()  # a finaliser is a call, too
+    try:
+        toy = Toy(10, 10 + STEPS)
+        lw.Trainer(accelerator="cpu", max_epochs=1, **options).fit(toy, make_batches())
+        hand = by_hand(make_batches())
+    finally:
+        gc.enable()
+        sys.setprofile(None)
+    ours = toy.calls / STEPS
+    record_property("calls", ours - hand)
+    print(f"{ours:.2f} calls per step, by hand {hand:.2f}: {ours - hand:+.2f}")
+    assert ours <= hand + (MOST_CALLS if make_batches is from_loader else MOST_CALLS_OF_AN_ITERABLE)
+
+
+def test_few_frames_lie_between_fit_and_the_step() -> None:
+    toy = Toy(10, 20)
+    lw.Trainer(accelerator="cpu", max_epochs=1, **QUIET).fit(toy, from_loader())
+    depth = [name.rsplit(".", 1)[-1] for name in toy.frames].index("fit") + 1
+    print(f"{depth} frames: {' <- '.join(toy.frames[:depth])}")
+    assert depth <= MOST_FRAMES, toy.frames[:depth]

@@ -1,0 +1,83 @@
+"""Imports inside the package go one way, so that each folder can be read with only those below it in mind."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from .sources import ROOT, package_files, place, tree_of
+
+# A folder or file may import what stands in an earlier row, and itself.
+LAYERS = (
+    {"errors", "protocols"},
+    {"accelerators"},
+    {"precision"},
+    {"strategies"},
+    {"checkpoint", "data"},
+    {"fabric"},
+    {"callbacks", "loggers", "profilers"},
+    {"trainer"},
+    {"cli"},
+    {"__main__"},
+)
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+
+# Imports within a function that go to the side or up: (file, imported part) and why.
+DOCUMENTED = {
+    ("checkpoint/rebuild.py", "data"): "puts saved hyperparameters into the module that it builds",
+    ("data/module.py", "checkpoint"): "DataModule.load_from_checkpoint reads a checkpoint",
+}
+
+
+def imports(file: Path) -> Iterator[tuple[ast.AST, str, bool]]:
+    """Give what a file imports of the package: the node, the part, and whether it is within a function."""
+    parts = file.relative_to(ROOT).parts
+
+    def walk(node: ast.AST, *, is_lazy: bool) -> Iterator[tuple[ast.AST, str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.level:
+                folder = parts[: len(parts) - child.level]
+                target = [*folder, *(child.module or "").split(".")]
+                target = [name for name in target if name]
+                for name in [target[0]] if target else [alias.name for alias in child.names]:
+                    yield child, name, is_lazy
+            elif isinstance(child, ast.Import | ast.ImportFrom):
+                names = [child.module or ""] if isinstance(child, ast.ImportFrom) else [a.name for a in child.names]
+                assert not any(name.split(".")[0] == "loopwright" for name in names), (
+                    f"{place(file, child)}: imports inside the package are relative"
+                )
+            else:
+                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, is_lazy=is_lazy or is_function)
+
+    yield from walk(tree_of(file), is_lazy=False)
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def test_every_part_of_the_package_has_its_place_in_the_order() -> None:
+    assert {part_of(file) for file in package_files()} - {"__init__"} == set(RANK)
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    used = set()
+    for file in package_files():
+        here = part_of(file)
+        if here == "__init__":
+            continue  # looks public names up when they are first used
+        for node, part, is_lazy in imports(file):
+            if part in ("__version__", here) or RANK[part] < RANK[here]:
+                continue
+            documented = (str(file.relative_to(ROOT)), part)
+            if is_lazy and documented in DOCUMENTED:
+                used.add(documented)
+                continue
+            wrong.append(f"{place(file, node)}: {here} imports {part}")
+    assert not wrong, "\n".join(wrong)
+    assert used == set(DOCUMENTED), "an exception that nothing needs any more"

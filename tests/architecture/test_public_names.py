@@ -1,0 +1,115 @@
+"""What the package offers: names that exist, are listed, and say what they are for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import tomllib
+
+import pytest
+
+import loopwright as lw
+
+from .sources import ROOT, package_files, package_folders, place, tree_of
+
+
+def module_name(folder: str) -> str:
+    return ".".join(["loopwright", *folder.split("/")]) if folder else "loopwright"
+
+
+FOLDERS = [str(folder.relative_to(ROOT)) for folder in package_folders() if folder != ROOT]
+
+
+def test_the_listed_packages_are_those_that_are_there() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = settings["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(["loopwright", *map(module_name, FOLDERS)])
+    assert (ROOT / "py.typed").exists()
+
+
+def test_no_file_is_named_like_a_module_of_the_standard_library() -> None:
+    names = {part.stem for part in package_files() if not part.stem.startswith("__")}
+    names |= {folder.name for folder in package_folders() if folder != ROOT}
+    names |= {file.stem for file in ROOT.glob("*.py") if not file.stem.startswith("__")}
+    assert not names & set(sys.stdlib_module_names)
+
+
+def test_the_public_names_are_sorted_and_each_resolves() -> None:
+    names = [name for name in lw.__all__ if name != "__version__"]
+    assert names == sorted(set(names))
+    for name in lw.__all__:
+        assert getattr(lw, name) is not None
+    assert set(lw.__all__) <= set(dir(lw))
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
+    with pytest.raises(AttributeError, match="Trainer"):
+        lw.Trianer  # noqa: B018
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_lists_its_public_names(folder: str) -> None:
+    module = importlib.import_module(module_name(folder))
+    names = list(module.__all__)
+    assert len(names) == len(set(names))
+    for name in names:
+        getattr(module, name)
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith(f"{module.__name__}.")
+    }
+    assert public - set(names) <= {"TYPE_CHECKING"}, "imported, and not in __all__"
+
+
+def test_every_file_that_lists_names_defines_them() -> None:
+    wrong = []
+    for file in package_files():
+        tree = tree_of(file)
+        if file.name == "__init__.py":
+            continue
+        listed = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        if not listed:
+            wrong.append(f"{place(file, tree)}: no __all__")
+            continue
+        module = importlib.import_module(module_name(str(file.relative_to(ROOT).with_suffix(""))))
+        wrong += [f"{place(file, tree)}: {name}" for name in listed[0] if not hasattr(module, name)]
+    assert not [line for line in wrong if not line.startswith("__main__")], "\n".join(wrong)
+
+
+def documented_objects() -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for owner in (lw, *(importlib.import_module(module_name(folder)) for folder in FOLDERS)):
+        for name in owner.__all__:
+            value = getattr(owner, name)
+            if not (inspect.isclass(value) or inspect.isroutine(value)):
+                continue
+            found.append((f"{owner.__name__}.{name}", value))
+            if inspect.isclass(value):
+                own = {k: v for k, v in vars(value).items() if not k.startswith("_")}
+                found += [
+                    (f"{owner.__name__}.{name}.{key}", getattr(value, key))
+                    for key, v in own.items()
+                    if inspect.isroutine(v) or isinstance(v, property | classmethod | staticmethod)
+                ]
+    return found
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    # A dataclass writes a docstring of its own: its signature.
+    wrong = [
+        name
+        for name, value in documented_objects()
+        if not inspect.getdoc(value) or (inspect.getdoc(value) or "").startswith(f"{name.rsplit('.', 1)[-1]}(")
+    ]
+    assert not wrong, wrong
+
+
+def test_every_file_says_what_lives_there() -> None:
+    assert not [place(file, tree_of(file)) for file in package_files() if not ast.get_docstring(tree_of(file))]

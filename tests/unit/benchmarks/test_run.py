@@ -1,0 +1,29 @@
+"""benchmarks/run.py measures every part; the numbers themselves are never asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "run.py"
+
+
+@pytest.mark.slow
+def test_quick_run_writes_every_section(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--output", str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results" / "latest.json").read_text())
+    assert {"steps", "calls", "reads", "imports", "first-step", "saving"} <= set(results)
+    assert all(row["weights_equal"] for row in results["steps"])
+    assert "EXCEPT" not in (tmp_path / "RESULTS.md").read_text()

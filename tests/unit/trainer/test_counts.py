@@ -1,0 +1,201 @@
+"""What can be counted on the hot path: reads of the device, frames, calls of hooks nobody hears."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Net, Recorder, RecordingLogger, ValidatedNet, loader, momentum, net, quiet
+
+import loopwright as lw
+from loopwright.callbacks import EMA, Callback
+
+
+class CountReads(TorchDispatchMode):
+    """Counts operations that bring a number to the host."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if name in self.NAMES:
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Logging(Net):
+    """Logs four values in every way, and counts host reads by the step at which they happen."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum)  # Adam on the CPU reads its own count of steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log_dict({"a": loss * 2, "b": 3.0})
+        self.log("c", lw.Loss(loss.detach(), torch.ones(())), on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("form", ["mean", "loss"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_no_value_is_read_from_the_device_between_log_boundaries(
+    form: str, accumulate: int, tmp_path: Any, capsys: Any
+) -> None:
+    class Watched(Logging):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss if form == "mean" else lw.Loss(loss * 2, torch.tensor(2.0))
+
+    module = net(Watched)
+    counter = CountReads()
+    trainer = lw.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=1000,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        callbacks=[EMA(0.9), lw.TQDMProgressBar(), Counting(counter)],
+        logger=RecordingLogger(),
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, loader(100 * accumulate, 1))
+    assert trainer.global_step == 100
+    marks = next(callback.marks for callback in trainer.callbacks if isinstance(callback, Counting))
+    assert marks == [0] * (100 * accumulate)
+
+
+class Counting(Callback):
+    """Turns the counter on for training, and notes the count after each batch; torch's own reads are left out."""
+
+    def __init__(self, counter: CountReads) -> None:
+        self.counter = counter
+        self.marks: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.counter.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.marks.append(len(self.counter.reads))
+        if trainer.is_last_batch:
+            self.counter.__exit__(None, None, None)
+
+
+def test_one_packed_copy_is_made_at_a_log_boundary() -> None:
+    copies: list[int] = []
+    module = net(Logging)
+    trainer = quiet(max_epochs=1, log_every_n_steps=10, logger=RecordingLogger())
+    original = trainer._metrics._pack
+
+    def pack(values: Any) -> Any:
+        copies.append(trainer.global_step)
+        return original(values)
+
+    trainer._metrics._pack = pack  # type: ignore[method-assign]
+    trainer.fit(module, loader(40, 1))
+    assert copies == [10, 20, 30, 40, 40]  # the last is the epoch's
+
+
+def test_the_step_is_at_most_six_frames_below_fit() -> None:
+    depths: list[int] = []
+
+    class Deep(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            frame, names = sys._getframe(), []
+            while frame.f_code.co_name != "fit":
+                names.append(frame.f_code.co_name)
+                frame = frame.f_back  # type: ignore[assignment]
+            depths.append(len(names) + 1)
+            return self.loss(batch)
+
+    quiet(max_epochs=1).fit(net(Deep), loader())
+    assert max(depths) <= 6
+
+
+def test_a_callback_that_hears_nothing_is_never_called() -> None:
+    calls: list[str] = []
+
+    class Deaf(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_train_batch"):
+                calls.append(name)
+            return super().__getattribute__(name)
+
+    quiet(max_epochs=2, callbacks=[Deaf() for _ in range(3)]).fit(net(Net), loader())
+    first = len(calls)
+    calls.clear()
+    quiet(max_epochs=20, callbacks=[Deaf() for _ in range(3)]).fit(net(Net), loader())
+    assert len(calls) == first  # looked at once per run, whatever the number of steps
+
+
+def python_calls(action: Any) -> int:
+    """Return how many Python functions are called while the action runs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_takes_at_most_twenty_five_python_calls_more_than_the_hand_written_loop() -> None:
+    def trained(count: int) -> int:
+        module, data = net(Net), loader(count, 1)
+        trainer = quiet(max_epochs=1)
+        return python_calls(lambda: trainer.fit(module, data))
+
+    def by_hand(count: int) -> int:
+        module, data = net(Net), loader(count, 1)
+        optimizer = module.configure_optimizers()
+
+        def run() -> None:
+            for batch in data:
+                optimizer.zero_grad()
+                module.training_step(batch, 0).backward()
+                optimizer.step()
+
+        return python_calls(run)
+
+    ours = (trained(60) - trained(20)) / 40
+    theirs = (by_hand(60) - by_hand(20)) / 40
+    assert ours - theirs <= 25
+
+
+def test_ten_thousand_log_calls_keep_a_bounded_number_of_values() -> None:
+    sizes: list[int] = []
+
+    class Long(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for _ in range(100):
+                self.log("x", 1.0, on_step=False, on_epoch=True)
+            slot = self.trainer._metrics.table_of("training_step").slots["x"]
+            sizes.append(len(slot.values))
+            return self.loss(batch)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(net(Long), loader(100, 1))
+    assert max(sizes) < 600
+    assert trainer.callback_metrics["x"] == 1.0
+
+
+def test_a_module_without_a_listener_logs_nothing_and_pays_nothing() -> None:
+    recorder = Recorder()
+    trainer = quiet(max_epochs=1, callbacks=recorder)
+    trainer.fit(net(ValidatedNet), loader(), loader())
+    assert trainer.logged_metrics == {} or set(trainer.logged_metrics) <= {"val_loss", "epoch"}
+    assert torch.is_tensor(trainer.callback_metrics["val_loss"])

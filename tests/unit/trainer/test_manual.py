@@ -1,0 +1,388 @@
+"""Manual optimization: the module steps its own optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+from toys import Net, Recorder, assert_same, loader, net, quiet
+
+import loopwright as lw
+from loopwright.callbacks import Callback, GradientAccumulationScheduler
+from loopwright.errors import ConfigError, ModuleError
+
+
+class Gan(lw.Module):
+    """Two networks that play against each other, each with its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Linear(4, 4)
+        self.critic = nn.Linear(4, 1)
+
+    def generator_loss(self, x: Tensor) -> Tensor:
+        return -self.critic(self.generator(x)).mean()
+
+    def critic_loss(self, x: Tensor) -> Tensor:
+        return (self.critic(self.generator(x)) - self.critic(x)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return [Adam(self.generator.parameters(), lr=0.01), SGD(self.critic.parameters(), lr=0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x = batch[0]
+        self.toggle_optimizer(first)
+        assert not any(p.requires_grad for p in self.critic.parameters())
+        first.zero_grad()
+        self.manual_backward(self.generator_loss(x))
+        first.step()
+        self.untoggle_optimizer(first)
+        with self.toggled_optimizer(second):
+            assert not any(p.requires_grad for p in self.generator.parameters())
+            second.zero_grad()
+            self.manual_backward(self.critic_loss(x))
+            second.step()
+        assert all(p.requires_grad for p in self.parameters())
+
+
+def gan(kind: type[Gan] = Gan) -> Gan:
+    torch.manual_seed(2)
+    return kind()
+
+
+def gan_by_hand(batches: Any) -> Gan:
+    module = gan()
+    first, second = module.configure_optimizers()
+    for batch in batches:
+        first.zero_grad()
+        module.generator_loss(batch[0]).backward()
+        first.step()
+        second.zero_grad()
+        module.critic_loss(batch[0]).backward()
+        second.step()
+    return module
+
+
+def test_two_optimizers_equal_the_hand_written_loop_and_count_one_step_per_batch() -> None:
+    expected = gan_by_hand([*loader(16), *loader(16)])
+    module = gan()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(module, loader(16))
+    assert_same(module, expected)
+    assert trainer.global_step == 16
+
+
+def test_max_steps_counts_batches_not_optimizers() -> None:
+    recorder = Recorder(lambda trainer: trainer.global_step)
+    trainer = quiet(max_steps=8, callbacks=recorder)
+    trainer.fit(gan(), loader(40))
+    assert recorder.notes == list(range(1, 9))
+    assert trainer.global_step == 8
+
+
+def test_toggle_model_is_the_same_as_a_context() -> None:
+    class WithContext(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            for optimizer, loss in ((first, self.generator_loss), (second, self.critic_loss)):
+                with optimizer.toggle_model(sync_grad=True):
+                    optimizer.zero_grad()
+                    self.manual_backward(loss(batch[0]))
+                    optimizer.step()
+
+    module = gan(WithContext)
+    quiet(max_epochs=1).fit(module, loader())
+    assert_same(module, gan_by_hand(loader()))
+
+
+def test_toggling_leaves_frozen_parameters_frozen() -> None:
+    class Frozen(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic.bias.requires_grad = False
+            self.generator.bias.requires_grad = False
+
+    module = gan(Frozen)
+
+    class Check(Frozen):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            for optimizer in (first, second):
+                with self.toggled_optimizer(optimizer):
+                    pass
+                assert not self.critic.bias.requires_grad
+                assert not self.generator.bias.requires_grad
+                assert self.critic.weight.requires_grad
+
+    quiet(max_epochs=1).fit(gan(Check), loader())
+    assert not module.critic.bias.requires_grad
+
+
+class Manual(Net):
+    """One optimizer by hand: accumulates over two batches, clips, and steps a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [StepLR(optimizer, 2, 0.5)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch) / 2
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.norms.append(self.clip_gradients(optimizer, 0.1, "norm"))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+        return loss
+
+
+def test_accumulation_clipping_and_schedules_by_hand_equal_the_hand_written_loop() -> None:
+    expected = net(Manual)
+    (optimizer,), (schedule,) = expected.configure_optimizers()
+    norms = []
+    for _ in range(2):
+        for index, batch in enumerate(loader(16)):
+            (expected.loss(batch) / 2).backward()
+            if index % 2:
+                norms.append(nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+
+    module = net(Manual)
+    recorder = Recorder(lambda trainer: trainer.global_step)
+    trainer = quiet(max_epochs=2, callbacks=recorder)
+    trainer.fit(module, loader(16))
+
+    assert_same(module, expected)
+    assert module.norms == norms
+    assert recorder.notes[:5] == [0, 1, 1, 2, 2]
+    assert trainer.global_step == 8
+
+
+def test_clipping_by_value_by_hand() -> None:
+    class ByValue(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            assert self.clip_gradients(optimizer, 0.01, "value") is None
+            assert all(p.grad.abs().max() <= 0.01 for p in self.parameters())
+            optimizer.step()
+
+    quiet(max_epochs=1).fit(net(ByValue), loader())
+
+
+def test_step_takes_a_closure_and_returns_its_loss() -> None:
+    class WithClosure(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            assert optimizer.step(closure).ndim == 0
+
+    expected = net(Net)
+    optimizer = SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for batch in loader():
+        optimizer.zero_grad()
+        expected.loss(batch).backward()
+        optimizer.step()
+    module = net(WithClosure)
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, loader())
+    assert_same(module, expected)
+    assert trainer.global_step == 4
+
+
+def test_lbfgs_by_hand_equals_the_hand_written_loop() -> None:
+    class ByHand(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+    expected = net(ByHand)
+    optimizer = expected.configure_optimizers()
+    for batch in loader():
+
+        def closure(batch: Any = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = expected.loss(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    module = net(ByHand)
+    quiet(max_epochs=1).fit(module, loader())
+    assert_same(module, expected)
+
+
+def test_hooks_fire_from_manual_backward_and_from_step_only() -> None:
+    seen: list[str] = []
+
+    class Watch(Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            seen.append("before_backward")
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            seen.append("after_backward")
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.append(f"before_step {type(optimizer).__name__}")
+
+        def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.append("zero_grad")
+
+    quiet(max_epochs=1, max_steps=1, callbacks=Watch()).fit(gan(), loader())
+    assert seen == [
+        "before_backward", "after_backward", "before_step Adam", "before_backward", "after_backward", "before_step SGD",
+    ]  # fmt: skip
+
+
+def test_the_managed_optimizer_looks_like_the_one_it_wraps() -> None:
+    class Looking(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            managed, plain = self.optimizers(), self.optimizers(use_pl_optimizer=False)
+            assert isinstance(managed, SGD)
+            assert type(plain) is SGD
+            assert managed.param_groups is plain.param_groups
+            assert managed.state is plain.state
+            assert "SGD" in repr(managed)
+
+    quiet(max_epochs=1).fit(net(Looking), loader())
+
+
+def test_the_step_of_torchs_own_optimizer_is_not_counted() -> None:
+    class Uncounted(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers(use_pl_optimizer=False).step()
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(net(Uncounted), loader())
+    assert trainer.global_step == 0
+
+
+def test_schedules_are_none_one_or_a_list() -> None:
+    seen: list[Any] = []
+
+    def fit(make: Any) -> None:
+        class Asking(Manual):
+            def configure_optimizers(self) -> Any:
+                return make(self)
+
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                seen.append((self.optimizers(), self.lr_schedulers()))
+
+        quiet(max_epochs=1, limit_train_batches=1).fit(net(Asking), loader())
+
+    def build(module: nn.Module) -> SGD:
+        return SGD(module.parameters(), lr=0.1)
+
+    fit(build)
+    fit(lambda m: ([o := build(m)], [StepLR(o, 1)]))
+    fit(lambda m: ([o := build(m), p := build(m)], [StepLR(o, 1), StepLR(p, 1)]))
+    assert isinstance(seen[0][0], SGD)
+    assert seen[0][1] is None
+    assert isinstance(seen[1][1], StepLR)
+    assert [len(part) for part in seen[2]] == [2, 2]
+
+
+def test_schedules_are_never_stepped_for_the_module() -> None:
+    class Idle(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(net(Idle), loader())
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("returned", [None, 1.5, {"loss": 3}, {"anything": "else"}])
+def test_a_manual_step_may_return_nothing_or_extras(returned: Any) -> None:
+    class Returning(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return returned
+
+    if returned in (1.5, {"loss": 3}):
+        with pytest.raises(ModuleError, match="training_step returned"):
+            quiet(max_epochs=1).fit(net(Returning), loader())
+    else:
+        quiet(max_epochs=1).fit(net(Returning), loader())
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5"),
+        ({"callbacks": GradientAccumulationScheduler({0: 2})}, "GradientAccumulationScheduler"),
+    ],
+)
+def test_what_the_trainer_cannot_do_in_manual_optimization_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quiet(max_epochs=1, **arguments).fit(gan(), loader())
+
+
+@pytest.mark.parametrize("call", ["manual_backward", "toggle_optimizer", "untoggle_optimizer"])
+def test_manual_calls_in_automatic_optimization_are_refused(call: str) -> None:
+    class Confused(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            getattr(self, call)(loss if call == "manual_backward" else self.optimizers())
+            return loss
+
+    with pytest.raises(ModuleError, match=f"{call} was called while optimization is automatic"):
+        quiet(max_epochs=1).fit(net(Confused), loader())
+
+
+def test_a_closure_that_cannot_be_called_is_refused() -> None:
+    class Wrong(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().step(self.loss(batch))
+
+    with pytest.raises(ModuleError, match="a closure of type Tensor"):
+        quiet(max_epochs=1).fit(net(Wrong), loader())
+
+
+def test_a_wrong_clipping_algorithm_is_refused() -> None:
+    class Wrong(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(self.optimizers(), 0.1, "nrom")
+
+    with pytest.raises(ConfigError, match="'nrom'"):
+        quiet(max_epochs=1).fit(net(Wrong), loader())
