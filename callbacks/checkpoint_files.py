@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..checkpoint.disk import open_temporary, remove_quietly, sync_file, sync_folder
+from ..checkpoint.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
 from ..errors import ConfigError, ModuleError, nearest
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "modified_ns",
     "normalized",
     "remove",
+    "remove_unfinished",
     "render_name",
     "same_file",
     "template_names",
@@ -276,6 +277,12 @@ def copy(source: str, path: str) -> None:
         remove_quietly(temporary)
         raise
     sync_folder(Path(path).parent)
+
+
+def remove_unfinished(dirpath: str) -> None:
+    """Remove files that a killed process was writing; those of living ones are locked and stay."""
+    if is_local(dirpath) and os.path.isdir(dirpath):
+        remove_stale(Path(dirpath))
 
 
 def check_dirpath(dirpath: str) -> None:

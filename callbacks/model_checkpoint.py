@@ -261,6 +261,7 @@ class ModelCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             files.check_dirpath(self.dirpath)
             self._warn_of_settings(trainer)
+            files.remove_unfinished(self.dirpath)
             self._remove_leftovers(trainer)
             self._complete_last(trainer)
         self._books.pending_removals = []

@@ -29,8 +29,19 @@ _FIELD_KEYS = {
     "optimizers": "optimizer_states",
     "schedulers": "lr_schedulers",
 }
-_OWN_STATES = ("progress", "data", "rng", "metrics", "precision", "loggers", "schedule_progress", "metric_objects",
-               "validation_generators", "gradients")  # fmt: skip
+_OWN_STATES = (
+    "progress",
+    "data",
+    "rng",
+    "metrics",
+    "metric_objects",
+    "precision",
+    "loggers",
+    "schedule_progress",
+    "gradients",
+    "validation_generators",
+    "frozen",
+)
 
 
 @dataclass(slots=True)
@@ -110,7 +121,7 @@ def _lightning_progress(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "epochs": completed,
         "steps": int(checkpoint.get("global_step", 0)),
-        "batches_in_epoch": 0 if is_last else int(batches.get("current", {}).get("completed", 0)),
-        "total_batches": int(batches.get("total", {}).get("completed", 0)),
+        "batches_in_epoch": 0 if is_last else int(batches.get("current", {}).get("processed", 0)),
+        "total_batches": int(batches.get("total", {}).get("processed", 0)),
         "epoch_open": not is_last,
     }

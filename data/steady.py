@@ -1,4 +1,6 @@
-"""A loader for evaluation whose workers live on: each pass over it is as if it were the first. Used by trainer/assemble.py.
+"""A loader for evaluation whose workers live on: each pass over it is as if it were the first.
+
+Used by trainer/assemble.py.
 
 Workers that persist go on with the random numbers of the pass before; a resumed run has new workers. Here each batch
 has random numbers of its own, as in training, which depend on the global generators when the pass begins only.
@@ -53,6 +55,10 @@ class SteadyLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def shut_down(self) -> None:
+        """End the workers; the next pass starts others."""
+        object.__setattr__(self._copy, "_iterator", None)
 
     def __iter__(self) -> Iterator[Any]:
         self._sampler.opening = capture_rng()

@@ -8,12 +8,17 @@ test_kill.py and test_interrupt.py.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import importlib
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,6 +281,17 @@ class Saver(Checkpoint):
         self.save(trainer)
 
 
+class Thaw(lw.Callback):
+    """Trains the last layer first; from epoch 1 on the others too, but for the batch norm."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net[:4].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch > 0)
+        pl_module.net[1].eval()
+
+
 class FaultAt(lw.Callback):
     """Calls `act` in the batch number `at` of training: before its step, or at its end."""
 
@@ -430,7 +446,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "weighted": Scenario(
         train=lambda: DataLoader(
-            OwnGenerators(20), batch_size=3, drop_last=True, sampler=WeightedRandomSampler([i + 1.0 for i in range(20)], 26)
+            OwnGenerators(20),
+            batch_size=3,
+            drop_last=True,
+            sampler=WeightedRandomSampler([i + 1.0 for i in range(20)], 26),
         ),
         trainer={"max_epochs": 2, "accumulate_grad_batches": 3},
         checkpoint={"every_n_train_steps": 1},
@@ -445,6 +464,12 @@ SCENARIOS: dict[str, Scenario] = {
         train=StatefulData,
         validation=lambda: None,
         trainer={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
+        checkpoint={"every_n_train_steps": 2},
+    ),
+    "finetuned": Scenario(
+        train=lambda: loader(20),
+        trainer={"max_epochs": 3, "accumulate_grad_batches": 2, "val_check_interval": 2},
+        callbacks=lambda: [Thaw()],
         checkpoint={"every_n_train_steps": 2},
     ),
     "overfit": Scenario(
@@ -481,7 +506,14 @@ class Made:
         self.trainer.fit(self.module, self.train, self.validation, ckpt_path=ckpt_path)
 
 
-def make(name: str, root: str | Path, extra: list[lw.Callback] | None = None, **kwargs: Any) -> Made:
+def make(
+    name: str,
+    root: str | Path,
+    extra: list[lw.Callback] | None = None,
+    *,
+    saves_on_exception: bool = False,
+    **kwargs: Any,
+) -> Made:
     """Build a scenario; `extra` callbacks go first, except checkpoint callbacks, which go last."""
     scenario = SCENARIOS[name]
     root = str(root)
@@ -490,10 +522,14 @@ def make(name: str, root: str | Path, extra: list[lw.Callback] | None = None, **
     journal = Journal()
     firsts = [callback for callback in extra or [] if not isinstance(callback, Checkpoint)]
     lasts = [callback for callback in extra or [] if isinstance(callback, Checkpoint)]
-    checkpoint = {"dirpath": f"{root}/checkpoints", **scenario.checkpoint}
+    checkpoint = {
+        "dirpath": f"{root}/checkpoints",
+        "save_on_exception": saves_on_exception,
+        **scenario.checkpoint,
+    }
     arguments: dict[str, Any] = {
         "accelerator": "cpu",
-        "logger": [lw.CSVLogger(root, name="csv", version=0), lw.TensorBoardLogger(root, name="tb", version=0)],
+        "logger": [lw.CSVLogger(root, name="csv"), lw.TensorBoardLogger(root, name="tb")],
         "callbacks": [*firsts, journal, *scenario.callbacks(), lw.ModelCheckpoint(**checkpoint), *lasts],
         "log_every_n_steps": 2,
         "enable_progress_bar": False,
@@ -543,11 +579,15 @@ def report(made: Made, root: str | Path) -> dict[str, Any]:
             for callback in trainer.callbacks
             if callback.state_dict() and not isinstance(callback, lw.Timer | Journal)
         },
-        "journal": {"rows": made.journal.rows, "inputs": digest(made.journal.inputs), "starts": made.journal.epoch_starts},
+        "journal": {
+            "rows": made.journal.rows,
+            "inputs": digest(made.journal.inputs),
+            "starts": made.journal.epoch_starts,
+        },
         "progress": {name: value for name, value in trainer.progress.state_dict().items() if name != "validated_s"},
         "metrics": digest(trainer.callback_metrics),
         "draws": [random.random(), float(np.random.rand()), float(torch.rand(()))],
-        "csv": Path(root, "csv/version_0/metrics.csv").read_text(),
+        "csv": Path(newest_version(f"{root}/csv"), "metrics.csv").read_text(),
         "files": {name: _content(f"{folder}/{name}") for name in sorted(os.listdir(folder))},
     }  # fmt: skip
 
@@ -568,11 +608,16 @@ def _content(path: str) -> str:
     return digest(checkpoint)
 
 
+def newest_version(folder: str) -> str:
+    """Return a logger's newest folder: a run that was killed before its first checkpoint has left an older one."""
+    return f"{folder}/version_{max(int(name.removeprefix('version_')) for name in os.listdir(folder))}"
+
+
 def points(root: str | Path) -> dict[str, list[tuple[int, float]]]:
     """Return TensorBoard's points by tag, as TensorBoard would show them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(f"{root}/tb/version_0", size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(newest_version(f"{root}/tb"), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
@@ -585,15 +630,31 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def disk_full_at(number: int) -> None:
+    """Let the N-th save from now on find no room."""
+    left = [number]
+
+    def reached(stage: str) -> None:
+        left[0] -= stage == "opened"
+        if left[0] == 0 and stage == "opened":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    storage.reached = reached
+
+
 def _plan(fault: str) -> tuple[list[lw.Callback], Callable[[], None]]:
     """Return the callbacks that a fault needs, and what to call right before fit.
 
-    A fault is "batch:N" (at the end of batch N of training), "stage:NAME:N" (the N-th time that a save reaches a
-    stage), "call:N" (at the N-th call of any function), or "count" (none; says how many calls there are).
+    A fault is "batch:N" (killed at the end of batch N of training), "stage:NAME:N" (the N-th time that a save reaches
+    a stage), "call:N" (at the N-th call of any function), "SIGINT:N" and "SIGTERM:N" (that signal instead of a kill),
+    "full:N" (the N-th save finds the disk full), or "count" (none; says how many calls there are).
     """
     kind, _, rest = fault.partition(":")
     if kind == "batch":
         return [FaultAt(int(rest), die)], lambda: None
+    if kind == "full":
+        disk_full_at(int(rest))
+        return [], lambda: None
     if kind == "stage":
         stage, _, number = rest.partition(":")
         left = [int(number)]
@@ -605,13 +666,15 @@ def _plan(fault: str) -> tuple[list[lw.Callback], Callable[[], None]]:
 
         storage.reached = reached
         return [], lambda: None
-    limit = int(rest) if kind == "call" else 1 << 60
+    limit = int(rest) if rest else 1 << 60
+    number = getattr(signal, kind, signal.SIGKILL)
     COUNT[0] = 0
+    process = os.getpid()
 
     def count(frame: Any, event: str, argument: Any) -> None:
         COUNT[0] += 1
-        if COUNT[0] >= limit:
-            die()
+        if COUNT[0] == limit and os.getpid() == process:  # not in a worker of the loader
+            os.kill(process, number)
 
     return [], lambda: sys.setprofile(count)
 
@@ -622,7 +685,7 @@ COUNT = [0]
 def run(name: str, root: str, fault: str = "") -> None:
     """Train a scenario to its end, or to its fault; write the report."""
     extra, begin = _plan(fault) if fault else ([], lambda: None)
-    made = make(name, root, extra)
+    made = make(name, root, extra, saves_on_exception="SIG" in fault)
     begin()
     made.fit("last")
     sys.setprofile(None)
@@ -632,11 +695,8 @@ def run(name: str, root: str, fault: str = "") -> None:
 
 def serve() -> None:
     """Run each command of the input in a child; answer with its exit status, negative for a signal."""
-    import tensorboard.compat.proto.summary_pb2
-    import torch.utils.tensorboard  # noqa: F401
-    import torchmetrics  # noqa: F401
-
     torch.set_num_threads(1)
+    _warm_up()
     for line in sys.stdin:
         arguments = json.loads(line)
         child = os.fork()
@@ -646,17 +706,57 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
+def result(root: Path) -> dict[str, Any]:
+    """Return the report of a run that is done, TensorBoard's points, and which unfinished files are left."""
+    found = json.loads((root / "report.json").read_text())
+    found["points"] = {tag: [list(point) for point in of_tag] for tag, of_tag in points(root).items()}
+    found["left"] = sorted(path.name for path in (root / "checkpoints").iterdir() if ".tmp" in path.name)
+    return dict(found)
+
+
+class Server:
+    """Runs resume_program.py in forked children, one at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, name: str, root: Path, fault: str = "") -> int:
+        """Return the exit status; negative for a signal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, str(root), fault]) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate("")
+
+
+def _warm_up() -> None:
+    """Import what a training imports late; without threads, since the process will be forked."""
+    for name in ("torch.utils.tensorboard", "torchmetrics"):
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as root:
+        arguments = {"logger": False, "max_epochs": 1, "max_steps": 2, "enable_checkpointing": False}
+        for scenario in ("rich", "reductions", "half"):
+            make(scenario, root, **arguments, callbacks=[]).fit(None)
+
+
 def _run_in_child(arguments: list[str]) -> None:
     try:
         with open(f"{arguments[1]}.log", "a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             run(*arguments)
-    except BaseException:
-        import traceback
-
+    except BaseException as error:
         traceback.print_exc()
-        os._exit(1)
+        code = 130 if isinstance(error, KeyboardInterrupt) else error.code if isinstance(error, SystemExit) else 1
+        os._exit(int(code or 0))
     os._exit(0)
 
 

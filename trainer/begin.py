@@ -182,6 +182,8 @@ def begin_fit(
     # A submodule that the user put into eval mode (a frozen batch norm) stays there.
     if not run.module.training:
         run.module.train()
+    if content is not None:
+        snapshot.restore_frozen(run, content)
     return restore
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..data.rng import capture_generators, find_generators, restore_generators
+from ..data.steady import SteadyLoader
 from ..data.stream import BatchStream
 from ..errors import ConfigError, ModuleError
 from . import assemble
@@ -158,7 +159,15 @@ class Loaders:
 
     def drop_validation(self) -> None:
         """Ask for the validation loaders again at the next validation."""
+        self.shut_down()
         self.eval.pop("validation", None)
+
+    def shut_down(self) -> None:
+        """End workers that persist: found by the garbage collector, they would take seconds to end."""
+        for data in self.eval.values():
+            for loader in data.loaders:
+                if isinstance(loader, SteadyLoader):
+                    loader.shut_down()
 
     def open_sanity(self) -> EvalLoader | None:
         """Return the validation loaders cut to `num_sanity_val_steps`; None where there is no sanity check."""

@@ -14,8 +14,16 @@ from .optimizers import ManagedOptimizer
 from .run import Run
 from .schedule import needs_closure, parameters_of
 
-__all__ = ["Toggles", "clip_gradients", "manual_backward", "plain_optimizer", "restore_gradients", "step_given", "step_in_manual",
-           "waiting_gradients"]  # fmt: skip
+__all__ = [
+    "Toggles",
+    "clip_gradients",
+    "manual_backward",
+    "plain_optimizer",
+    "restore_gradients",
+    "step_given",
+    "step_in_manual",
+    "waiting_gradients",
+]
 
 
 def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
@@ -53,7 +61,7 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
 
 
 def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
-    """Return the gradients that a module accumulates over batches: those of optimizers that the last batch did not step.
+    """Return the gradients that a module accumulates over batches: where the last batch did not step the optimizer.
 
     Returns:
         A list for each optimizer, empty where nothing waits: the gradients of its parameters, in order.

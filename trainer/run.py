@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .schedule import LRSchedulerConfig
     from .trainer import Trainer
 
-__all__ = ["Run", "StepPlan"]
+__all__ = ["BeforeValidation", "Run", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -66,6 +66,27 @@ class StepPlan:
     unscale: Callable[[], None] | None
 
 
+@dataclass(frozen=True, slots=True)
+class BeforeValidation:
+    """What a validation changes and a resumed run must not see: a validation that has not ended is repeated.
+
+    Attributes:
+        rng: The global random number generators; a validation puts them back when it ends.
+        generators: Those in the validation loaders' own attributes.
+        metric_objects: States of the module's metric objects.
+        evaluating: Paths of the modules that were in eval mode.
+        eval_batches: Evaluation batches ever seen.
+        window: Number of the window before.
+    """
+
+    rng: dict[str, Any]
+    generators: dict[str, Any]
+    metric_objects: dict[str, dict[str, Any]]
+    evaluating: list[str]
+    eval_batches: int
+    window: int
+
+
 @dataclass(slots=True)
 class Run:
     """One fit, validate, test or predict.
@@ -83,11 +104,7 @@ class Run:
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
         stepped: Manual optimization: the optimizers that stepped since the batch began.
-        training_rng: Training's random number generators while a validation runs, which are what a checkpoint that is
-            taken during it has to hold; None outside.
-        training_metrics: Likewise the states of metric objects from before a validation that has not ended: it will be
-            repeated, and must not count its batches twice.
-        validation_generators: Likewise the generators in the validation loaders' own attributes.
+        before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
     """
 
     trainer: Trainer
@@ -113,9 +130,7 @@ class Run:
     stepped: list[Optimizer] = field(default_factory=list)
     is_automatic: bool = True
     skips_bad_steps: bool = False
-    training_rng: dict[str, Any] | None = None
-    training_metrics: dict[str, dict[str, Any]] | None = None
-    validation_generators: dict[str, Any] | None = None
+    before_validation: BeforeValidation | None = None
 
     @property
     def device(self) -> torch.device:

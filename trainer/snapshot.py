@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from .. import __version__
 from ..callbacks import Callback
 from ..checkpoint import content as contents
@@ -16,12 +18,21 @@ from ..errors import CheckpointError
 from . import manual
 from .hooks import find_override
 from .metrics import load_metric_states, metric_states
-from .run import Run
+from .run import BeforeValidation, Run
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["collect", "read", "restore_loggers", "restore_module", "restore_training", "stream_state"]
+__all__ = [
+    "before_validation",
+    "collect",
+    "read",
+    "restore_frozen",
+    "restore_loggers",
+    "restore_module",
+    "restore_training",
+    "stream_state",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +62,14 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
             states["gradients"] = manual.waiting_gradients(run)
         states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
         states["metrics"] = run.metrics.state_dict(run.module)
-        states["metric_objects"] = metric_states(run.module) if run.training_metrics is None else run.training_metrics
-        states["rng"] = run.training_rng or capture_rng()
-        states["validation_generators"] = run.validation_generators or trainer.loaders.capture_generators()
+        states["metric_objects"] = metric_states(run.module)
+        states["rng"] = capture_rng()
+        states["validation_generators"] = trainer.loaders.capture_generators()
+        states["frozen"] = {
+            "parameters": [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad],
+            "modules": _evaluating(run.module),
+        }
+        _leave_validation(run, states)
         states["loggers"] = _logger_states(trainer)
         if run.stream is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
@@ -82,6 +98,37 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         run.lifecycle.on_save_checkpoint(checkpoint)
     require_plain(checkpoint)
     return checkpoint
+
+
+def before_validation(trainer: Trainer, run: Run) -> BeforeValidation:
+    """Return what a validation is about to change, for a checkpoint that is taken during it."""
+    return BeforeValidation(
+        rng=capture_rng(),
+        generators=trainer.loaders.capture_generators(),
+        metric_objects=metric_states(run.module, copy=True),
+        evaluating=_evaluating(run.module),
+        eval_batches=run.progress.eval_batches,
+        window=run.metrics.window,
+    )
+
+
+def _leave_validation(run: Run, states: dict[str, Any]) -> None:
+    """Let the states be those of training, if a validation is under way."""
+    before, progress = run.before_validation, run.progress
+    if before is None:
+        return
+    states["rng"] = before.rng
+    states["frozen"]["modules"] = before.evaluating
+    if progress.validated_at != progress.total_batches:  # it will be repeated as a whole
+        states["validation_generators"] = before.generators
+        states["metric_objects"] = before.metric_objects
+        states["progress"]["eval_batches"] = before.eval_batches
+        states["metrics"]["window"] = before.window
+
+
+def _evaluating(module: nn.Module) -> list[str]:
+    """Return the paths of modules in eval mode."""
+    return [path for path, child in module.named_modules() if not child.training]
 
 
 def stream_state(run: Run) -> dict[str, Any]:
@@ -225,6 +272,24 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     if rng is None:
         return None
     return lambda: restore_rng(rng)
+
+
+def restore_frozen(run: Run, content: Content) -> None:
+    """Put back which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
+    frozen = content.states.get("frozen")
+    if frozen is None:
+        return
+    parameters, modules = set(frozen["parameters"]), set(frozen["modules"])
+    changed = []
+    for name, parameter in run.module.named_parameters():
+        if parameter.requires_grad == (name in parameters):
+            parameter.requires_grad_(name not in parameters)
+            changed.append(name)
+    for path, child in run.module.named_modules():
+        if path in modules:
+            child.training = False
+    if changed:
+        logger.info("frozen or not as in the checkpoint: %s", ", ".join(changed))
 
 
 def _load_optimizer(trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any]) -> None:

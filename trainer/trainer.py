@@ -37,7 +37,7 @@ from .loaders import Loaders
 from .log_output import LogOutput
 from .loss import WindowLoss
 from .loss_watch import MOST_KEPT, LossWatch
-from .metrics import Metrics, metric_states
+from .metrics import Metrics
 from .module import Module
 from .optimizers import ManagedOptimizer
 from .progress import Progress
@@ -485,6 +485,7 @@ class Trainer:
                 if self.state.fn == "fit":
                     self.stream_state = snapshot.stream_state(run)
                 run.stream.shut_down()
+        self.loaders.shut_down()
         self._metrics.table = self._metrics.nowhere
         self._metrics.batch = None
         if "deterministic" in self._backend_modes:
@@ -538,9 +539,7 @@ class Trainer:
         """Validate between two training steps. Training's random number generators are untouched by it."""
         data = self.loaders.eval["validation"]
         self.state.stage = "validate"
-        run.training_rng = rng = capture_rng()
-        run.training_metrics = metric_states(run.module, copy=True)
-        run.validation_generators = self.loaders.capture_generators()
+        before = run.before_validation = snapshot.before_validation(self, run)
         own = run.lifecycle.own("on_validation_model_zero_grad")
         if own is not None:
             own()
@@ -548,8 +547,8 @@ class Trainer:
             run.module.zero_grad()
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
         validate(run, data)
-        restore_rng(rng)
-        run.training_rng = None
+        restore_rng(before.rng)
+        run.before_validation = None
         self.state.stage = "train"
 
     def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
@@ -600,7 +599,6 @@ class Trainer:
             self._finish_evaluation("validation")
             if self.state.fn == "fit" and self._run is not None:
                 self.fit_loop.mark_validated(self._run)
-                self._run.training_metrics = self._run.validation_generators = None
 
     def _after_test(self) -> None:
         self._finish_evaluation("test")

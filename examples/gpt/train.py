@@ -28,7 +28,7 @@ SAVE_EVERY = 20
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps")
     parser.add_argument("--devices", default="1", help="how many devices, or 'auto'")
     parser.add_argument("--accelerator", default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, ...")

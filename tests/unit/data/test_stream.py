@@ -837,3 +837,44 @@ def test_a_stateful_loader_that_ends_early_is_named() -> None:
         stream.next_batch()
     with pytest.raises(DataError, match="9 batches, but it ended after 5"):
         stream.next_batch()
+
+
+# --- going back ------------------------------------------------------------------------------------------------------
+
+
+def take(stream: BatchStream, count: int) -> list[Any]:
+    return [stream.next_batch() for _ in range(count) if stream.has_next()]
+
+
+@pytest.mark.parametrize("back", [0, 1, 3, 700])
+def test_a_state_of_earlier_batches_gives_them_again(back: int) -> None:
+    def make() -> BatchStream:
+        return BatchStream(DataLoader(range(2000), shuffle=True, batch_size=2))
+
+    seed()
+    stream = make()
+    stream.open(0)
+    given = take(stream, 800)
+    state = through_disk(stream.state_dict(800 - back))
+    resumed = make()
+    resumed.load_state_dict(state)
+    resumed.reopen()
+    assert resumed.position == 800 - back
+    again = take(resumed, back)
+    assert all(torch.equal(a, b) for a, b in zip(again, given[800 - back :], strict=True))
+    assert stream.position == 800
+
+
+def test_a_collection_goes_back_unless_a_loader_was_begun_anew() -> None:
+    def make() -> BatchStream:
+        return BatchStream({"short": DataLoader(range(3)), "long": DataLoader(range(8))})
+
+    stream = make()
+    stream.open(0)
+    given = take(stream, 6)
+    for position, expected in ((4, 4), (3, 3), (2, 6)):  # before 3, the short one was in another pass
+        resumed = make()
+        resumed.load_state_dict(through_disk(stream.state_dict(position)))
+        resumed.reopen()
+        assert resumed.position == expected
+        assert take(resumed, 6 - expected) == given[expected:]

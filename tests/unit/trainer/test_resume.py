@@ -15,7 +15,7 @@ import torch
 from resume_program import SCENARIOS, Saver, make, points, report
 
 # Resumes per scenario; the places are spread over the run.
-RESUMES = 7
+RESUMES = 6
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,7 @@ def assert_equal_reports(resumed: dict[str, Any], reference: dict[str, Any]) -> 
     }
 
 
-def assert_well_ordered(
-    points_by_tag: dict[str, list[tuple[int, float]]], *, has_skipped_steps: bool = False
-) -> None:
+def assert_well_ordered(points_by_tag: dict[str, list[tuple[int, float]]], *, has_skipped_steps: bool = False) -> None:
     for tag, tag_points in points_by_tag.items():
         steps = [step for step, _ in tag_points]
         # Several rows of one step (of the step, of a validation) carry the epoch; so does all between skipped steps.
