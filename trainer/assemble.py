@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -335,11 +333,6 @@ def has_override(module: nn.Module, name: str) -> bool:
     return find_override(module, name, module_bases()) is not None
 
 
-def infinite_or(count: int | float) -> int | float:
-    """Return the count as an int where it is finite."""
-    return count if math.isinf(count) else int(count)
-
-
 def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
     """Refuse an optimizer that holds parameters which are not (any more) the module's.
 
@@ -356,8 +349,3 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
                 "built before the module's parameters were replaced.",
                 fix="build the optimizer in configure_optimizers, from self.parameters().",
             )
-
-
-def scalar_or_none(value: Any) -> torch.Tensor | float | None:
-    """Return a metric's value for a schedule."""
-    return value if isinstance(value, torch.Tensor | float | int) else None

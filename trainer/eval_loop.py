@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -160,8 +159,3 @@ class EvalLoop:
 def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, was_training in modes:
         module.training = was_training
-
-
-def limit_of(length: int | float, limit: int | float) -> int | float:
-    """Return the smaller of a loader's length (infinity where unknown) and a resolved limit."""
-    return min(length, limit) if not math.isinf(length) else limit

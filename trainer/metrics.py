@@ -67,7 +67,6 @@ class Metrics:
         results: Latest epoch value of each key: shape (), on the device.
         result_steps: `global_step` at which each of them was computed.
         progress_bar: Host values for the bar, as of the last log boundary.
-        logged: Host values that last went to the loggers.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -89,7 +88,6 @@ class Metrics:
         self.result_steps: dict[str, int] = {}
         self._replaced: dict[str, tuple[Tensor | None, int]] = {}
         self.progress_bar: dict[str, float] = {}
-        self.logged: dict[str, float] = {}
         self._step_slots: list[ScalarSlot] = []
 
     def table_of(self, hook: str) -> HookTable:

@@ -12,7 +12,7 @@ from .. import __version__
 from ..callbacks import Callback
 from ..checkpoint import content as contents
 from ..checkpoint.content import Content
-from ..checkpoint.plain import require_plain, to_plain
+from ..checkpoint.plain import to_plain
 from ..data.rng import capture_rng, restore_rng
 from ..errors import CheckpointError
 from . import manual
@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, Any]:
     """Return the checkpoint of a run: tensors and plain values only.
 
-    Raises:
-        CheckpointError: A hook or a state holds something else; every such entry is named.
+    Anything else that a hook or a state holds is refused when the checkpoint is written.
     """
     fabric = trainer.fabric
     states: dict[str, Any] = {
@@ -96,7 +95,6 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
             own_hook(checkpoint)
     else:
         run.lifecycle.on_save_checkpoint(checkpoint)
-    require_plain(checkpoint)
     return checkpoint
 
 

@@ -480,7 +480,9 @@ class Trainer:
         run, self._run = self._run, None
         self.ckpt_path = None
         if run is not None:
-            self._last_run = run
+            # What a fit built stays readable, and can be saved, after the same module was evaluated.
+            if self.state.fn == "fit" or self._last_run is None or self._last_run.module is not run.module:
+                self._last_run = run
             if run.stream is not None:
                 if self.state.fn == "fit":
                     self.stream_state = snapshot.stream_state(run)

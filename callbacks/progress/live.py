@@ -299,7 +299,7 @@ class LiveProgressBar(ProgressBar):
         """Draw; if that fails, say so and draw nothing more. What is on the screen never decides about training."""
         try:
             return draw(*args, **kwargs)
-        except Exception:
+        except Exception:  # terminals and notebooks fail in their own ways, and a drawing is not worth a training
             if not self._has_failed:
                 self._has_failed = True
                 _log.exception("%s failed and is switched off; training goes on.", type(self).__name__)

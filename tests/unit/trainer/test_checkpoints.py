@@ -141,3 +141,17 @@ def test_weights_only_leaves_out_what_only_training_needs(tmp_path: Path) -> Non
     assert {"state_dict", "optimizer_states", "epoch", "global_step"} <= set(everything)
     assert {"state_dict", "epoch", "global_step"} <= set(weights_only)
     assert not {"optimizer_states", "lr_schedulers", "callbacks"} & set(weights_only)
+
+
+def test_a_checkpoint_saved_after_a_validation_of_its_own_resumes_the_fit(tmp_path: Path) -> None:
+    whole = net(ValidatedNet)
+    quiet(max_steps=6).fit(whole, loader(), loader(2))
+    cut = net(ValidatedNet)
+    trainer = quiet(max_steps=3)
+    trainer.fit(cut, loader(), loader(2))
+    trainer.validate(cut, loader(2), verbose=False)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert len(trainer.optimizers) == 1
+    resumed = net(ValidatedNet)
+    quiet(max_steps=6).fit(resumed, loader(), loader(2), ckpt_path=tmp_path / "after.ckpt")
+    assert_same(resumed, whole)
