@@ -11,185 +11,80 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # For type checkers and editors; a test compares these with `_HOME`.
-    from .accelerators import (
-        ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY,
-    )
-    from .accelerators import (
-        Accelerator as Accelerator,
-    )
-    from .accelerators import (
-        AcceleratorRegistry as AcceleratorRegistry,
-    )
-    from .accelerators import (
-        CPUAccelerator as CPUAccelerator,
-    )
-    from .accelerators import (
-        CUDAAccelerator as CUDAAccelerator,
-    )
-    from .accelerators import (
-        MPSAccelerator as MPSAccelerator,
-    )
-    from .accelerators import (
-        find_usable_cuda_devices as find_usable_cuda_devices,
-    )
-    from .callbacks import (
-        EMA as EMA,
-    )
-    from .callbacks import (
-        Callback as Callback,
-    )
-    from .callbacks import (
-        Checkpoint as Checkpoint,
-    )
-    from .callbacks import (
-        EarlyStopping as EarlyStopping,
-    )
-    from .callbacks import (
-        EarlyStoppingReason as EarlyStoppingReason,
-    )
-    from .callbacks import (
-        GradientAccumulationScheduler as GradientAccumulationScheduler,
-    )
-    from .callbacks import (
-        LambdaCallback as LambdaCallback,
-    )
-    from .callbacks import (
-        LearningRateMonitor as LearningRateMonitor,
-    )
-    from .callbacks import (
-        ModelCheckpoint as ModelCheckpoint,
-    )
-    from .callbacks import (
-        ModelSummary as ModelSummary,
-    )
-    from .callbacks import (
-        ProgressBar as ProgressBar,
-    )
-    from .callbacks import (
-        RichModelSummary as RichModelSummary,
-    )
-    from .callbacks import (
-        RichProgressBar as RichProgressBar,
-    )
-    from .callbacks import (
-        RichProgressBarTheme as RichProgressBarTheme,
-    )
-    from .callbacks import (
-        Timer as Timer,
-    )
-    from .callbacks import (
-        TQDMProgressBar as TQDMProgressBar,
-    )
+    from .accelerators import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
+    from .accelerators import Accelerator as Accelerator
+    from .accelerators import AcceleratorRegistry as AcceleratorRegistry
+    from .accelerators import CPUAccelerator as CPUAccelerator
+    from .accelerators import CUDAAccelerator as CUDAAccelerator
+    from .accelerators import MPSAccelerator as MPSAccelerator
+    from .accelerators import find_usable_cuda_devices as find_usable_cuda_devices
+    from .callbacks import EMA as EMA
+    from .callbacks import Callback as Callback
+    from .callbacks import Checkpoint as Checkpoint
+    from .callbacks import EarlyStopping as EarlyStopping
+    from .callbacks import EarlyStoppingReason as EarlyStoppingReason
+    from .callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from .callbacks import LambdaCallback as LambdaCallback
+    from .callbacks import LearningRateMonitor as LearningRateMonitor
+    from .callbacks import ModelCheckpoint as ModelCheckpoint
+    from .callbacks import ModelSummary as ModelSummary
+    from .callbacks import ProgressBar as ProgressBar
+    from .callbacks import RichModelSummary as RichModelSummary
+    from .callbacks import RichProgressBar as RichProgressBar
+    from .callbacks import RichProgressBarTheme as RichProgressBarTheme
+    from .callbacks import Timer as Timer
+    from .callbacks import TQDMProgressBar as TQDMProgressBar
     from .checkpoint import CheckpointIO as CheckpointIO
     from .checkpoint import TorchCheckpointIO as TorchCheckpointIO
     from .checkpoint import Trusted as Trusted
     from .data import CombinedLoader as CombinedLoader
     from .data import DataModule as DataModule
-    from .errors import (
-        CheckpointError as CheckpointError,
-    )
-    from .errors import (
-        ConfigError as ConfigError,
-    )
-    from .errors import (
-        DataError as DataError,
-    )
-    from .errors import (
-        LaunchError as LaunchError,
-    )
-    from .errors import (
-        LoopwrightError as LoopwrightError,
-    )
-    from .errors import (
-        MissingDependency as MissingDependency,
-    )
-    from .errors import (
-        ModuleError as ModuleError,
-    )
-    from .errors import (
-        NonFiniteError as NonFiniteError,
-    )
-    from .errors import (
-        RankFailure as RankFailure,
-    )
-    from .errors import (
-        StopBySignal as StopBySignal,
-    )
-    from .fabric import (
-        ClusterEnvironment as ClusterEnvironment,
-    )
-    from .fabric import (
-        Fabric as Fabric,
-    )
-    from .fabric import (
-        LocalEnvironment as LocalEnvironment,
-    )
-    from .fabric import (
-        isolate_rng as isolate_rng,
-    )
-    from .fabric import (
-        seed_everything as seed_everything,
-    )
-    from .loggers import (
-        CSVLogger as CSVLogger,
-    )
-    from .loggers import (
-        DummyLogger as DummyLogger,
-    )
-    from .loggers import (
-        Logger as Logger,
-    )
-    from .loggers import (
-        TensorBoardLogger as TensorBoardLogger,
-    )
-    from .loggers import (
-        rank_zero_experiment as rank_zero_experiment,
-    )
-    from .precision import (
-        DoublePrecision as DoublePrecision,
-    )
-    from .precision import (
-        HalfPrecision as HalfPrecision,
-    )
-    from .precision import (
-        MixedPrecision as MixedPrecision,
-    )
-    from .precision import (
-        Precision as Precision,
-    )
-    from .precision import (
-        PrecisionPolicy as PrecisionPolicy,
-    )
-    from .profilers import (
-        PassThroughProfiler as PassThroughProfiler,
-    )
-    from .profilers import (
-        Profiler as Profiler,
-    )
-    from .profilers import (
-        SimpleProfiler as SimpleProfiler,
-    )
-    from .strategies import (
-        STRATEGY_REGISTRY as STRATEGY_REGISTRY,
-    )
-    from .strategies import (
-        Launcher as Launcher,
-    )
-    from .strategies import (
-        ParallelStrategy as ParallelStrategy,
-    )
-    from .strategies import (
-        SingleDeviceStrategy as SingleDeviceStrategy,
-    )
-    from .strategies import (
-        Strategy as Strategy,
-    )
-    from .strategies import (
-        StrategyRegistry as StrategyRegistry,
-    )
-    from .strategies import (
-        Topology as Topology,
-    )
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import DataError as DataError
+    from .errors import LaunchError as LaunchError
+    from .errors import LoopwrightError as LoopwrightError
+    from .errors import MissingDependency as MissingDependency
+    from .errors import ModuleError as ModuleError
+    from .errors import NonFiniteError as NonFiniteError
+    from .errors import RankFailure as RankFailure
+    from .errors import StopBySignal as StopBySignal
+    from .fabric import ClusterEnvironment as ClusterEnvironment
+    from .fabric import Fabric as Fabric
+    from .fabric import KubeflowEnvironment as KubeflowEnvironment
+    from .fabric import LightningEnvironment as LightningEnvironment
+    from .fabric import LocalEnvironment as LocalEnvironment
+    from .fabric import LSFEnvironment as LSFEnvironment
+    from .fabric import MPIEnvironment as MPIEnvironment
+    from .fabric import SLURMEnvironment as SLURMEnvironment
+    from .fabric import TorchElasticEnvironment as TorchElasticEnvironment
+    from .fabric import is_wrapped as is_wrapped
+    from .fabric import isolate_rng as isolate_rng
+    from .fabric import seed_everything as seed_everything
+    from .loggers import CSVLogger as CSVLogger
+    from .loggers import DummyLogger as DummyLogger
+    from .loggers import Logger as Logger
+    from .loggers import TensorBoardLogger as TensorBoardLogger
+    from .loggers import rank_zero_experiment as rank_zero_experiment
+    from .precision import DoublePrecision as DoublePrecision
+    from .precision import HalfPrecision as HalfPrecision
+    from .precision import MixedPrecision as MixedPrecision
+    from .precision import Precision as Precision
+    from .precision import PrecisionPolicy as PrecisionPolicy
+    from .profilers import PassThroughProfiler as PassThroughProfiler
+    from .profilers import Profiler as Profiler
+    from .profilers import SimpleProfiler as SimpleProfiler
+    from .strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
+    from .strategies import DataParallelStrategy as DataParallelStrategy
+    from .strategies import DDPStrategy as DDPStrategy
+    from .strategies import Launcher as Launcher
+    from .strategies import LayerSync as LayerSync
+    from .strategies import ParallelStrategy as ParallelStrategy
+    from .strategies import SingleDeviceStrategy as SingleDeviceStrategy
+    from .strategies import Strategy as Strategy
+    from .strategies import StrategyRegistry as StrategyRegistry
+    from .strategies import Topology as Topology
+    from .strategies import TorchSyncBatchNorm as TorchSyncBatchNorm
     from .trainer.loss import Loss as Loss
     from .trainer.module import Module as Module
     from .trainer.trainer import Trainer as Trainer
@@ -211,8 +106,10 @@ _HOME = {
     "ClusterEnvironment": "fabric",
     "CombinedLoader": "data",
     "ConfigError": "errors",
+    "DDPStrategy": "strategies",
     "DataError": "errors",
     "DataModule": "data",
+    "DataParallelStrategy": "strategies",
     "DoublePrecision": "precision",
     "DummyLogger": "loggers",
     "EMA": "callbacks",
@@ -221,14 +118,19 @@ _HOME = {
     "Fabric": "fabric",
     "GradientAccumulationScheduler": "callbacks",
     "HalfPrecision": "precision",
+    "KubeflowEnvironment": "fabric",
+    "LSFEnvironment": "fabric",
     "LambdaCallback": "callbacks",
     "LaunchError": "errors",
     "Launcher": "strategies",
+    "LayerSync": "strategies",
     "LearningRateMonitor": "callbacks",
+    "LightningEnvironment": "fabric",
     "LocalEnvironment": "fabric",
     "Logger": "loggers",
     "LoopwrightError": "errors",
     "Loss": "trainer.loss",
+    "MPIEnvironment": "fabric",
     "MPSAccelerator": "accelerators",
     "MissingDependency": "errors",
     "MixedPrecision": "precision",
@@ -247,6 +149,7 @@ _HOME = {
     "RichModelSummary": "callbacks",
     "RichProgressBar": "callbacks",
     "RichProgressBarTheme": "callbacks",
+    "SLURMEnvironment": "fabric",
     "STRATEGY_REGISTRY": "strategies",
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
@@ -258,9 +161,12 @@ _HOME = {
     "Timer": "callbacks",
     "Topology": "strategies",
     "TorchCheckpointIO": "checkpoint",
+    "TorchElasticEnvironment": "fabric",
+    "TorchSyncBatchNorm": "strategies",
     "Trainer": "trainer.trainer",
     "Trusted": "checkpoint",
     "find_usable_cuda_devices": "accelerators",
+    "is_wrapped": "fabric",
     "isolate_rng": "fabric",
     "rank_zero_experiment": "loggers",
     "seed_everything": "fabric",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Generic, TypeVar, overload
 
 from ..errors import ConfigError, nearest
@@ -20,9 +21,21 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    cls: type[T]
+    target: type[T] | str  # a class, or where it is: "package.module:Class"
     description: str
     init_params: dict[str, Any] = field(default_factory=dict)  # Any: arguments of the user's own class
+
+    @property
+    def cls(self) -> type[T]:
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, name = self.target.partition(":")
+        found: type[T] = getattr(import_module(module), name)
+        return found
+
+    @property
+    def class_name(self) -> str:
+        return self.target.partition(":")[2] if isinstance(self.target, str) else self.target.__name__
 
 
 class Registry(Generic[T]):
@@ -69,12 +82,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: The name is no string or is taken, or what is registered is no class.
         """
-        key = self._key(name)
-        if key in self._entries and not override:
-            raise ConfigError(
-                f"the {self.kind} name {name!r} is already registered, for {self._entries[key].cls.__name__}.",
-                fix="choose another name, or pass override=True.",
-            )
+        key = self._key(name) if override else self._free_key(name)
 
         def add(target: type[T]) -> type[T]:
             if not isinstance(target, type):
@@ -86,6 +94,20 @@ class Registry(Generic[T]):
             return target
 
         return add if cls is None else add(cls)
+
+    def register_lazily(self, name: str, target: str, description: str | None = None, **init_params: Any) -> None:
+        """Give a class a name without importing it; `get` and `create` import it.
+
+        Args:
+            name: As in `register`.
+            target: Where the class is, "package.module:Class".
+            description: As in `register`.
+            init_params: As in `register`.
+
+        Raises:
+            ConfigError: The name is taken.
+        """
+        self._entries[self._free_key(name)] = _Entry(target, description or "", init_params)
 
     def get(self, name: str, default: type[T] | None = None) -> type[T]:
         """Return the class registered under a name.
@@ -149,6 +171,15 @@ class Registry(Generic[T]):
                 fix=f"name the {self.kind} with a string, such as {'cpu' if self.kind == 'accelerator' else 'ddp'!r}.",
             )
         return name.lower()
+
+    def _free_key(self, name: object) -> str:
+        key = self._key(name)
+        if key in self._entries:
+            raise ConfigError(
+                f"the {self.kind} name {name!r} is already registered, for {self._entries[key].class_name}.",
+                fix="choose another name, or pass override=True.",
+            )
+        return key
 
     def _unknown(self, name: str) -> ConfigError:
         return ConfigError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -10,13 +11,18 @@ if TYPE_CHECKING:
 
     from ..trainer.trainer import Trainer
 
-__all__ = ["Callback"]
+__all__ = ["Callback", "from_rank_zero"]
+
+R = TypeVar("R")
 
 
 # Any in the signatures: `pl_module` is a Module or any nn.Module that trains, so that a subclass may narrow it to the
 # class it was written for; `batch` and `outputs` are whatever the user's loader and step give.
 class Callback:
     """Take part in a run without changing the module: override the hooks of interest.
+
+    With several ranks, whatever a hook decides by a file, a clock or a metric of this rank alone is to be decided on
+    rank 0 for all (`trainer.strategy.broadcast`), and a hook that communicates has to do so on every rank.
 
     Hooks run on every rank, in the order in which callbacks were given to the Trainer, before the module's hook of the
     same name. What they return is ignored. A hook that is not overridden costs nothing.
@@ -25,9 +31,12 @@ class Callback:
         replaces_weights: True for callbacks that put other weights into the module for a while (EMA): their
             `on_save_checkpoint` puts the trained ones into every checkpoint, also into one with weights only.
         runs_last: True for callbacks whose hooks run after the module's and after metrics and loggers, at every event.
+        hears_every_step: True for callbacks whose `on_train_batch_end` is called at the end of every step, also on a
+            rank that has no batch there, with None for outputs and batch. Otherwise such a rank leaves the hook out.
     """
 
     runs_last: bool = False
+    hears_every_step: bool = False
     replaces_weights: bool = False
 
     @property
@@ -168,3 +177,16 @@ class Callback:
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Before the callbacks' states are put back from a checkpoint."""
+
+
+def from_rank_zero(trainer: Trainer, decide: Callable[[], R]) -> R:
+    """Return what the function returns on rank 0, on every rank; an error of rank 0 is raised on every rank.
+
+    For what depends on files, clocks or chance. Called on every rank at the same place, because it communicates. With
+    one process, and on a rank that is alone after an error, the function is simply called.
+    """
+    if not trainer.ranks_answer:
+        return decide()
+    from .rank_zero import decided_on_rank_zero  # not imported where there is one process
+
+    return decided_on_rank_zero(trainer.strategy, decide)

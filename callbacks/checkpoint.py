@@ -11,3 +11,4 @@ class Checkpoint(Callback):
     """Write checkpoints. Its hooks run after everything else at an event: module, metrics, loggers, other callbacks."""
 
     runs_last = True
+    hears_every_step = True  # writing a checkpoint takes all ranks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModuleError, nearest
-from .base import Callback
+from .base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -170,25 +170,32 @@ class EarlyStopping(Callback):
     def _check(self, trainer: Trainer) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
             return
-        value = trainer.callback_metrics.get(self.monitor)
+        # A value that is not of all ranks (that of a step, say) is rank 0's: so all of them judge alike.
+        value, step = from_rank_zero(trainer, lambda: self._read(trainer))
         if value is None:
-            self._miss(trainer)
             return
-        step = trainer.metric_step(self.monitor)
         if step is not None:
             if step == self._checked_step:
                 return
             self._checked_step = step
-        # .item() waits for the device; we are at the end of an epoch or a validation, where that is paid already.
-        reason, message = self._judge(float(value.item() if isinstance(value, Tensor) else value))
-        stop = trainer.strategy.reduce_boolean_decision(reason != EarlyStoppingReason.NOT_STOPPED, all=False)
-        if stop:
+        reason, message = self._judge(value)
+        if reason != EarlyStoppingReason.NOT_STOPPED:
             # Kept also if a later check is better (min_epochs may hold training): the request stands, also on resume.
             self.stopping_reason, self.stopping_reason_message = reason, message
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-        if message and (stop or self.verbose):
+        if message and (reason != EarlyStoppingReason.NOT_STOPPED or self.verbose):
             self._say(trainer, "EarlyStopping: %s", message)
+
+    def _read(self, trainer: Trainer) -> tuple[float | None, int | None]:
+        """Return the metric's value and the step that it belongs to; None where it was not logged."""
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            self._miss(trainer)
+            return None, None
+        # .item() waits for the device; we are at the end of an epoch or a validation, where that is paid already.
+        number = value.item() if isinstance(value, Tensor) else value
+        return float(number), trainer.metric_step(self.monitor)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
         """Return what this value means, and update the best score and the count."""

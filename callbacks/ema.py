@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, ModuleError
-from .base import Callback
+from .base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -46,10 +46,14 @@ class EMA(Callback):
     Raises:
         ConfigError: A wrong argument. CheckpointError: A saved average does not fit the module.
 
+    With several ranks each keeps the same average of the weights. Averages of buffers (batch norm's) differ as far as
+    the buffers do; evaluation and checkpoints take rank 0's.
+
     The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999 a bfloat16 sum would not move.
     """
 
     replaces_weights = True
+    hears_every_step = True
 
     def __init__(
         self,
@@ -153,7 +157,7 @@ class EMA(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Validate with the average."""
-        self._swap_in(pl_module)
+        self._swap_in(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Put the raw weights back."""
@@ -161,7 +165,7 @@ class EMA(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Test with the average."""
-        self._swap_in(pl_module)
+        self._swap_in(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Put the raw weights back."""
@@ -169,7 +173,7 @@ class EMA(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Predict with the average."""
-        self._swap_in(pl_module)
+        self._swap_in(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Put the raw weights back."""
@@ -257,14 +261,25 @@ class EMA(Callback):
         for (kind, _, _), group in groups.items():
             lists[kind].append(group)
 
-    def _swap_in(self, module: nn.Module) -> None:
+    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
         if not self.evaluate_with or not self.num_updates or self._raw is not None:
             return
         if self._source is not module:
             self._bind(module)
+        if trainer.ranks_answer:
+            self._share_buffers(trainer, module)
         tensors = _tensors(module)
         self._raw = _clones(tensors)
         self._write(tensors, self._shadow)
+
+    def _share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
+        """Take over rank 0's averages of buffers: each rank's come of its own data, and a checkpoint holds rank 0's."""
+        parameters = {_clean(name) for name, _ in module.named_parameters()}
+        own = {name: average for name, average in self._shadow.items() if name not in parameters}
+        if own:
+            told = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
+            for name, average in own.items():
+                average.copy_(told[name])
 
     def _swap_out(self, module: nn.Module) -> None:
         if self._raw is not None:

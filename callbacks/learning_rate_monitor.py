@@ -78,7 +78,7 @@ class LearningRateMonitor(Callback):
             for key in _group_keys(name, optimizer):
                 self.lrs.setdefault(key, [])
         self._noted = {}
-        if not trainer.optimizers:
+        if not trainer.optimizers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor: configure_optimizers returned no optimizer: there is nothing to log.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:

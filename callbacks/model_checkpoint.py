@@ -15,17 +15,18 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint_files as files
+from .base import from_rank_zero
 from .checkpoint import Checkpoint
 from .checkpoint_books import CheckpointBooks, score_tensor
 from .top_k import TopK
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
+    from .rank_zero import SharedDeadline
 
 __all__ = ["ModelCheckpoint"]
 
@@ -38,6 +39,9 @@ class ModelCheckpoint(Checkpoint):
     A metric in the name or as monitor is the one that was computed at the step of the checkpoint. If the time to save
     has come and the metric is older than that, the best-k part waits for the next validation (the one of this very step
     if it is due); `last` is written at once, because it needs no metric.
+
+    With several ranks, rank 0 decides on names, on what is best and on the time, and it alone touches files; the others
+    follow, and an error of its own is raised on all.
 
     Args:
         dirpath: Folder or URL; None: the first logger's folder, else `default_root_dir`, and in it "checkpoints".
@@ -52,7 +56,8 @@ class ModelCheckpoint(Checkpoint):
         mode: "min" if a smaller metric is better, else "max".
         auto_insert_metric_name: Write "name=value" in file names instead of the value alone.
         every_n_train_steps: Save whenever `global_step` is a multiple; optimizer steps.
-        train_time_interval: Save at the first step boundary after this time.
+        train_time_interval: Save at the first step boundary after this time. With several ranks, which do not ask each
+            other at every step, it may be later where steps become slower.
         every_n_epochs: Save in every n-th epoch. The default, with 1, when nothing else is given; 0 is never.
         save_on_train_epoch_end: Save at the end of epochs, else of validations. None: at the end of epochs if each
             ends with a validation, or if there is none.
@@ -125,6 +130,7 @@ class ModelCheckpoint(Checkpoint):
         self._written_step = -1  # global_step of the newest file of this run
         self._validated = False
         self._interval_start_s = 0.0
+        self._deadline: SharedDeadline | None = None
 
     # --- what users read -------------------------------------------------------------------------------------------
 
@@ -190,7 +196,7 @@ class ModelCheckpoint(Checkpoint):
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Whether rank zero sees something under this name."""
-        return bool(trainer.strategy.broadcast(trainer.is_global_zero and files.exists(filepath)))
+        return from_rank_zero(trainer, lambda: files.exists(filepath))
 
     def format_checkpoint_name(
         self,
@@ -225,14 +231,18 @@ class ModelCheckpoint(Checkpoint):
             file.writelines(f"{json.dumps(path)}: {score}\n" for path, score in self._books.top_k.scores.items())
 
     def find_last(self, trainer: Trainer) -> list[str]:
-        """Return the checkpoints from which `ckpt_path="last"` may go on, newest first. Called by the Trainer.
+        """Return the checkpoints from which `ckpt_path="last"` may go on, newest first. The Trainer calls it.
 
         All in `dirpath` if it was given, else all of all versions of the first logger: a run that starts again opens a
         new version. Unfinished files are left out; damaged ones are not, the caller verifies.
         """
         self._continues_last = True
-        folders = [self._given_dirpath] if self._given_dirpath else files.default_dirpaths(trainer)
-        return files.find_checkpoints(folders, self.FILE_EXTENSION)
+
+        def find() -> list[str]:
+            folders = [self._given_dirpath] if self._given_dirpath else files.default_dirpaths(trainer)
+            return files.find_checkpoints(folders, self.FILE_EXTENSION)
+
+        return from_rank_zero(trainer, find)
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
@@ -242,9 +252,9 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Decide on the folder; the loggers know by now in which version this run goes on."""
-        dirpath = self._given_dirpath
-        if dirpath is None:
-            dirpath = files.normalized(trainer.strategy.broadcast(files.default_dirpath(trainer)))
+        dirpath = from_rank_zero(
+            trainer, lambda: self._given_dirpath or files.normalized(files.default_dirpath(trainer))
+        )
         self._compare_folders(dirpath)
         self.dirpath = dirpath
 
@@ -255,19 +265,22 @@ class ModelCheckpoint(Checkpoint):
         self._start_step = trainer.global_step
         self._written_step = -1
         self._validated = False
-        self._interval_start_s = time.monotonic()
+        self._begin_interval(trainer)
         if trainer.fast_dev_run or self.dirpath is None:
             return
-        if trainer.is_global_zero:
-            files.check_dirpath(self.dirpath)
-            self._warn_of_settings(trainer)
-            files.remove_unfinished(self.dirpath)
-            self._remove_leftovers(trainer)
-            self._complete_last(trainer)
+        self._overwritable = from_rank_zero(trainer, lambda: self._prepare_folder(trainer))
         self._books.pending_removals = []
-        self._overwritable = self._find_overwritable(trainer)
         # Whoever named a file may name it again; with "last", a newer one is found by then.
         self._may_remove_resumed, self._continues_last = self._continues_last, False
+
+    def _prepare_folder(self, trainer: Trainer) -> set[str]:
+        """Check the folder and remove what a kill left over; return the files that may be overwritten."""
+        files.check_dirpath(str(self.dirpath))
+        self._warn_of_settings(trainer)
+        files.remove_unfinished(str(self.dirpath))
+        self._remove_leftovers(trainer)
+        self._complete_last(trainer)
+        return self._find_overwritable(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if the number of steps or the time has come."""
@@ -280,12 +293,23 @@ class ModelCheckpoint(Checkpoint):
         if not trainer.at_step_boundary or self._is_inert(trainer):
             return
         if interval is not None:
-            is_due = time.monotonic() - self._interval_start_s >= interval.total_seconds()
-            # Clocks differ: rank zero decides for all.
-            if not trainer.strategy.broadcast(is_due):
+            if self._deadline is not None:  # clocks differ: rank 0 decides for all
+                is_due = self._deadline.has_come(trainer.strategy, trainer.global_step)
+            else:
+                is_due = time.monotonic() - self._interval_start_s >= interval.total_seconds()
+            if not is_due:
                 return
-            self._interval_start_s = time.monotonic()
+            self._begin_interval(trainer)
         self._trigger(trainer, strict=False)
+
+    def _begin_interval(self, trainer: Trainer) -> None:
+        self._interval_start_s = time.monotonic()
+        interval = self._train_time_interval
+        if interval is not None and trainer.ranks_answer:
+            from .rank_zero import SharedDeadline  # not imported where there is one process
+
+            ends_s = self._interval_start_s + interval.total_seconds()
+            self._deadline = SharedDeadline(lambda: ends_s - time.monotonic())
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save if validations are what is counted, or what waited for this validation's metrics."""
@@ -314,7 +338,7 @@ class ModelCheckpoint(Checkpoint):
         is_behind = 0 <= self._books.last_step < trainer.global_step
         if self._is_inert(trainer) or (trainer.global_step == self._start_step and not is_behind):
             return
-        if self._books.is_waiting:
+        if self._books.is_waiting and trainer.is_global_zero:
             _log.warning(
                 "ModelCheckpoint: the checkpoint that was due at step %d is not written, because training ended before "
                 "a value of %s was computed at a later validation or epoch end.",
@@ -330,13 +354,16 @@ class ModelCheckpoint(Checkpoint):
         was_training, self._is_training = self._is_training, False
         if not self.save_on_exception or not was_training or self._is_inert(trainer):
             return
+        if not (trainer.ranks_answer or trainer.is_global_zero):
+            return  # after an error the ranks cannot agree on anything: rank 0 saves what it has
         step = trainer.global_step
         if step in (self._start_step, self._written_step) or isinstance(exception, CheckpointError):
             return
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in pl_module.parameters()):
+        if not from_rank_zero(trainer, lambda: all(bool(p.isfinite().all()) for p in pl_module.parameters())):
             _log.warning("ModelCheckpoint: nothing is saved on %s: weights are not finite.", type(exception).__name__)
             return
-        template = None if not self._stale_metrics(trainer) else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        is_stale = from_rank_zero(trainer, lambda: bool(self._stale_metrics(trainer)))
+        template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
         path = self._free_path(trainer, self._metrics(trainer), template, own="")
         self._written_step = step
         try:
@@ -392,15 +419,18 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
         """Save unless a metric that it needs is older than this step. `strict`: one that is not there is an error."""
-        missing = [name for name in self._needed_metrics() if name not in trainer.callback_metrics]
-        if missing and strict:
-            raise files.missing_metric(missing, trainer.callback_metrics, self._described())
-        if missing or self._stale_metrics(trainer):
+        if not from_rank_zero(trainer, lambda: self._is_fresh(trainer, strict=strict)):
             return False
         self._books.is_waiting = False
         self._books.triggered_step = trainer.global_step
         self._save(trainer)
         return True
+
+    def _is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
+        missing = [name for name in self._needed_metrics() if name not in trainer.callback_metrics]
+        if missing and strict:
+            raise files.missing_metric(missing, trainer.callback_metrics, self._described())
+        return not missing and not self._stale_metrics(trainer)
 
     def _needed_metrics(self) -> list[str]:
         if self.save_top_k == 0:
@@ -453,14 +483,18 @@ class ModelCheckpoint(Checkpoint):
         self._books.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
-        if self.save_last == "link" and kept_path is not None:
-            try:
-                if trainer.is_global_zero:
-                    files.link(kept_path, path)
-                return
-            except OSError as error:
-                _log.warning("ModelCheckpoint: %s cannot be a link (%s); a file is written.", path, error)
+        is_link_wanted = self.save_last == "link" and kept_path is not None
+        if is_link_wanted and from_rank_zero(trainer, lambda: self._link(str(kept_path), path)):
+            return
         self._write(trainer, path, before)
+
+    def _link(self, target: str, path: str) -> bool:
+        try:
+            files.link(target, path)
+        except OSError as error:
+            _log.warning("ModelCheckpoint: %s cannot be a link (%s); a file is written.", path, error)
+            return False
+        return True
 
     def _write(self, trainer: Trainer, path: str, before: CheckpointBooks) -> None:
         try:
@@ -479,7 +513,17 @@ class ModelCheckpoint(Checkpoint):
                 _log.exception("%s.after_save_checkpoint failed; training goes on.", type(logger).__name__)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
-        return {"epoch": trainer.current_epoch, "step": trainer.global_step, **trainer.callback_metrics}
+        """Return what names and scores are made of; with several ranks, rank 0's numbers of what is needed of it."""
+
+        def read() -> dict[str, Tensor | float]:
+            counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+            metrics: dict[str, Tensor | float] = {**counts, **trainer.callback_metrics}
+            if not trainer.ranks_answer:
+                return metrics
+            used = ["epoch", "step", *self._needed_metrics(), *files.template_names(self.CHECKPOINT_NAME_LAST)]
+            return {name: float(metrics[name]) for name in used if name in metrics}
+
+        return from_rank_zero(trainer, read)
 
     def _free_path(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], template: str | None, *, own: str
@@ -503,10 +547,14 @@ class ModelCheckpoint(Checkpoint):
     # --- removing --------------------------------------------------------------------------------------------------
 
     def _remove_pending(self, trainer: Trainer) -> None:
-        for path in self._books.pending_removals:
-            if trainer.is_global_zero and self._may_remove(trainer, path):
-                self._remove(path)
+        if self._books.pending_removals:  # the books are equal on all ranks
+            from_rank_zero(trainer, lambda: self._remove_files(trainer))
         self._books.pending_removals = []
+
+    def _remove_files(self, trainer: Trainer) -> None:
+        for path in self._books.pending_removals:
+            if self._may_remove(trainer, path):
+                self._remove(path)
 
     def _may_remove(self, trainer: Trainer, path: str) -> bool:
         if self._books.holds(path):

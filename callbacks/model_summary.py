@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .base import Callback
+from .base import Callback, from_rank_zero
 from .summary import Summary, format_table, summarize
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Measure the module and show the table."""
-        if not self._max_depth or not trainer.is_global_zero:
+        if self._max_depth:
+            from_rank_zero(trainer, lambda: self._show(trainer, pl_module))
+
+    def _show(self, trainer: Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
             return
         summary = self._summary(trainer, pl_module)
         self.summarize(

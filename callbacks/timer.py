@@ -9,10 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .base import Callback
+from .base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
+    from .rank_zero import SharedDeadline
 
 __all__ = ["Timer"]
 
@@ -60,6 +61,8 @@ class Timer(Callback):
         ConfigError: The duration or the interval cannot be read.
     """
 
+    hears_every_step = True
+
     def __init__(
         self,
         duration: str | timedelta | dict[str, float] | None = None,
@@ -78,6 +81,7 @@ class Timer(Callback):
         self._ended: dict[str, float] = {}
         self._offset_s = 0.0
         self._deadline_s = float("inf")
+        self._shared: SharedDeadline | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage began, in seconds of the monotonic clock; None if it has not."""
@@ -103,7 +107,7 @@ class Timer(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop at once if a resumed run has no time left."""
-        self._offset_s = self.time_elapsed()
+        self._offset_s = from_rank_zero(trainer, self.time_elapsed)
         self._forget_training()
         if self._duration_s is not None and self._offset_s >= self._duration_s:
             self._stop(trainer)
@@ -113,20 +117,31 @@ class Timer(Callback):
         self._start("train")
         if self._duration_s is not None:
             self._deadline_s = self._started["train"] + self._duration_s - self._offset_s
+            if trainer.ranks_answer and self._interval == "step":
+                from .rank_zero import SharedDeadline  # not imported where there is one process
+
+                self._shared = SharedDeadline(lambda: self._deadline_s - time.monotonic())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look at the clock."""
-        if time.monotonic() >= self._deadline_s and self._interval == "step" and not trainer.should_stop:
+        """Look at the clock. With several ranks, rank 0's counts, at some steps: see `SharedDeadline`."""
+        if self._shared is not None:
+            if trainer.at_step_boundary and self._shared.has_come(trainer.strategy, trainer.global_step):
+                self._shared, self._deadline_s = None, float("inf")  # once is enough
+                self._stop(trainer)
+        elif time.monotonic() >= self._deadline_s and self._interval == "step" and not trainer.should_stop:
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Look at the clock, for interval="epoch"."""
-        if time.monotonic() >= self._deadline_s and not trainer.should_stop:
+        if self._duration_s is None:
+            return
+        if from_rank_zero(trainer, lambda: time.monotonic() >= self._deadline_s and not trainer.should_stop):
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock of training."""
         self._ended["train"] = time.monotonic()
+        self._shared = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock of validation."""
@@ -163,7 +178,7 @@ class Timer(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         trainer.should_stop = True
-        if self._verbose:
+        if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             _log.info("Timer: the time limit is reached after %s of training; stopping at the next step.", elapsed)
 

@@ -33,6 +33,8 @@ _OWN_STATES = (
     "progress",
     "data",
     "rng",
+    "rng_of_ranks",
+    "strategy",
     "metrics",
     "metric_objects",
     "precision",
@@ -61,6 +63,8 @@ class Content:
 
 def write(content: Content, *, epoch: int, global_step: int, world_size: int, version: str) -> dict[str, Any]:
     """Return the dict that is saved."""
+    unknown = set(content.states) - set(_FIELD_KEYS) - set(_OWN_STATES)
+    assert not unknown, f"states without a place in the file: {unknown}"
     checkpoint: dict[str, Any] = {"epoch": epoch, "global_step": global_step, "loopwright_version": version}
     for name, key in _FIELD_KEYS.items():
         if name in content.states:

@@ -1,4 +1,4 @@
-"""The `loopwright` command. This version has `lifecycle`, which prints the table of hooks, and `version`."""
+"""The `loopwright` command: `launch` starts a program in several processes, `lifecycle` prints the table of hooks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ def run(arguments: Sequence[str]) -> int:
     """
     from .. import __version__
 
+    if arguments and arguments[0] == "launch":
+        # Its options end where the program begins, whose options are none of ours: it reads them by itself.
+        from .launch import launch
+
+        return launch(arguments[1:])
     parser = argparse.ArgumentParser(prog="loopwright", description="A trainer framework for PyTorch.")
     parser.add_argument("--version", action="version", version=f"loopwright {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("launch", help="start a program in several processes, on this machine or on several")
     commands.add_parser("lifecycle", help="print the table of hooks and their order, as Markdown")
     chosen = parser.parse_args(arguments)
     if chosen.command == "lifecycle":

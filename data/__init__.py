@@ -1,6 +1,12 @@
-"""Training data: streams that resume exactly, combined loaders, data modules, and moving batches to devices."""
+"""Training data: streams that resume exactly, combined loaders, data modules, and moving batches to devices.
+
+What only several processes need is imported when its name is first used.
+"""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .combined import CombinedLoader
 from .hparams import AttributeDict, HyperParameters, save_hyperparameters
@@ -11,19 +17,53 @@ from .rng import capture_rng, restore_rng
 from .stream import BatchStream
 from .tree import is_collection
 
+if TYPE_CHECKING:
+    from .eval_shard import EvalShard, count_eval_rounds, in_loader_order, shard_eval
+    from .fingerprint import fingerprint_batch
+    from .shard import NO_BATCH, Shard, is_rank_aware, merge_states
+
 __all__ = [
+    "NO_BATCH",
     "AttributeDict",
     "BatchStream",
     "CombinedLoader",
     "DataModule",
+    "EvalShard",
     "HyperParameters",
+    "Shard",
     "apply_to_collection",
     "capture_rng",
+    "count_eval_rounds",
     "find_batch_size",
     "find_length",
+    "fingerprint_batch",
+    "in_loader_order",
     "is_collection",
+    "is_rank_aware",
+    "merge_states",
     "move_to_device",
     "resolve_limit",
     "restore_rng",
     "save_hyperparameters",
+    "shard_eval",
 ]
+
+_LATER = {
+    "NO_BATCH": "shard",
+    "EvalShard": "eval_shard",
+    "Shard": "shard",
+    "count_eval_rounds": "eval_shard",
+    "fingerprint_batch": "fingerprint",
+    "in_loader_order": "eval_shard",
+    "is_rank_aware": "shard",
+    "merge_states": "shard",
+    "shard_eval": "eval_shard",
+}
+
+
+def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value

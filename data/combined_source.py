@@ -40,15 +40,14 @@ class CombinedSource(Source):
         self, loaders: Any, sources: Sequence[Source], *, mode: str, limits: Sequence[int | float | None]
     ) -> None:
         self.loader = loaders
-        self.position = 0
+        self.position = self.first = self.shift = 0
         self.ends_at_length = False
         self._sources = list(sources)
         self._mode = mode
         self._limits = [math.inf if limit is None else limit for limit in limits]
-        self.length = self._find_length()
-        self._passes = [0] * len(self._sources)
         self._is_done = [False] * len(self._sources)
         self._current = 0
+        self.length = self._find_length()
         self._epoch = 0
         self._is_open = False
         self._loaded: dict[str, Any] | None = None
@@ -57,9 +56,9 @@ class CombinedSource(Source):
     def begin(self, epoch: int) -> None:
         self._loaded = None
         self._open(epoch)
-        for number, source in enumerate(self._sources):
+        for number in range(len(self._sources)):
             if self._mode != "sequential" or number == 0:
-                source.begin(epoch)
+                self._begin(number)
         self.length = self._find_length()
 
     @override
@@ -82,11 +81,22 @@ class CombinedSource(Source):
         self._is_done = [False] * len(self._sources)
         self._current = 0
 
+    def _begin(self, number: int) -> None:
+        self._sources[number].begin(self._epoch)
+
     def _find_length(self) -> int | None:
         lengths = [math.inf if source.length is None else source.length for source in self._sources]
         if math.inf in lengths:
             return None
-        return int(combined_length([min(*pair) for pair in zip(lengths, self._limits, strict=True)], self._mode))
+        lengths = [min(*pair) for pair in zip(lengths, self._limits, strict=True)]
+        if self._mode == "max_size_cycle":  # a loader that was begun anew does not count any more
+            lengths = [length for length, is_done in zip(lengths, self._is_done, strict=True) if not is_done]
+            return int(max(lengths, default=self.position))
+        if self._mode == "sequential" and self._sources:
+            # What was given of earlier ones, perhaps to another number of processes, is in the position.
+            ahead = sum(lengths[self._current :]) - self._sources[self._current].position
+            return int(self.position + ahead)
+        return int(combined_length(lengths, self._mode))
 
     def _has(self, number: int) -> bool:
         source = self._sources[number]
@@ -116,7 +126,7 @@ class CombinedSource(Source):
                 return False
             self._sources[self._current].close()
             self._current += 1
-            self._sources[self._current].begin(self._epoch)
+            self._begin(self._current)
         return True
 
     @override
@@ -136,7 +146,7 @@ class CombinedSource(Source):
             if self._mode == "max_size":
                 return None
             self._is_done[number] = True
-            source.begin(self._epoch)
+            self._begin(number)
             if not self._has(number):
                 raise DataError(
                     f"Loader {number} of the collection ({type(source.loader).__name__}) gives no batches when reread.",

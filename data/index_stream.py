@@ -68,6 +68,7 @@ class IndexStream:
         self._epoch = 0
         self._is_numbered = False
         self._to_skip = 0
+        self._regroup: int | None = None
         self._expected: dict[str, Any] = {}
         self._rewind: Callable[[], None] | None = None
         self._problem: DataError | None = None
@@ -88,15 +89,24 @@ class IndexStream:
         self._rewind = None
         self._problem = None
 
-    def skip(self, count: int, expected: dict[str, Any], rewind: Callable[[], None] | None) -> None:
+    def skip(
+        self,
+        count: int,
+        expected: dict[str, Any],
+        rewind: Callable[[], None] | None,
+        *,
+        regroup: int | None = None,
+    ) -> None:
         """Let the next `iter` begin after `count` batches of indices, if they have the expected digest.
 
         Args:
             count: Batches that were given before the stop.
             expected: What `fingerprint` returned then.
             rewind: Called whenever iteration begins.
+            regroup: How many samples a batch had then, where it was another number.
         """
         self._to_skip = count
+        self._regroup = regroup
         self._expected = expected
         self._rewind = rewind
 
@@ -153,7 +163,6 @@ class IndexStream:
             self._handed.append(index)
             if len(self._handed) > _FOLD_AT + self._keep:
                 self._fold(len(self._handed) - self._keep)
-            # With several ranks, this is where a rank takes its share of the global batch of indices.
             if self._is_numbered:
                 number = self._folded + len(self._handed)
                 yield Numbered(index, self._epoch, self._key + number.to_bytes(8, "little"))
@@ -179,9 +188,19 @@ class IndexStream:
             known += 1
         return count
 
-    def pull_up_to(self, pulled: int) -> None:
-        """Read indices ahead until as many were taken from the sampler as before the stop."""
-        while self.pulled < pulled:
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the sampler has said that it has no more."""
+        return self._has_ended
+
+    def pull_up_to(self, pulled: int, *, is_exhausted: bool = False) -> None:
+        """Read indices ahead until as many were taken from the sampler as before the stop.
+
+        Args:
+            pulled: How many were taken then.
+            is_exhausted: Whether the sampler was asked for more and had none; then it may have drawn once more.
+        """
+        while self.pulled < pulled or is_exhausted:
             index = self._pull()
             if index is _END:
                 break
@@ -227,6 +246,7 @@ class IndexStream:
 
     def _skip(self) -> None:
         count, self._to_skip = self._to_skip, 0
+        regroup, before, loose = self._regroup, 0, list[Any]()
         for number in range(count):
             index = self._pull()
             if index is _END:
@@ -238,7 +258,13 @@ class IndexStream:
                 return
             self._digest = _fold(self._digest, index)
             self._folded += 1
-        if self._expected["hash_check"] == _HASH_CHECK and self._expected["digest"] not in (None, self._digest):
+            if regroup is not None:
+                loose += index
+                while len(loose) >= regroup:
+                    before = _fold(before, loose[:regroup])
+                    del loose[:regroup]
+        digest = self._digest if regroup is None else before
+        if self._expected["hash_check"] == _HASH_CHECK and self._expected["digest"] not in (None, digest):
             self._problem = DataError(
                 f"The sampler {type(self.sampler).__name__} gave other indices for the epoch's first {count} batches "
                 "than before the stop, so the epoch cannot go on where it was.",

@@ -77,7 +77,8 @@ class ReplaySource(Source):
         assert state is not None
         self._opening = state["opening"]
         if state["is_at_end"]:  # nothing to give; `begin` of the next epoch needs the state
-            self.position, self._is_open, self._has_ended = state["position"], True, True
+            self.position, self._is_open, self._has_ended = state.get("rounds", state["position"]), True, True
+            self._stay_at_end()
             return
         if state["num_workers"] != self._num_workers:
             raise DataError(
@@ -91,12 +92,16 @@ class ReplaySource(Source):
         if self._is_sequence:
             self._start(epoch)
             self._iterator = itertools.islice(self.loader, state["position"], None)
+            self.first = state.get("rounds", state["position"])
+            self.shift = state["position"] - self.first
+            self.length = len(self.loader) - self.shift
+            self.position = self.first
         else:
             restore_rng(self._opening["rng"])
             restore_generators(self._find_generators(), self._opening["generators"])
             self._start(epoch)
             self._read_again(state["position"])
-        self.position = state["position"]
+            self.position = state["position"]
 
     def _start(self, epoch: int) -> None:
         if self._was_read and is_one_shot(self.loader):
@@ -105,6 +110,7 @@ class ReplaySource(Source):
         self.length = find_length(self.loader)
         self._epoch = epoch
         self.position, self._is_open, self._has_ended = 0, True, False
+        self.first = self.shift = 0
         self._stream = None
         self._ahead = _NOTHING
         self._iterator = iter(())  # ends the workers of an epoch that was cut short
@@ -195,8 +201,10 @@ class ReplaySource(Source):
             "kind": self.kind,
             "is_open": self._is_open,
             "is_at_end": is_at_end or (self.length is not None and position >= self.length),
+            "is_dealt": self._is_sequence,
             "epoch": self._epoch,
-            "position": position,
+            "position": position + self.shift,
+            "rounds": position,
             "num_workers": self._num_workers,
             "opening": self._opening,
             "current": self._capture_current(),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..errors import DataError
-from .limit import find_length
+from .limit import find_length, resolve_limit
 
 __all__ = ["Source", "announce_epoch"]
 
@@ -20,6 +20,10 @@ class Source(ABC):
         position: Batches given since the epoch began.
         ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next` need
             not be asked.
+
+    Batches are counted as one process gets them. A run that goes on with more or fewer processes, or with another
+    batch size, keeps its count: then `first` batches had been given in the epoch before, which were `first + shift`
+    batches of the loader as it is now.
     """
 
     kind = "source"
@@ -28,11 +32,17 @@ class Source(ABC):
         self.loader = loader
         self.length = find_length(loader)
         self.position = 0
+        self.first = 0
+        self.shift = 0
         self.ends_at_length = False
 
     @abstractmethod
     def begin(self, epoch: int) -> None:
         """Begin a pass over the loader; draws what the loader itself draws when iterated."""
+
+    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+        """Begin with the random numbers of rank 0 where the ranks have to draw the same; where not, just begin."""
+        self.begin(epoch)
 
     @abstractmethod
     def has_next(self) -> bool:
@@ -47,6 +57,15 @@ class Source(ABC):
         if self.length is not None:
             return max(0, min(upto, self.length - self.position))
         return upto if self.has_next() else 0
+
+    def apply_limit(self, limit: int | float | None, name: str) -> int | float:
+        """Return after how many batches the open epoch ends, by a limit in the grammar of `resolve_limit`."""
+        whole = None if self.length is None else self.length + self.shift
+        return max(self.first, resolve_limit(limit, whole, name) - self.shift)
+
+    def count_ahead(self, upto: int) -> int | None:
+        """Return exactly how many batches are left, at most `upto`; None if that takes reading them."""
+        return None
 
     @abstractmethod
     def state_dict(self, back: int = 0) -> dict[str, Any]:
@@ -82,9 +101,19 @@ class Source(ABC):
     def resume(self, epoch: int) -> None:
         """Begin the epoch of the loaded state and go to its position."""
 
+    def _stay_at_end(self) -> None:
+        """Let the epoch end where it was left, after `position` batches."""
+        self.first, self.shift = self.position, 0
+        if self.length is not None:
+            self.length = self.position
+
     def announce_epoch(self, epoch: int) -> None:
         """Tell samplers and data sets which epoch begins."""
         announce_epoch(self.loader, epoch)
+
+    def describe_order(self) -> int | None:
+        """Return a number that is equal on all ranks if what is dealt out to them is; None if nothing is."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

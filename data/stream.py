@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, ModuleError
 from .combined import CombinedLoader
@@ -14,6 +15,9 @@ from .replay import ReplaySource
 from .source import Source
 from .stateful import StatefulSource, is_stateful
 from .tree import is_collection
+
+if TYPE_CHECKING:
+    from .shard import Shard
 
 __all__ = ["BatchStream", "resolve_limit"]
 
@@ -32,28 +36,55 @@ class BatchStream:
     Without a resume, batches and the use of the global generators equal a hand-written `for batch in loader`, bit for
     bit, for loaders with a map-style data set and no workers, and for lists.
 
+    With several processes, each has a stream of its own with its `Shard`. DataLoaders with a map-style data set and
+    lists of batches are dealt out batch by batch, with any sampler. Other loaders, and those whose sampler knows its
+    rank, are read by each process as they are. All processes call `open`, `reopen` and `remaining` at the same points
+    and get the same answers there and from `has_next`, `position` and `num_batches`, which count the batches of *one*
+    process. So does the limit. States count the batches of all, so that another number of processes can go on.
+
     Args:
         loader: A DataLoader, any other object that can be iterated again and again, a `CombinedLoader`, or nested
             lists, tuples and dicts of loaders (then the shorter ones begin again until the longest ends).
         limit: The most batches of an epoch to use, in the grammar of `resolve_limit`.
         name: What errors call the limit.
+        shard: What part of the data this process reads; None: all.
+        agree: Returns the smallest (with `uneven="stop_all"`) or largest number that any process calls it with. All
+            processes call it equally often: not at all for data that is dealt out, once per epoch for loaders whose
+            length can be trusted (and once when the stream is made), in most calls of `remaining` for others. None:
+            each process decides alone.
 
     Attributes:
         num_batches: Batches that an epoch has, the limit applied; `math.inf` when nobody knows.
         is_sized_exactly: Whether the loader says how many batches it has.
-        next_batch: Returns the next batch; called after `has_next` returned True.
+        is_dealt: Whether all of the data is dealt out; where it is not, each process reads its loaders as they are.
+        next_batch: Returns the next batch, or `NO_BATCH`; called after `has_next` returned True.
 
     Raises:
         ConfigError: The limit makes no sense for this loader.
         ModuleError: The loader cannot be iterated.
     """
 
-    def __init__(self, loader: Any, limit: int | float | None = None, *, name: str = "limit_train_batches") -> None:
+    def __init__(
+        self,
+        loader: Any,
+        limit: int | float | None = None,
+        *,
+        name: str = "limit_train_batches",
+        shard: Shard | None = None,
+        agree: Callable[[int], int] | None = None,
+    ) -> None:
         self.loader = loader
-        self._source = make_source(loader)
+        self._shard = shard
+        self.is_dealt = False
+        if shard is None or shard.size == 1:
+            self._source = make_source(loader)
+        else:
+            from .dealt_stream import make_shared_source
+
+            self._source, self.is_dealt = make_shared_source(loader, shard, agree)
         self._limit = limit
         self._name = name
-        self.num_batches: int | float = resolve_limit(limit, self._source.length, name)
+        self.num_batches: int | float = self._source.apply_limit(limit, name)
         self.is_sized_exactly = self._source.length is not None
         self.next_batch = self._source.take  # one frame less per batch
         self._loaded_epoch: int | None = None
@@ -68,18 +99,28 @@ class BatchStream:
         """The epoch of the state that was loaded and not yet entered; None when there is none."""
         return self._loaded_epoch
 
-    def open(self, epoch: int) -> None:
+    def open(self, epoch: int, shared_rng: dict[str, Any] | None = None) -> None:
         """Begin an epoch: tell samplers and data sets its number, and begin to iterate.
+
+        Args:
+            epoch: Its number.
+            shared_rng: Where data is dealt out: the `capture_rng` of rank 0, taken right before this call. Samplers
+                then draw the same on all ranks; the global generators of ranks other than 0 stay as they are. None:
+                those of all ranks are equal anyway.
 
         Raises:
             DataError: The epoch has no batches.
         """
         self._loaded_epoch = None
         self._source.announce_epoch(epoch)
-        self._source.begin(epoch)
-        self.num_batches = resolve_limit(self._limit, self._source.length, self._name)  # it may differ by epoch
+        if shared_rng is None:
+            self._source.begin(epoch)
+        else:
+            self._source.begin_shared(epoch, shared_rng)
+        self.num_batches = self._source.apply_limit(self._limit, self._name)  # it may differ by epoch
         if self._limit != 0 and not (self.num_batches and self._source.has_next()):
-            raise DataError(f"The training data gave no batches in epoch {epoch}.", fix=_advice(self.loader))
+            fix = _advice(self.loader, self._shard)
+            raise DataError(f"The training data gave no batches in epoch {epoch}.", fix=fix)
 
     def reopen(self) -> None:
         """Go back to where the loaded state was taken; the caller then restores the global generators, which move.
@@ -95,7 +136,7 @@ class BatchStream:
         epoch, self._loaded_epoch = self._loaded_epoch, None
         self._source.announce_epoch(epoch)
         self._source.resume(epoch)
-        self.num_batches = resolve_limit(self._limit, self._source.length, self._name)
+        self.num_batches = self._source.apply_limit(self._limit, self._name)
 
     def has_next(self) -> bool:
         """Return whether `next_batch` has a batch to give in this epoch; may read one ahead to know it."""
@@ -118,6 +159,14 @@ class BatchStream:
         if left < upto:
             upto = max(0, int(left))
         return upto if source.ends_at_length else source.at_most(upto)
+
+    def describe_order(self) -> int | None:
+        """Return a number that depends on the order of samples: the same on all ranks if they deal out the same.
+
+        Ranks whose samplers disagree would read samples twice and others never. Called after `open` or `reopen`, when
+        at least one round is known; None where nothing is dealt out.
+        """
+        return self._source.describe_order()
 
     def close(self) -> None:
         """End the epoch: let go of workers that do not persist and of what was read ahead."""
@@ -151,9 +200,18 @@ class BatchStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a state for `reopen`, or for the next `open` when its epoch was closed.
 
+        Args:
+            state: What `state_dict` returned, on any number of processes; where it says `is_per_rank`, what
+                `merge_states` made of those of all ranks.
+
         Raises:
-            DataError: The state belongs to other data: another kind of loader, number of samples or batch size.
+            DataError: The state belongs to other data: another kind of loader, number of samples or batch size; or it
+                is each process's own, and now there are more or fewer.
         """
+        if self._shard is not None or "data_size" in state:
+            from .shard import Shard, find_own_state
+
+            state = find_own_state(state, self._shard or Shard(), lambda: type(self.loader).__name__)
         self._source.load_state_dict(state)
         self._loaded_epoch = state["epoch"] if state["is_open"] else None
 
@@ -183,7 +241,13 @@ def make_source(loader: Any) -> Source:
     return ReplaySource(loader)
 
 
-def _advice(loader: Any) -> str:
+def _advice(loader: Any, shard: Shard | None) -> str:
+    if shard is not None and shard.size > 1:
+        from .dealt_stream import advise_smaller_batches
+
+        advice = advise_smaller_batches(loader, shard)
+        if advice is not None:
+            return advice
     batch_size = getattr(loader, "batch_size", None)
     if getattr(loader, "drop_last", False) and isinstance(batch_size, int):
         return (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .choose import join_errors
-from .cluster import ClusterEnvironment, LocalEnvironment
 from .fabric import Fabric
 from .launch import InProcessLauncher, Launcher
 from .resolve import Environment, Parts, resolve
@@ -16,14 +17,36 @@ from .seed import (
     set_rng_state,
 )
 
+if TYPE_CHECKING:
+    from .cluster import (
+        ClusterEnvironment,
+        KubeflowEnvironment,
+        LightningEnvironment,
+        LocalEnvironment,
+        LSFEnvironment,
+        MPIEnvironment,
+        SLURMEnvironment,
+        TorchElasticEnvironment,
+        detect_cluster,
+    )
+    from .wrappers import is_wrapped
+
 __all__ = [
     "ClusterEnvironment",
     "Environment",
     "Fabric",
     "InProcessLauncher",
+    "KubeflowEnvironment",
+    "LSFEnvironment",
     "Launcher",
+    "LightningEnvironment",
     "LocalEnvironment",
+    "MPIEnvironment",
     "Parts",
+    "SLURMEnvironment",
+    "TorchElasticEnvironment",
+    "detect_cluster",
+    "is_wrapped",
     "isolate_rng",
     "join_errors",
     "pl_worker_init_function",
@@ -33,3 +56,16 @@ __all__ = [
     "seed_everything",
     "set_rng_state",
 ]
+
+
+def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
+    # Schedulers are looked up when they are first used: training on one device needs none of them.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "is_wrapped":
+        from .wrappers import is_wrapped
+
+        return is_wrapped
+    from . import cluster
+
+    return getattr(cluster, name)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
 from ..errors import ConfigError, nearest
 from ..precision import MixedPrecision, Precision
-from ..strategies import STRATEGY_REGISTRY, ParallelStrategy, SingleDeviceStrategy, Strategy
+from ..strategies import STRATEGY_REGISTRY, ParallelStrategy, Strategy
 from ..strategies.registry import PLANNED_STRATEGIES
-from .cluster import ClusterEnvironment
+
+if TYPE_CHECKING:
+    from .cluster import ClusterEnvironment
 
 __all__ = [
-    "ONE_DEVICE_ONLY",
     "Plugins",
     "check_conflicts",
     "check_num_nodes",
@@ -24,6 +25,8 @@ __all__ = [
     "choose_precision",
     "choose_strategy",
     "find_devices",
+    "has_several_processes",
+    "is_auto",
     "join_errors",
     "precision_name",
     "sort_plugins",
@@ -42,7 +45,6 @@ _PRECISION_ALIASES: dict[object, str] = {
 _AMBIGUOUS = (16, "16", "bf16")
 _PLANNED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 _PLANNED_ACCELERATORS = ("tpu", "xla")
-ONE_DEVICE_ONLY = "this version trains on one device; strategies for several are not part of it"
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
@@ -103,6 +105,8 @@ def sort_plugins(plugins: Any) -> Plugins:
 def _plugin_kind(plugin: object) -> str | None:
     if isinstance(plugin, type):
         return None
+    from .cluster import ClusterEnvironment
+
     if isinstance(plugin, Precision):
         return "precision"
     if isinstance(plugin, ClusterEnvironment):
@@ -119,7 +123,7 @@ def _plugin_kind(plugin: object) -> str | None:
 
 
 def choose_strategy(strategy: Any) -> Strategy:
-    """Return the strategy given, or a new one made from its name; "auto" is one device."""
+    """Return the strategy given, or a new one made from its name. What "auto" is, resolve.py knows."""
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):
@@ -128,12 +132,10 @@ def choose_strategy(strategy: Any) -> Strategy:
             fix='pass "auto", a registered name, or an instance such as SingleDeviceStrategy("cpu").',
         )
     name = strategy.lower()
-    if name == "auto":
-        return SingleDeviceStrategy()
     if name not in STRATEGY_REGISTRY and name in PLANNED_STRATEGIES:
         raise ConfigError(
-            f"strategy={strategy!r} is known, but {ONE_DEVICE_ONLY}.",
-            fix="pass strategy='auto' (one device), or register a strategy of that name.",
+            f"strategy={strategy!r} is known, but not part of this version.",
+            fix=f"use one of auto, {', '.join(STRATEGY_REGISTRY.names())}; or register a strategy of that name.",
         )
     if name not in STRATEGY_REGISTRY:
         known = ["auto", *STRATEGY_REGISTRY.names()]
@@ -176,6 +178,14 @@ def check_conflicts(chosen: Strategy | None, strategy: Any, accelerator: Any, pr
 
 def _choose_one(one: str, other: str) -> ConfigError:
     return ConfigError(f"{one} and {other} both say the same thing.", fix="choose one and leave the other out.")
+
+
+def has_several_processes(strategy: Strategy | None) -> bool:
+    """Return whether a strategy is made for several processes, be it that one was asked for.
+
+    One of the user's own that says nothing about processes has one. "dp" has several devices in one process.
+    """
+    return isinstance(strategy, ParallelStrategy) and getattr(strategy, "start_method", "popen") is not None
 
 
 # -- accelerator and devices -----------------------------------------------------------------------------------------
@@ -263,6 +273,11 @@ def check_num_nodes(num_nodes: Any) -> int:
     raise ConfigError(f"num_nodes={num_nodes!r} is no int of 1 or more.", fix="pass num_nodes=1.")
 
 
+def is_auto(argument: Any) -> bool:  # Any: whatever the user typed
+    """Return whether an argument leaves the choice to us."""
+    return isinstance(argument, str) and argument.strip().lower() == "auto"
+
+
 def find_devices(
     devices: Any, accelerator: Accelerator, strategy: Strategy | None, interactive: bool, notes: list[str]
 ) -> list[torch.device]:
@@ -271,21 +286,21 @@ def find_devices(
     Args:
         devices: What the user typed.
         accelerator: Knows the grammar and what exists.
-        strategy: May have a device, or devices, of its own.
+        strategy: May have a device, or devices, of its own; None: any number will do.
         interactive: At a prompt or in a notebook "auto" is one device.
         notes: Gets a line where "auto" leaves devices unused.
     """
     device: torch.device | None = getattr(strategy, "_device", None)
-    is_auto = isinstance(devices, str) and devices.strip().lower() == "auto"
-    if is_auto and device is not None:
+    if is_auto(devices) and device is not None:
         return [device]
-    if is_auto:
+    if is_auto(devices):
         given = getattr(strategy, "parallel_devices", None)
         if given:
             return list(given)
         count = accelerator.auto_device_count()
-        if count > 1 and (interactive or not isinstance(strategy, ParallelStrategy)):
-            # A default must work on every machine: several cards are no reason to refuse `Trainer()`.
+        uses_one = strategy is not None and not hasattr(strategy, "parallel_devices")
+        if count > 1 and (interactive or uses_one):
+            # A default must work everywhere: several cards are no reason to refuse strategy="single_device".
             notes.append(f"{count} {accelerator.name()} devices are visible; one is used. Pass devices=1 to say so.")
             count = 1
         return accelerator.get_parallel_devices(accelerator.parse_devices(count))

@@ -8,20 +8,26 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.move import move_to_device
-from ..errors import ConfigError
+from ..errors import ConfigError, LaunchError
 from ..precision import MixedPrecision, Precision
-from ..strategies import SingleDeviceStrategy
+from ..strategies import NoLoss, ParallelStrategy, SingleDeviceStrategy, Strategy
+from .launch import InProcessLauncher
 from .resolve import resolve
 from .seed import seed_everything
-from .state import collect_state, put_back, put_back_state
+from .state import bare, collect_state, put_back, put_back_state
+
+if TYPE_CHECKING:
+    from .accumulation import Accumulation, Reader, Window
+    from .dataloaders import EvaluationPass
+    from .watch import Watch
 
 __all__ = ["Fabric"]
 
@@ -29,7 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class Fabric:
-    """Run your own loop on any device and precision; the low-level API under Trainer.
+    """Run your own loop on any device, precision and number of processes; the low-level API under Trainer.
+
+    A subclass may define `run(self, ...)`: calling it starts the processes first.
 
     Args:
         accelerator: "auto", "gpu", "cpu", "cuda", "mps", or an Accelerator.
@@ -39,7 +47,8 @@ class Fabric:
         precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true" or "bf16-mixed"; None means "32-true" unless
             a plugin or the strategy brings one.
         plugins: One or several of Precision, CheckpointIO, ClusterEnvironment, LayerSync.
-        callbacks: One or several objects; `call` finds their methods.
+        callbacks: One or several objects; `call` finds their methods. Installed packages may add some: the entry point
+            group "loopwright.fabric.callbacks_factory" names functions that return a callback or a list of them.
         loggers: One or several loggers for `log`.
 
     Raises:
@@ -77,7 +86,8 @@ class Fabric:
         self.devices = parts.devices
         self.launcher = parts.launcher
         self.layer_sync = parts.layer_sync
-        self.callbacks: list[Any] = _as_list(callbacks)  # Any: any object with methods
+        self._callbacks: list[Any] = _as_list(callbacks)  # Any: any object with methods
+        self._has_found_callbacks = False
         self.loggers: list[Any] = _as_list(loggers)  # Any: a logger's package lies above this one
         self.strategy.fill(
             accelerator=parts.accelerator,
@@ -88,12 +98,34 @@ class Fabric:
             checkpoint_io=parts.checkpoint_io,
             make_checkpoint_io=_default_checkpoint_io,
         )
+        self._cluster = parts.cluster_environment
+        # Whether strategy and launcher are made for several processes, be it that one was asked for.
+        self._is_one_of_several = isinstance(self.strategy, ParallelStrategy) and (
+            type(self.launcher) is not InProcessLauncher
+        )
+        self._join_world()
         self.device: torch.device = self.strategy.device
         self._is_set_up = False
+        # Watches the other ranks; None with one process, and before the processes are connected.
+        self.watch: Watch | None = None
+        self._listeners: list[nn.Module] = []
+        self._accumulation: Accumulation | None = None
+        # The window of the last micro-batch under `accumulate`, and whether we are within its block.
+        self._window: Window | None = None
+        self._divisor: int | None = None
+        self._is_in_backward = False
+        # The loader of the training pass, and the evaluation, that are under way.
+        self._reader: Reader | None = None
+        self._evaluation: EvaluationPass | None = None
         # Asked once: the hot path calls no method that does nothing.
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         self._precision_steps = _does_something(self.precision, "optimizer_step")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "run" in cls.__dict__:
+            cls.run = _launching(cls.__dict__["run"])  # type: ignore[method-assign]
 
     # -- who and where -------------------------------------------------------------------------------------------
 
@@ -138,43 +170,103 @@ class Fabric:
         """What reads and writes checkpoints."""
         return self.strategy.checkpoint_io
 
+    @property
+    def cluster_environment(self) -> Any:  # Any: a ClusterEnvironment, which one process need not import
+        """What knows ranks and addresses; None with one process."""
+        return self._cluster
+
     # -- processes -----------------------------------------------------------------------------------------------
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the processes and call `function(fabric, *args, **kwargs)` in each.
 
+        Where the processes exist already (torchrun, SLURM, `loopwright launch`) or one is enough, nothing is started,
+        and calling `launch` is optional. Once started, further calls run their function in the processes that are
+        there.
+
         Args:
-            function: Takes the Fabric first; None only sets this process up.
+            function: Takes the Fabric first; None starts the processes, which then all go on after this call. With
+                strategies that spawn or fork, it is required.
             args: Further arguments.
             kwargs: Further keyword arguments.
 
         Returns:
-            What the function returned on rank 0; None without a function.
+            What the function returned: in each process its own; in one that spawned or forked the others, that of
+            rank 0. None without a function.
 
         Raises:
-            ConfigError: The function cannot be called, or takes no argument.
+            ConfigError: The function cannot be called, takes no argument, or is missing.
         """
         if function is None:
-            self._setup_environment()
-            return None
-        if not callable(function):
+            if getattr(self.launcher, "starts_processes", False) and not self._is_set_up:
+                raise ConfigError(
+                    f"Fabric.launch needs a function with {_named(self.strategy)}: it runs in new processes, and "
+                    "code after this call does not.",
+                    fix="put the training into a function and call fabric.launch(main), with def main(fabric, ...).",
+                )
+            function, args, kwargs = _do_nothing, (), {}
+        elif not callable(function):
             raise ConfigError(f"Fabric.launch was given {function!r}, which cannot be called.", fix="pass a function.")
-        if not _takes_arguments(function):
+        elif not _takes_arguments(function):
             raise ConfigError(
                 f"Fabric.launch was given {function!r}, which takes no arguments.",
                 fix="let its first parameter be the Fabric: def main(fabric, ...).",
             )
+        if self._is_set_up:
+            return function(self, *args, **kwargs)
         return self.launcher.launch(self._run_launched, function, *args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing: a subclass defines it. Calling it starts the processes first, as `launch` does.
+
+        Args:
+            args: The subclass's own.
+            kwargs: The subclass's own.
+        """
 
     def _run_launched(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_environment()
         return function(self, *args, **kwargs)
 
     def _setup_environment(self) -> None:
+        """Connect this process with the others, once: the one place where a process becomes a rank."""
         if not self._is_set_up:
+            self._join_world()
             self.strategy.setup_environment()
             self.device = self.strategy.device
+            if self.world_size > 1:
+                from .watching import watch_over  # not imported where there is one process
+
+                self.watch = watch_over(self.strategy, self.launcher)
             self._is_set_up = True
+
+    def _join_world(self) -> None:
+        """Tell the cluster environment its place among the processes, where we are the ones who start them."""
+        cluster = self._cluster
+        if cluster is not None and self._is_one_of_several:
+            per_node = len(self.devices)
+            cluster.set_world_size(self.num_nodes * per_node)
+            cluster.set_global_rank(cluster.node_rank() * per_node + cluster.local_rank())
+
+    def _require_launch(self, name: str) -> None:
+        """Connect this process if nothing has to be started for it.
+
+        Raises:
+            LaunchError: Processes have to be started first.
+        """
+        if self._is_set_up:
+            return
+        are_there = self._cluster is not None and self._cluster.creates_processes_externally
+        if self._is_one_of_several and not are_there:
+            raise LaunchError(
+                f"Fabric.{name} was called before the processes of {_named(self.strategy)} were started.",
+                fix="call fabric.launch() before it, or put the training into a function and call fabric.launch(main).",
+            )
+        self.launcher.launch(self._setup_environment)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For processes that are spawned with it: they are there then, and start no others.
+        return {**self.__dict__, "launcher": InProcessLauncher(), "_reader": None, "_evaluation": None}
 
     def teardown(self) -> None:
         """Give back what the strategy and the accelerator hold; the next use sets them up again."""
@@ -183,36 +275,205 @@ class Fabric:
 
     # -- model and optimizers ------------------------------------------------------------------------------------
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
-        """Return the module in this precision and as the strategy runs it; on one device it is not wrapped.
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,  # Any: any schedule of torch's or the user's
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:  # Any: one object, or a tuple of as many as were given
+        """Return the module and its optimizers in this precision and as the strategy runs them.
+
+        The module's forward runs in the precision and under the strategy's hooks, an optimizer's `step` through both.
+        A module that `torch.compile` returned stays compiled, within what the strategy puts around it.
 
         Args:
-            module: Changed in place.
+            module: Changed in place; keep what is returned instead.
+            optimizers: Of this module's parameters.
+            scheduler: A schedule for them, which then steps when they do; see `accumulate`.
             move_to_device: False leaves parameters and buffers on the devices where they are.
+            _reapply_compile: Accepted for compatibility; a compiled module is never taken apart.
+
+        Returns:
+            The module; with optimizers, a tuple of it and them; with a scheduler, the scheduler last.
+
+        Raises:
+            ConfigError: Something is set up already, lies on the meta device, or cannot work with the precision.
+            LaunchError: The processes are not started yet.
         """
-        self._setup_environment()
-        module = self.precision.convert_module(module)
-        if move_to_device:
-            self.strategy.module_to_device(module)
-        elif type(self.strategy).setup_module is SingleDeviceStrategy.setup_module:
-            return module  # it would do nothing else than move
-        return self.strategy.setup_module(module)
+        from .checks import check_module, check_optimizers, check_optimizers_of
+        from .wrappers import FabricModule, FabricOptimizer, FabricScheduler
+
+        self._require_launch("setup")
+        check_module(module)
+        check_optimizers("setup", optimizers)
+        check_optimizers_of(module, optimizers)
+        converted = self._convert(module, move_to_device)
+        for optimizer in optimizers:
+            self.precision.check_optimizer(optimizer)
+        if type(self.strategy).setup_module_and_optimizers is not Strategy.setup_module_and_optimizers:
+            running, ready = self.strategy.setup_module_and_optimizers(converted, optimizers)
+        else:
+            running = self._run_by_strategy(converted, move_to_device)
+            ready = [self.strategy.setup_optimizer(optimizer) for optimizer in optimizers]
+        result: list[Any] = [FabricModule(running, _uncompiled(converted), self)]
+        result += [FabricOptimizer.of(optimizer, self) for optimizer in ready]
+        if scheduler is not None:
+            result.append(FabricScheduler(scheduler, result[1:], self))
+        self._announce(result[0])
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
+        """Return the module in this precision and as the strategy runs it; `setup` also takes its optimizers.
+
+        Args:
+            module: Changed in place; keep what is returned instead.
+            move_to_device: False leaves parameters and buffers on the devices where they are.
+            _reapply_compile: See `setup`.
+
+        Raises:
+            ConfigError: It is set up already.
+            LaunchError: The processes are not started yet.
+        """
+        from .checks import check_module
+        from .wrappers import FabricModule
+
+        self._require_launch("setup_module")
+        check_module(module)
+        module = self._convert(module, move_to_device)
+        wrapped = FabricModule(self._run_by_strategy(module, move_to_device), _uncompiled(module), self)
+        self._announce(wrapped)
+        return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:  # Any: one, or a tuple if several were given
-        """Return the optimizers as the strategy runs them; on one device they are not wrapped.
+        """Return the optimizers as the strategy runs them: `step` goes through strategy and precision.
 
         Returns:
             The optimizer, or a tuple of several.
 
         Raises:
+            ConfigError: None was given, or one is set up already, has parameters on the meta device, or cannot work
+                with the precision.
+            LaunchError: The processes are not started yet.
+        """
+        from .checks import check_optimizers
+        from .wrappers import FabricOptimizer
+
+        self._require_launch("setup_optimizers")
+        check_optimizers("setup_optimizers", optimizers)
+        ready = self.prepare_optimizers(*optimizers)
+        wrapped = tuple(FabricOptimizer.of(optimizer, self) for optimizer in ready)
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def setup_dataloaders(
+        self,
+        *dataloaders: Any,  # Any: DataLoaders, or any other iterables of batches
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: str | None = None,
+    ) -> Any:  # Any: one, or a list if several were given
+        """Return the loaders so that each process reads its share, with batches on the device.
+
+        The loader is not made anew, and its sampler, batch sampler, collation and workers stay: of every `world_size`
+        batches that it has, each process gets one, so `batch_size` counts the samples of one process. Loaders whose
+        sampler knows its rank, and iterables that cannot be dealt out, are left alone. `set_epoch` is called with the
+        number of passes that were begun.
+
+        Args:
+            dataloaders: Read by all processes in the same order.
+            use_distributed_sampler: False gives every process all batches.
+            move_to_device: False leaves batches where the loader puts them.
+            uneven: When the batches do not come out even: "stop_all" leaves the last ones out, "cycle" reads the first
+                ones again, "keep" gives every batch once, so that some processes get one less. None takes "keep"
+                within `torch.no_grad()`, where nothing is learned, and else the strategy's.
+
+        Returns:
+            The loader, or a list of several.
+
+        Raises:
+            ConfigError: None was given, or one is set up already.
+            ModuleError: One cannot be iterated.
+            LaunchError: The processes are not started yet.
+        """
+        from .checks import refuse_wrapped
+        from .dataloaders import FabricDataLoader
+
+        self._require_launch("setup_dataloaders")
+        if not dataloaders:
+            raise ConfigError("Fabric.setup_dataloaders was given no loader.", fix="pass at least one.")
+        refuse_wrapped("setup_dataloaders", dataloaders)
+        ready = [
+            FabricDataLoader(self, loader, is_dealt=use_distributed_sampler, moves=move_to_device, uneven=uneven)
+            for loader in dataloaders
+        ]
+        return ready[0] if len(ready) == 1 else ready
+
+    def prepare_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
+        """Return the module as `setup_module` does, without a wrapper of Fabric's; on one device, the module itself.
+
+        For a loop that runs the module by `bind_step` and calls `backward`, `clip_gradients` and `optimizer_step`
+        itself, as the Trainer's does: nothing stands between it and the strategy.
+
+        Args:
+            module: Changed in place.
+            move_to_device: False leaves parameters and buffers on the devices where they are.
+        """
+        self._require_launch("prepare_module")
+        return self._run_by_strategy(self._convert(module, move_to_device), move_to_device)
+
+    def prepare_optimizers(self, *optimizers: Optimizer) -> tuple[Optimizer, ...]:
+        """Return the optimizers as `setup_optimizers` does, without wrappers of Fabric's.
+
+        Raises:
             ConfigError: None was given, or one cannot work with the precision.
         """
         if not optimizers:
-            raise ConfigError("Fabric.setup_optimizers was given no optimizer.", fix="pass at least one.")
+            raise ConfigError("Fabric was given no optimizer to set up.", fix="pass at least one.")
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
-        ready = tuple(self.strategy.setup_optimizer(optimizer) for optimizer in optimizers)
-        return ready[0] if len(ready) == 1 else ready
+        return tuple(self.strategy.setup_optimizer(optimizer) for optimizer in optimizers)
+
+    def _convert(self, module: nn.Module, move_to_device: bool) -> nn.Module:
+        module = self.precision.convert_module(module)
+        if move_to_device:
+            self.strategy.module_to_device(module)
+        else:
+            devices = sorted({str(parameter.device) for parameter in module.parameters()})
+            if len(devices) > 1:
+                warnings.warn(
+                    f"the parameters of {type(module).__name__} lie on several devices: {', '.join(devices)}; they are "
+                    "left there.",
+                    stacklevel=3,
+                )
+        return module
+
+    def _run_by_strategy(self, module: nn.Module, move_to_device: bool) -> nn.Module:
+        if not move_to_device and type(self.strategy).setup_module is SingleDeviceStrategy.setup_module:
+            return module  # it would do nothing else than move
+        return self.strategy.setup_module(module)
+
+    def _announce(self, module: Any) -> None:  # Any: a FabricModule, imported where it is made
+        """Tell the user's module, if it is a `loopwright.Module`, and the callbacks that a module was set up."""
+        original = module.module
+        if isinstance(getattr(type(original), "fabric", None), property):
+            original.fabric = self
+            if original not in self._listeners:
+                self._listeners.append(original)
+        self.call("on_after_setup", fabric=self, module=module)
+
+    def _bind_call(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs a method of a module for `FabricModule`: in this precision, and as the strategy does."""
+        run = self.strategy.bind_step(module, name)
+        precision = self.precision
+        converts_output = type(precision).convert_output is not Precision.convert_output
+        if precision.has_forward_context or precision.converts_input or converts_output:
+            run = _in_precision(run, precision, converts_output=converts_output)
+        if not self._scales:
+            return run
+        from .wrappers import demand_scaled_backward
+
+        return lambda *args, **kwargs: demand_scaled_backward(run(*args, **kwargs), self)
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
         """Return what runs `module.<name>` in this precision and under the strategy's hooks.
@@ -223,11 +484,11 @@ class Fabric:
             module: What `setup_module` returned.
             name: Name of a method, such as "training_step".
         """
-        step = self.strategy.bind_step(module, name)
+        step = self.strategy.bind_step(bare(module), name)
         precision = self.precision
         if not (precision.has_forward_context or precision.converts_input or precision.converts_output):
             return step
-        return _in_precision(step, precision)
+        return _in_precision(step, precision, converts_output=precision.converts_output)
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """Return a context in which tensors are made on the device and in the precision's dtype."""
@@ -240,13 +501,13 @@ class Fabric:
             empty_init: True leaves parameters without values, for a checkpoint that is loaded next; None leaves the
                 choice to the strategy, which on one device initialises.
         """
-        self._setup_environment()
+        self._require_launch("init_module")
         return _both(self.precision.module_init_context(), self.strategy.init_context(empty_init))
 
     # -- hot path ------------------------------------------------------------------------------------------------
 
-    def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Compute gradients; with a loss scale, of the scaled loss.
+    def backward(self, tensor: Tensor | NoLoss, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Compute gradients; with a loss scale, of the scaled loss; within `accumulate`, of the loss's share.
 
         Args:
             tensor: A loss, shape ().
@@ -254,7 +515,18 @@ class Fabric:
             model: Only engines with several models need it.
             kwargs: Further keyword arguments of `Tensor.backward`.
         """
-        self.strategy.backward(self.precision.scale_loss(tensor) if self._scales else tensor, *args, **kwargs)
+        # A step on several ranks that returned None takes part all the same. (isinstance costs more, at every step.)
+        loss: Tensor = tensor.zero if tensor.__class__ is NoLoss else tensor  # type: ignore[assignment]
+        if self._divisor is not None:
+            loss = self._share_of_window(loss)
+        if not self._scales:
+            self.strategy.backward(loss, *args, **kwargs)
+            return
+        self._is_in_backward = True
+        try:
+            self.strategy.backward(self.precision.scale_loss(loss), *args, **kwargs)
+        finally:
+            self._is_in_backward = False
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step the optimizer.
@@ -262,6 +534,7 @@ class Fabric:
         Returns:
             Whether the step was made: False if a loss scale is in use and a gradient is infinite or NaN.
         """
+        optimizer = optimizer.__dict__.get("_without_fabric", optimizer)  # `bare`, without its call
         if self._precision_steps:
             return self.precision.optimizer_step(optimizer, closure)
         return self.strategy.optimizer_step(optimizer, closure)
@@ -269,7 +542,7 @@ class Fabric:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Bring gradients to their true size, to clip or read them; do nothing the second time, or without a scale."""
         if self._unscales:
-            self.precision.unscale_gradients(optimizer)
+            self.precision.unscale_gradients(bare(optimizer))
 
     def clip_gradients(
         self,
@@ -304,6 +577,7 @@ class Fabric:
                 f"Fabric.clip_gradients was given clip_val={clip_val!r} and max_norm={max_norm!r}.",
                 fix="pass a positive number for exactly one of the two.",
             )
+        module, optimizer = bare(module), bare(optimizer)
         if self._unscales:
             self.precision.unscale_gradients(optimizer)
         if max_norm is None:
@@ -331,52 +605,142 @@ class Fabric:
             module: What `setup_module` returned.
             enabled: False does nothing, so that the call can stand in a loop.
         """
-        return self.strategy.no_backward_sync(module, enabled)
+        return self.strategy.no_backward_sync(bare(module), enabled)
+
+    # -- accumulation --------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the last micro-batch under `accumulate` ended its window; True where nothing is accumulated."""
+        return self._window is None or self._window.is_last
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module, steps: int = 1) -> Iterator[None]:
+        """Run one micro-batch as a part of a window of `steps`, whose gradients make one optimizer step.
+
+        Within the block `backward` counts a loss as one part in the number of micro-batches of the window, gradients
+        are reduced over ranks at its last one only, and `step` and `zero_grad` of optimizers (and `step` of a schedule
+        given to `setup`) do nothing before that. The last micro-batch of a pass over a loader of `setup_dataloaders`
+        ends its window, which is then shorter; its losses are weighed by the micro-batches that it has.
+
+        Args:
+            models: What `setup` returned, whose gradients are accumulated.
+            steps: Micro-batches of a window.
+
+        Raises:
+            ConfigError: There is no model, or `steps` is no whole number of 1 or more.
+        """
+        if not models:
+            raise ConfigError(
+                "Fabric.accumulate was given no model.", fix="pass what setup returned: fabric.accumulate(model)."
+            )
+        if self._accumulation is None:
+            from .accumulation import Accumulation
+
+            self._accumulation = Accumulation()
+        inner = tuple(bare(model) for model in models)
+        window = self._window = self._accumulation.next_batch(inner, steps, self._reader)
+        with ExitStack() as stack:
+            if not window.is_last:
+                for model in inner:
+                    stack.enter_context(self.strategy.no_backward_sync(model))
+            before, self._divisor = self._divisor, window.size
+            try:
+                yield
+            finally:
+                self._divisor = before
+
+    def _share_of_window(self, loss: Tensor) -> Tensor:
+        assert self._window is not None
+        assert self._divisor is not None
+        self._window.has_gradients = True
+        return loss if self._divisor == 1 else loss / self._divisor
+
+    def _drop_window(self) -> None:
+        if self._window is not None and self._accumulation is not None:
+            self._accumulation.forget(self._window)
+        self._window = None
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print as the built-in does, on local rank 0 of each node."""
         if self.local_rank == 0:
-            builtins.print(*args, **kwargs)  # noqa: T201  the one place where the library prints
+            builtins.print(*args, **kwargs)  # noqa: T201
+
+    # Any: data of any structure, and process groups, which are of the backend's own type.
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here."""
+        self._require_launch("barrier")
         self.strategy.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object."""
+        """Return rank `src`'s object, which can be of any kind."""
+        self._require_launch("broadcast")
         return self.strategy.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return tensors of all ranks stacked along a new first dimension; with one rank, the data itself.
+        """Return data of all ranks: tensors (and numbers) are stacked along a new first dimension, of `world_size`.
+
+        On a single device the data itself is returned.
 
         Args:
-            data: A tensor or any structure of tensors, of the same shapes on all ranks.
+            data: A tensor or number, or any structure of them, with the same shapes on all ranks.
             group: Ranks that take part; None for all.
             sync_grads: Let gradients flow back through the gathering.
         """
-        return self.strategy.all_gather(data, group, sync_grads)
+        self._require_launch("all_gather")
+        return self.strategy.all_gather(data, group=group, sync_grads=sync_grads)
 
-    def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        """Return a tensor (or any structure of tensors) reduced over ranks, with "mean", "sum", "min" or "max"."""
-        return self.strategy.all_reduce(data, group, reduce_op)
-
-    @contextmanager
-    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """Run the block on rank 0 first, then on all others.
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return data reduced over ranks. On a single device the data itself is returned.
 
         Args:
-            local: On the first rank of each node, rather than on global rank 0.
+            data: A tensor or number, or any structure of them, with the same shapes on all ranks.
+            group: Ranks that take part; None for all.
+            reduce_op: "mean" (or "avg"), "sum", "min", "max", "product", or a `torch.distributed.ReduceOp`.
         """
+        self._require_launch("all_reduce")
+        return self.strategy.all_reduce(data, group=group, reduce_op=reduce_op)
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """Return what all ranks have, joined along the first dimension in the order of ranks, for exact metrics.
+
+        Ranks may have different numbers of samples, or none: nothing was padded, so nothing is cut off. Within an
+        evaluation over a loader of `setup_dataloaders` call it in every round or after the loop; a rank that has no
+        batch left answers by itself. In every round, the order is that of the data.
+
+        Args:
+            data: A tensor, or a structure of tensors; tensors of shape () are stacked. Lists without tensors are
+                joined. None stands for no data.
+            use_gather_object: Accepted for compatibility; objects of any kind are gathered anyway.
+
+        Returns:
+            The joined data, on the device, the same on all ranks. On a single device the data itself.
+        """
+        self._require_launch("gather_for_metrics")
+        if self.world_size == 1:
+            return data
+        from .dataloaders import gather_samples
+
+        return gather_samples(self, data)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Return a context whose block rank 0 runs first, then all others.
+
+        If it fails on the first rank, all ranks raise that, and the others do not run it.
+
+        Args:
+            local: The first rank of each node goes first, rather than global rank 0 alone.
+        """
+        self._require_launch("rank_zero_first")
+        if self.world_size == 1:
+            return nullcontext()
+        from .together import first_then_rest
+
         is_first = (self.local_rank if local else self.global_rank) == 0
-        if not is_first:
-            self.barrier("rank_zero_first")
-        try:
-            yield
-        finally:
-            if is_first:
-                self.barrier("rank_zero_first")
+        return first_then_rest(self.strategy, is_first=is_first)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -386,7 +750,9 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a checkpoint on rank 0, and wait for it on all ranks.
+        """Write a checkpoint on rank 0, and wait for it on all ranks. Call it on all ranks.
+
+        An error on one rank, a full disk say, is raised on all.
 
         Args:
             path: The file.
@@ -396,22 +762,27 @@ class Fabric:
         Raises:
             ConfigError: The filter names what is not in the state, or is no function.
         """
-        content = collect_state(self.strategy, state, filter)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(content, path)
-        self.barrier("save")
+        self._require_launch("save")
+
+        def write() -> None:
+            content = collect_state(self.strategy, state, filter)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(content, path)
+
+        self._together(write)
 
     def load(
-        self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool = True
+        self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint.
+        """Read a checkpoint. Call it on all ranks; an error on one is raised on all.
 
         Args:
             path: The file.
             state: Modules, optimizers and `Stateful` objects in it are loaded in place, other entries replaced; None
                 gives the whole file.
             strict: Whether a key of `state` that is not in the file is an error; also given to modules.
-            weights_only: False reads any pickled object, which can run code: only for files that you trust.
+            weights_only: False reads any pickled object, which can run code: only for files that you trust. None is
+                True.
 
         Returns:
             The entries of the file that are not in `state`.
@@ -419,42 +790,78 @@ class Fabric:
         Raises:
             CheckpointError: Keys are missing (all are named), or a state does not fit its object.
         """
-        content = dict(self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only))
-        self.barrier("load")
-        if state is None:
-            return content
-        return put_back_state(self.strategy, content, state, strict=strict, where=str(path))
+        self._require_launch("load")
 
-    def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool = True) -> None:
+        def read() -> dict[str, Any]:
+            content = dict(self._read(path, weights_only))
+            if state is None:
+                return content
+            return put_back_state(self.strategy, content, state, strict=strict, where=str(path))
+
+        rest: dict[str, Any] = self._together(read)
+        return rest
+
+    def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load a file that holds the bare state of one module, optimizer or other `Stateful` object.
+
+        Call it on all ranks; an error on one is raised on all.
 
         Args:
             path: The file.
             obj: Loaded in place.
             strict: For a module: whether missing and unexpected keys are an error.
-            weights_only: False reads any pickled object, which can run code: only for files that you trust.
+            weights_only: False reads any pickled object, which can run code: only for files that you trust. None is
+                True.
 
         Raises:
             ConfigError: The object has no state.
             CheckpointError: The state does not fit.
         """
-        content = self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
-        if not put_back(self.strategy, obj, content, strict):
-            raise ConfigError(
-                f"Fabric.load_raw was given {obj!r}, which has no load_state_dict.", fix="pass a module or optimizer."
-            )
+        self._require_launch("load_raw")
+
+        def read() -> None:
+            if not put_back(self.strategy, obj, self._read(path, weights_only), strict):
+                raise ConfigError(
+                    f"Fabric.load_raw was given {obj!r}, which has no load_state_dict.",
+                    fix="pass a module or optimizer.",
+                )
+
+        self._together(read)
+
+    def _read(self, path: Any, weights_only: bool | None) -> Any:
+        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only is not False)
+
+    def _together(self, function: Callable[[], Any]) -> Any:
+        """Call the function on every rank; an error on one is raised on all."""
+        if self.world_size == 1:
+            return function()
+        from .together import together
+
+        return together(self.strategy, function)
 
     # -- callbacks, loggers, seed --------------------------------------------------------------------------------
 
+    @property
+    def callbacks(self) -> list[Any]:  # Any: see __init__
+        """The callbacks, those of installed packages last; the list may be changed."""
+        if not self._has_found_callbacks:  # when they are asked for: finding them takes some milliseconds
+            from .checks import installed_callbacks
+
+            self._has_found_callbacks = True
+            self._callbacks += installed_callbacks()
+        return self._callbacks
+
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method on every callback that has it; keyword arguments that it does not take are left out.
+
+        A `loopwright.Module` that was set up hears what its methods are named after, too, after the callbacks.
 
         Args:
             hook_name: Any name.
             args: Given to all.
             kwargs: Given to those that take them.
         """
-        for callback in self.callbacks:
+        for callback in (*self.callbacks, *self._listeners):
             method = getattr(callback, hook_name, None)
             if method is None:
                 continue
@@ -464,11 +871,13 @@ class Fabric:
             method(*args, **_accepted(method, kwargs))
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Send one number to every logger; see `log_dict`."""
+        """Send one number to every logger, on rank 0; see `log_dict`."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send numbers to every logger, as Python numbers. Reads tensors on the host.
+        """Send numbers to every logger, as Python numbers, on rank 0. Reads tensors on the host.
+
+        They are rank 0's own: reduce them first where they differ between ranks.
 
         Args:
             metrics: Numbers, or tensors of one element.
@@ -483,6 +892,8 @@ class Fabric:
                 f"Fabric.log_dict takes one number per name, but these tensors have another size: {wrong}.",
                 fix="log their mean, or one name per element.",
             )
+        if not self.is_global_zero:
+            return
         numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in self.loggers:
             logger.log_metrics(numbers, step)
@@ -507,11 +918,11 @@ def _default_checkpoint_io() -> Any:
     return TorchCheckpointIO()
 
 
-def _in_precision(step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+def _in_precision(step: Callable[..., Any], precision: Precision, *, converts_output: bool) -> Callable[..., Any]:
     """Return the step with inputs cast, in the precision's context."""
     context = precision.forward_context
     converts_input, convert_input = precision.converts_input, precision.convert_input
-    converts_output, convert_output = precision.converts_output, precision.convert_output
+    convert_output = precision.convert_output
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -550,3 +961,33 @@ def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, A
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
     return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that was compiled, so that names of parameters are the user's own."""
+    original: nn.Module = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    return original
+
+
+def _named(strategy: Any) -> str:
+    return f"the strategy {type(strategy).__name__}"
+
+
+def _do_nothing(fabric: Fabric) -> None:
+    """What `launch` runs without a function; at the top of the file, so that it can be pickled."""
+
+
+def _call_run(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+    return fabric.run(*args, **kwargs)
+
+
+def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a subclass's `run` so that the processes are started first."""
+
+    @functools.wraps(run)
+    def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+        if self._is_set_up:
+            return run(self, *args, **kwargs)
+        return self.launch(_call_run, *args, **kwargs)
+
+    return launched

@@ -1,6 +1,6 @@
 """From what the user typed to parts that fit together: strings, instances and environment in, `Parts` out.
 
-Called by Fabric's constructor (and so by Trainer's). Changes nothing: a configuration that cannot work is one
+Called by Fabric's constructor (and so by Trainer's). Starts nothing: a configuration that cannot work is one
 ConfigError that names all problems, before any process or device is touched.
 """
 
@@ -10,16 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..accelerators import Accelerator
 from ..errors import ConfigError
 from ..precision import Precision
-from ..strategies import Launcher, ParallelStrategy, Strategy
+from ..strategies import Launcher, SingleDeviceStrategy, Strategy
 from .choose import (
-    ONE_DEVICE_ONLY,
     Plugins,
     check_conflicts,
     check_num_nodes,
@@ -27,12 +26,16 @@ from .choose import (
     choose_precision,
     choose_strategy,
     find_devices,
+    has_several_processes,
+    is_auto,
     join_errors,
     precision_name,
     sort_plugins,
 )
-from .cluster import ClusterEnvironment, LocalEnvironment
 from .launch import InProcessLauncher
+
+if TYPE_CHECKING:
+    from .cluster import ClusterEnvironment
 
 __all__ = ["Environment", "Parts", "resolve"]
 
@@ -66,7 +69,8 @@ class Parts:
     num_nodes: int
     checkpoint_io: Any  # Any: a user's checkpoint IO
     """None: Fabric's own."""
-    cluster_environment: ClusterEnvironment
+    cluster_environment: ClusterEnvironment | None
+    """None: there is one process, and nothing in the environment speaks of others."""
     layer_sync: Any  # Any: a user's layer synchronisation
     """Kept for strategies with several processes; None without one."""
     launcher: Launcher
@@ -97,29 +101,51 @@ _CANNOT_WORK = (
     _Row(
         "one process",
         "num_nodes>1",
-        f"num_nodes={{num_nodes!r}} with strategy={{strategy!r}}: {ONE_DEVICE_ONLY}.",
-        "pass num_nodes=1.",
+        "num_nodes={num_nodes!r} with strategy={strategy!r}, which is one process on one machine.",
+        "pass num_nodes=1, or a strategy with several processes such as 'ddp'.",
     ),
     _Row(
-        "one process",
+        "one device",
         "devices>1",
-        f"devices={{devices!r}} gives {{count}} devices with strategy={{strategy!r}}: {ONE_DEVICE_ONLY}.",
-        "pass devices=1, or the index of one device as in devices=[0].",
+        "devices={devices!r} gives {count} devices with strategy={strategy!r}, which uses one.",
+        "pass devices=1, or the index of one device as in devices=[0]; or strategy='ddp' to use all.",
     ),
     _Row(
         "one process",
         "torchrun",
-        f"torchrun started {{world_size}} processes with strategy={{strategy!r}}: {ONE_DEVICE_ONLY}, so that each "
-        f"process would train and write the same.",
-        "start the script with python, or with --nproc-per-node=1.",
+        "torchrun started {world_size} processes with strategy={strategy!r}, which is one process: each of them would "
+        "train and write the same.",
+        "pass strategy='ddp' or 'auto', or start the script with python, or with --nproc-per-node=1.",
+    ),
+    _Row(
+        "several processes",
+        "accelerator=mps",
+        "strategy={strategy!r} needs several processes that communicate, and torch.distributed cannot do that on "
+        "accelerator='mps'.",
+        "pass devices=1, num_nodes=1 and strategy='auto'; or accelerator='cpu'.",
     ),
     _Row(
         "notebook",
         "script launcher",
         "strategy={strategy!r} starts processes in a way that does not work in a notebook.",
-        "run it as a script, or pass strategy='auto' and devices=1.",
+        "pass strategy='ddp_notebook' (which forks), or run it as a script; or use one device: strategy='auto' and "
+        "devices=1.",
     ),
 )
+
+# What schedulers and launchers set. Without any of them, and with one device, nobody is asked who started this process.
+_OF_PROCESSES = (
+    "LOCAL_RANK",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
+    "LSB_JOBID",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "KUBERNETES_SERVICE_HOST",
+)
+_OF_LAUNCH = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
 
 
 def resolve(
@@ -136,17 +162,23 @@ def resolve(
 
     Args:
         accelerator: "auto", "gpu", a registered name, or an Accelerator.
-        strategy: "auto", a registered name in any case, or a Strategy.
-        devices: "auto", a number, -1, indices as list or as string.
+        strategy: "auto", a registered name in any case, or a Strategy. "auto" is one device where that is all there is;
+            else "ddp", in a notebook "ddp_fork".
+        devices: "auto", a number, -1, indices as list or as string. "auto" is all cards (in a notebook one), one
+            process on the CPU, and under torchrun or a scheduler as many as there are processes on this node.
         num_nodes: Number of machines.
         precision: A name of `choose.PRECISIONS` or an alias; None leaves it to plugin and strategy, else "32-true".
         plugins: One or several of: a Precision, a checkpoint IO, a ClusterEnvironment, a layer synchronisation.
-        environment: None takes this process's.
+        environment: None takes this process's. Its variables LT_ACCELERATOR, LT_STRATEGY, LT_DEVICES, LT_NUM_NODES and
+            LT_PRECISION stand for arguments that have their default value.
 
     Raises:
         ConfigError: Something cannot work; every problem is named.
     """
+    # A cluster environment of this process reads its variables whenever it is asked: launchers add to them.
+    fixed = None if environment is None else environment.variables
     environment = environment if environment is not None else Environment.current()
+    variables = environment.variables
     problems: list[ConfigError] = []
     notes: list[str] = []
     changed: list[str] = []
@@ -158,19 +190,56 @@ def resolve(
             problems.append(error)
             return None
 
+    given = {
+        "accelerator": accelerator,
+        "strategy": strategy,
+        "devices": devices,
+        "num_nodes": num_nodes,
+        "precision": precision,
+    }
+    if any(variables.get(name) for name in _OF_LAUNCH):
+        from .world import read_launch_variables
+
+        attempt(read_launch_variables, given, variables)
+        accelerator, strategy, devices, num_nodes, precision = given.values()
     plugged = attempt(sort_plugins, plugins) or Plugins()
-    chosen_strategy = attempt(choose_strategy, strategy)
+    leaves_choice = isinstance(strategy, str) and strategy.lower() == "auto"
+    chosen_strategy = None if leaves_choice else attempt(choose_strategy, strategy)
     nodes = attempt(check_num_nodes, num_nodes)
     attempt(check_conflicts, chosen_strategy, strategy, accelerator, precision, plugged)
     chosen_accelerator = attempt(choose_accelerator, accelerator, chosen_strategy)
     name = attempt(precision_name, precision, changed)
+    cluster = plugged.cluster_environment or getattr(chosen_strategy, "cluster_environment", None)
+    if cluster is None and _speaks_of_processes(variables):
+        cluster = _detect(fixed)
     found: list[torch.device] | None = None
-    chosen_precision: Precision | None = None
     if chosen_accelerator is not None:
-        found = attempt(find_devices, devices, chosen_accelerator, chosen_strategy, environment.interactive, notes)
-        if name is not None and found:
-            chosen_precision = attempt(choose_precision, name, precision, found[0].type, chosen_strategy, plugged)
-    launcher = getattr(chosen_strategy, "launcher", None) or InProcessLauncher()
+        # Without a choice of strategy there is one for any number of processes, except those of an earlier launch:
+        # in these a second, small run of one device may be meant.
+        joins = cluster is not None and (
+            has_several_processes(chosen_strategy) or (leaves_choice and not _is_launched_by_us(variables))
+        )
+        if joins and cluster is not None and nodes is not None and is_auto(devices):
+            from .world import infer_num_nodes
+
+            nodes = infer_num_nodes(cluster, nodes)
+        choice = (devices, chosen_accelerator, chosen_strategy, environment.interactive, notes)
+        found = attempt(_find_devices, choice, cluster if joins else None, nodes or 1)
+    if leaves_choice and found:
+        chosen_strategy = attempt(_auto, len(found), nodes or 1, cluster, environment.interactive)
+    if has_several_processes(chosen_strategy) and cluster is None:
+        cluster = _detect(fixed)
+    chosen_precision: Precision | None = None
+    if name is not None and found:
+        chosen_precision = attempt(choose_precision, name, precision, found[0].type, chosen_strategy, plugged)
+    launcher: Launcher | None = getattr(chosen_strategy, "launcher", None)
+    if cluster is not None and found and nodes is not None and has_several_processes(chosen_strategy):
+        assert chosen_strategy is not None
+        from .world import check_world, choose_launcher
+
+        launcher = attempt(choose_launcher, chosen_strategy, cluster, len(found), nodes)
+        attempt(check_world, cluster, variables, len(found), nodes)
+    launcher = launcher if launcher is not None else InProcessLauncher()
     facts = _facts(
         chosen_accelerator,
         chosen_strategy,
@@ -186,7 +255,7 @@ def resolve(
         devices=devices,
         num_nodes=num_nodes,
         count=len(found or ()),
-        world_size=environment.variables.get("WORLD_SIZE"),
+        world_size=variables.get("WORLD_SIZE"),
     )
     if problems:
         raise join_errors(problems)
@@ -195,7 +264,6 @@ def resolve(
     assert chosen_precision is not None
     assert found is not None
     assert nodes is not None
-    cluster = plugged.cluster_environment or getattr(chosen_strategy, "cluster_environment", None)
     return Parts(
         accelerator=chosen_accelerator,
         strategy=chosen_strategy,
@@ -203,12 +271,53 @@ def resolve(
         devices=tuple(found),
         num_nodes=nodes,
         checkpoint_io=plugged.checkpoint_io or chosen_strategy._checkpoint_io,
-        cluster_environment=cluster or LocalEnvironment(),
+        cluster_environment=cluster,
         layer_sync=plugged.layer_sync,
         launcher=launcher,
         warnings=tuple(changed),
         notes=tuple(notes),
     )
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def _speaks_of_processes(variables: Mapping[str, str]) -> bool:
+    """Return whether somebody may have started several processes; only then it is worth while to find out who."""
+    return any(name in variables for name in _OF_PROCESSES) or "mpi4py.MPI" in sys.modules
+
+
+def _detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
+    from .world import detect
+
+    return detect(variables)
+
+
+def _is_launched_by_us(variables: Mapping[str, str]) -> bool:
+    """Return whether one of our launchers made this process a rank: then it is the script that says how many."""
+    return variables.get("LOOPWRIGHT_STORE") == "hosted"
+
+
+def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, num_nodes: int) -> list[torch.device]:
+    """Return one device per process of this node: those of the processes that exist, or those that the user chose."""
+    devices, accelerator, strategy, *_ = choice
+    if cluster is not None and not getattr(strategy, "parallel_devices", None):
+        from .world import local_devices
+
+        found = local_devices(devices, accelerator, cluster, num_nodes)
+        if found is not None:
+            return found
+    return find_devices(*choice)
+
+
+def _auto(num_devices: int, num_nodes: int, cluster: ClusterEnvironment | None, interactive: bool) -> Strategy:
+    """Return what "auto" stands for."""
+    if num_devices * num_nodes == 1 and cluster is None:
+        return SingleDeviceStrategy()
+    from .world import auto_strategy
+
+    name = auto_strategy(num_devices, num_nodes, cluster, interactive=interactive)
+    return SingleDeviceStrategy() if name is None else choose_strategy(name)
 
 
 # -- pairs -----------------------------------------------------------------------------------------------------------
@@ -224,11 +333,15 @@ def _facts(
     launcher: Launcher,
 ) -> set[str]:
     world_size = environment.variables.get("WORLD_SIZE", "1")
+    is_several = has_several_processes(strategy)
+    is_one_process = strategy is not None and not is_several
     claims = {
         f"precision={precision}": True,
         f"accelerator={accelerator.name() if accelerator else None}": True,
-        # A strategy of the user's own that says nothing about processes has one.
-        "one process": not isinstance(strategy, ParallelStrategy),
+        "one process": is_one_process,
+        # DataParallelStrategy is one process, too, but with several devices.
+        "one device": is_one_process and not hasattr(strategy, "parallel_devices"),
+        "several processes": is_several,
         "num_nodes>1": num_nodes > 1,
         "devices>1": num_devices > 1,
         "torchrun": "TORCHELASTIC_RUN_ID" in environment.variables and world_size.isdecimal() and int(world_size) > 1,

@@ -12,9 +12,16 @@ from ..errors import CheckpointError, ConfigError
 from ..protocols import Stateful
 from ..strategies import Strategy
 
-__all__ = ["collect_state", "put_back", "put_back_state"]
+__all__ = ["bare", "collect_state", "put_back", "put_back_state"]
 
 # Any in this file: objects of the user's own, and their state.
+
+_NOTHING: dict[str, Any] = {}
+
+
+def bare(obj: Any) -> Any:
+    """Return what the strategy works on, from what `Fabric.setup` returned or from itself."""
+    return getattr(obj, "__dict__", _NOTHING).get("_without_fabric", obj)
 
 
 def collect_state(
@@ -70,10 +77,11 @@ def put_back_state(
 
 def put_back(strategy: Strategy, obj: Any, value: Any, strict: bool) -> bool:
     """Load one object in place; return False if it has no state to load."""
-    if isinstance(obj, nn.Module):
-        strategy.load_module_state_dict(obj, value, strict)
-    elif isinstance(obj, Optimizer):
-        strategy.load_optimizer_state(obj, value)
+    inner = bare(obj)
+    if isinstance(inner, nn.Module):
+        strategy.load_module_state_dict(inner, value, strict)
+    elif isinstance(inner, Optimizer):
+        strategy.load_optimizer_state(inner, value)
     elif isinstance(obj, Stateful):
         obj.load_state_dict(value)
     else:
@@ -82,10 +90,11 @@ def put_back(strategy: Strategy, obj: Any, value: Any, strict: bool) -> bool:
 
 
 def _state_of(strategy: Strategy, obj: Any) -> Any:
-    if isinstance(obj, nn.Module):
-        return strategy.module_state_dict(obj)
-    if isinstance(obj, Optimizer):
-        return strategy.optimizer_state(obj)
+    inner = bare(obj)
+    if isinstance(inner, nn.Module):
+        return strategy.module_state_dict(inner)
+    if isinstance(inner, Optimizer):
+        return strategy.optimizer_state(inner)
     return obj.state_dict() if isinstance(obj, Stateful) else obj
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,18 @@ class Logger(ABC):
     """
 
     LOGGER_JOIN_CHAR = "-"
+
+    # Set by the Trainer when the processes are connected; before that, the environment is asked.
+    known_rank: int | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether this process has a rank above zero, where nothing is recorded."""
+        return (current_rank() if self.known_rank is None else self.known_rank) > 0
+
+    def set_rank(self, rank: int) -> None:
+        """Note which rank this process has: above zero, nothing is recorded. Called by the Trainer once it is known."""
+        self.known_rank = rank
 
     @property
     @abstractmethod
@@ -135,15 +148,25 @@ class DummyExperiment:
 
 
 def current_rank() -> int:
-    """Return this process's rank, from `RANK`, `LOCAL_RANK` or `SLURM_PROCID`; 0 if none of them is set.
+    """Return this process's rank: torch.distributed's, else what launchers say in the environment; 0 without any.
 
     Asked at each call: a logger is often made before the launcher has set the environment.
     """
-    for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        value = os.environ.get(variable, "")
-        if value.isdecimal():
-            return int(value)
-    return 0
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank: int = distributed.get_rank()
+        return rank
+    said = {name: int(value) for name in _RANKS if (value := os.environ.get(name, "")).isdecimal()}
+    if "RANK" not in said and "LOCAL_RANK" in said:
+        # They tell apart the processes of one machine and the machines: rank 0 has 0 in both.
+        return max(said["LOCAL_RANK"], said.get("NODE_RANK", 0), said.get("GROUP_RANK", 0))
+    return next((said[name] for name in _RANKS if name in said and not name.endswith(("NODE_RANK", "GROUP_RANK"))), 0)
+
+
+_RANKS = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK", "PMI_RANK",
+)  # fmt: skip
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:  # Any: self, and a library's object
@@ -151,7 +174,7 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
     @functools.wraps(function)
     def experiment(self: Any) -> Any:
-        return DummyExperiment() if current_rank() > 0 else function(self)
+        return DummyExperiment() if getattr(self, "is_silent", current_rank() > 0) else function(self)
 
     return experiment
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from .base import current_rank, rank_zero_experiment, scalars
+from .base import rank_zero_experiment, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 from .hyperparameters import plain_hyperparameters
 
@@ -70,7 +70,7 @@ class CSVLogger(FolderLogger):
         Raises:
             ConfigError: A value is not a number; the message names its key. No row is added.
         """
-        if current_rank() > 0:
+        if self.is_silent:
             return
         row = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
         row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
@@ -88,14 +88,14 @@ class CSVLogger(FolderLogger):
             args: Ignored; here because other loggers take more.
             kwargs: Ignored.
         """
-        if current_rank() > 0:
+        if self.is_silent:
             return
         self.hparams.update(plain_hyperparameters(params))
         self._write_hparams()
 
     def save(self) -> None:
         """Append the pending rows to the file."""
-        if current_rank() == 0 and self._writer is not None and self._writer.metrics:
+        if not self.is_silent and self._writer is not None and self._writer.metrics:
             self._writer.save()
             self._flushed_step = self._step
 
@@ -105,7 +105,7 @@ class CSVLogger(FolderLogger):
 
     def state_dict(self) -> dict[str, Any]:
         """Write the pending rows durably and return where the file stands, so that a resumed run goes on there."""
-        if current_rank() > 0:
+        if self.is_silent:
             return {}
         self.save()
         return {

@@ -54,6 +54,7 @@ class RunFolder:
         self.name = name or ""
         self.root_dir = os.path.join(text, self.name) if self.name else text
         self.asked_version = version
+        self.known_rank: int | None = None
         self._version = version
         self._is_claimed = False
 
@@ -66,10 +67,11 @@ class RunFolder:
     def version(self) -> int | str:
         """The run's version. The first call makes the folder on rank zero, so that no other process takes it.
 
-        On other ranks the answer to the first call is a guess: they must be told by rank zero.
+        On other ranks the answer is a guess until rank zero has told them.
         """
         if self._version is None:
-            self._version = self._claim_next() if current_rank() == 0 else self._next()
+            rank = current_rank() if self.known_rank is None else self.known_rank
+            self._version = self._claim_next() if rank == 0 else self._next()
         return self._version
 
     @property
@@ -91,7 +93,9 @@ class RunFolder:
 
     def fresh(self) -> RunFolder:
         """Return a folder with the same arguments that has no version yet, unless one was asked for."""
-        return RunFolder(self.save_dir, self.name, self.asked_version)
+        folder = RunFolder(self.save_dir, self.name, self.asked_version)
+        folder.known_rank = self.known_rank
+        return folder
 
     def _next(self) -> int:
         if not os.path.isdir(self.root_dir):
@@ -159,6 +163,19 @@ class FolderLogger(Logger):
         return self._folder.version
 
     @property
+    def taken_version(self) -> int | str | None:
+        """The run's version; None as long as none was taken."""
+        return self._folder.version if self._folder.is_resolved else None
+
+    def join_version(self, version: int | str) -> None:
+        """Use the folder of this version: another process, rank zero or one that ended, has taken it."""
+        self._folder.go_on_in(version)
+
+    def set_rank(self, rank: int) -> None:
+        """Note which rank this process has, for this logger and its folder."""
+        self.known_rank = self._folder.known_rank = rank
+
+    @property
     def save_dir(self) -> str:
         """Directory that the user gave."""
         return self._folder.save_dir
@@ -180,7 +197,7 @@ class FolderLogger(Logger):
         is used only if its files are those that the checkpoint knows. Otherwise the run starts anew, and says so.
         Nothing on disk changes before the resumed run writes.
         """
-        if not state_dict:
+        if not state_dict or self.is_silent:
             return
         self._close()
         recorded, version = state_dict["log_dir"], state_dict["version"]

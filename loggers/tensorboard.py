@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
-from .base import current_rank, rank_zero_experiment, scalars
+from .base import rank_zero_experiment, scalars
 from .folder import DEFAULT_NAME, FolderLogger
 from .hyperparameters import flatten, plain_hyperparameters
 
@@ -103,7 +103,7 @@ class TensorBoardLogger(FolderLogger):
         Raises:
             ConfigError: A value is not a number; the message names its key. Nothing is written then.
         """
-        if current_rank() > 0:
+        if self.is_silent:
             return
         points = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
         chosen = self._next_step(step)
@@ -129,7 +129,7 @@ class TensorBoardLogger(FolderLogger):
         Raises:
             ConfigError: `params` is not of these types, or a metric is not a number.
         """
-        if current_rank() > 0:
+        if self.is_silent:
             return
         before = flatten(self.hparams)
         self.hparams.update(plain_hyperparameters(params))
@@ -160,7 +160,7 @@ class TensorBoardLogger(FolderLogger):
         Raises:
             ConfigError: There is no input, or it is neither a tensor nor a tuple.
         """
-        if not self._log_graph or self._has_graph or current_rank() > 0:
+        if not self._log_graph or self._has_graph or self.is_silent:
             return
         inputs = getattr(model, "example_input_array", None) if input_array is None else input_array
         if not isinstance(inputs, (torch.Tensor, tuple)):
@@ -182,7 +182,7 @@ class TensorBoardLogger(FolderLogger):
         Args:
             status: "success", "finished" or "failed"; TensorBoard's HPARAMS page shows it.
         """
-        if current_rank() > 0 or (self._writer is None and not self._pending):
+        if self.is_silent or (self._writer is None and not self._pending):
             return
         writer = self.experiment
         self._write_pending()
@@ -193,7 +193,7 @@ class TensorBoardLogger(FolderLogger):
 
     def state_dict(self) -> dict[str, Any]:
         """Write what is pending durably and return where the event files stand, so that a resumed run goes on there."""
-        if current_rank() > 0:
+        if self.is_silent:
             return {}
         if self._known_files is None:
             self.save()

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from .base import Launcher, Strategy, Topology
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .base import Launcher, NoLoss, Strategy, Topology
 from .parallel import ParallelStrategy
 from .registry import STRATEGY_REGISTRY, StrategyRegistry
 from .single_device import SingleDeviceStrategy
 
+if TYPE_CHECKING:
+    from .data_parallel import DataParallelStrategy
+    from .ddp import DDPStrategy
+    from .layer_sync import LayerSync, TorchSyncBatchNorm
+
 __all__ = [
     "STRATEGY_REGISTRY",
+    "DDPStrategy",
+    "DataParallelStrategy",
     "Launcher",
+    "LayerSync",
+    "NoLoss",
     "ParallelStrategy",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
     "Topology",
+    "TorchSyncBatchNorm",
 ]
+
+# A run on one device needs none of these, and does not import them.
+_HOME = {
+    "DDPStrategy": "ddp",
+    "DataParallelStrategy": "data_parallel",
+    "LayerSync": "layer_sync",
+    "TorchSyncBatchNorm": "layer_sync",
+}
+
+
+def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

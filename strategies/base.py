@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
 
-__all__ = ["Launcher", "Strategy", "Topology"]
+__all__ = ["Launcher", "NoLoss", "Strategy", "Topology"]
 
 # What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
 _COMPILED = "_orig_mod."
@@ -38,6 +38,19 @@ class Topology:
     world_size: int = 1
     data_rank: int = 0
     data_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NoLoss:
+    """What a bound `training_step` gives in place of None where gradients are reduced over ranks.
+
+    A rank that skips a batch must take part in the reduction all the same, or the others wait for it for ever.
+
+    Attributes:
+        zero: Shape (), 0, connected to every parameter: backward on it adds nothing and takes part.
+    """
+
+    zero: Tensor
 
 
 class Launcher(Protocol):
@@ -239,6 +252,28 @@ class Strategy:
         """Return the module as the strategy runs it: wrapped or sharded. It is on its device already."""
         return module
 
+    def place_module(self, module: nn.Module) -> nn.Module:
+        """Return the module as it runs where no gradients are reduced during backward passes.
+
+        That is in evaluation, and in manual optimization, where `average_gradients` is called before each step. The
+        module is on its device already; a strategy with copies on several ranks makes them equal here.
+        """
+        return self.setup_module(module)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Let all ranks have rank 0's buffers (running statistics), where ranks have copies of the module.
+
+        Args:
+            module: What `setup_module` or `place_module` returned.
+        """
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of these parameters over ranks, in place, for modules of `place_module`.
+
+        Args:
+            parameters: The same ones in the same order on all ranks; those that have no gradient on any rank keep none.
+        """
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer as the strategy runs it."""
         return optimizer
@@ -254,10 +289,28 @@ class Strategy:
 
         Args:
             module: What `setup_module` returned.
-            name: Name of a method of the user's module, such as "training_step".
+            name: Name of a method of the user's module, such as "training_step"; "forward" calls the module itself, so
+                that its forward hooks run.
         """
-        step: Callable[..., Any] = getattr(module, name)
+        step: Callable[..., Any] = module if name == "forward" else getattr(module, name)
         return step
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the module that the user wrote, from what `setup_module` returned."""
+        return module
+
+    def without_data(self, module: nn.Module) -> NoLoss | None:
+        """Take part in a training step for which this rank has no batch.
+
+        Called in the place of the bound `training_step`, on the ranks that have no data, where others have some.
+
+        Args:
+            module: What `setup_module` returned.
+
+        Returns:
+            What to call backward on; None where nothing is reduced.
+        """
+        return None
 
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
 
@@ -348,6 +401,21 @@ class Strategy:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here."""
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to add a tensor over ranks, in place, while other work goes on.
+
+        Args:
+            tensor: The same shape and dtype on all ranks; not to be touched until the result was asked for.
+
+        Returns:
+            What waits for the sum and returns it; it does not read the device.
+        """
+        return lambda: tensor
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
+        return [obj]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from ..errors import ConfigError
 from .base import ALONE, CPU, Strategy, Topology
 
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ __all__ = ["ParallelStrategy"]
 class ParallelStrategy(Strategy):
     """Several processes, one device each: the base of strategies that communicate.
 
+    Before the processes are connected, every collective returns what it was given, as with one process.
+
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
@@ -27,6 +33,8 @@ class ParallelStrategy(Strategy):
         precision_plugin: The precision; None lets Fabric choose.
         precision: Another name for `precision_plugin`.
     """
+
+    _topology: Topology | None = None  # known for good once the processes are connected
 
     def __init__(
         self,
@@ -42,22 +50,56 @@ class ParallelStrategy(Strategy):
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         self.cluster_environment = cluster_environment
 
+    def fill(self, **choices: Any) -> None:
+        """Take what Fabric chose; see `Strategy.fill`."""
+        super().fill(**choices)
+        self._topology = None
+
+    @property
+    def cluster(self) -> Any:  # Any: see __init__
+        """The cluster environment: the user's, else Fabric's; None without either."""
+        return self.cluster_environment or self._filled.get("cluster_environment")
+
     @property
     def topology(self) -> Topology:
-        """Ranks and sizes, as the cluster environment knows them; one process without one."""
-        cluster = self.cluster_environment or self._filled.get("cluster_environment")
-        if cluster is None:
+        """Ranks and sizes, as the cluster environment knows them; without one, as the connected processes do."""
+        if self._topology is not None:
+            return self._topology
+        cluster = self.cluster
+        if cluster is not None:
+            rank, size = cluster.global_rank(), cluster.world_size()
+            return Topology(rank, cluster.local_rank(), cluster.node_rank(), size, rank, size)
+        if not self.is_connected:
             return ALONE
-        rank, size = cluster.global_rank(), cluster.world_size()
-        return Topology(rank, cluster.local_rank(), cluster.node_rank(), size, rank, size)
+        import torch.distributed as dist
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        return Topology(rank, local, int(os.environ.get("GROUP_RANK", 0)), size, rank, size)
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: that of its local rank."""
+        """The device of this process: that of its local rank.
+
+        Raises:
+            ConfigError: There are fewer devices than processes on this node.
+        """
         if self._device is not None:
             return self._device
         devices = self.parallel_devices or self._filled.get("parallel_devices")
-        return devices[self.topology.local_rank] if devices else CPU
+        if not devices:
+            return CPU
+        local_rank = self.topology.local_rank
+        if local_rank < len(devices):
+            device: torch.device = devices[local_rank]
+            return device
+        if devices[0].type == "cpu":
+            return CPU
+        raise ConfigError(
+            f"the process with local rank {local_rank} has no device: this node has {len(devices)} "
+            f"({', '.join(map(str, devices))}).",
+            fix=f"start {len(devices)} processes per node, or pass devices={local_rank + 1} where the node has them.",
+        )
 
     @device.setter
     def device(self, device: torch.device) -> None:
@@ -68,3 +110,112 @@ class ParallelStrategy(Strategy):
         """`num_replicas` and `rank` for a sampler."""
         topology = self.topology
         return {"num_replicas": topology.data_size, "rank": topology.data_rank}
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process is connected with others, so that collectives communicate."""
+        # Not imported yet means not initialised, and a run on one device must not pay for the import.
+        dist = sys.modules.get("torch.distributed")
+        return dist is not None and dist.is_available() and dist.is_initialized()
+
+    def setup_environment(self) -> None:
+        """Make the device current and connect the processes. Called once in every process."""
+        super().setup_environment()
+        self.setup_distributed()
+        self._topology = None
+        self._topology = self.topology
+
+    def setup_distributed(self) -> None:
+        """Connect the processes; a subclass says how."""
+
+    # -- collectives; on every rank, in the same order -------------------------------------------------------------
+
+    # Any: process groups are of the backend's own type.
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a tensor, number, or structure of them, reduced over ranks; nothing is changed in place.
+
+        Args:
+            tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
+            group: Ranks that take part; None for all.
+            reduce_op: "mean" ("avg"), "sum", "min", "max", "product", or torch's own. Integers have a float64 mean.
+
+        Raises:
+            RankFailure: On the CPU: shapes, dtypes or structure differ; says which rank has what.
+        """
+        if isinstance(group, str):  # all_reduce(tensor, "sum")
+            group, reduce_op = None, group
+        if not self.is_connected:
+            return tensor
+        from .comm import all_reduce
+
+        return all_reduce(tensor, group=group, reduce_op=reduce_op, device=self.device)
+
+    reduce = all_reduce
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
+
+        Args:
+            tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
+            group: Ranks that take part; None for all.
+            sync_grads: Let gradients flow back through the gathering.
+
+        Raises:
+            RankFailure: On the CPU: shapes, dtypes or structure differ; says which rank has what.
+        """
+        if isinstance(group, bool):  # all_gather(tensor, True)
+            group, sync_grads = None, group
+        if not self.is_connected:
+            return tensor
+        from .comm import all_gather
+
+        return all_gather(tensor, group=group, sync_grads=sync_grads, device=self.device)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object, which must be picklable; its tensors arrive on the receiver's device."""
+        if not self.is_connected:
+            return obj
+        from .comm import broadcast
+
+        return broadcast(obj, src=src, device=self.device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here."""
+        if self.is_connected:
+            from .comm import barrier
+
+            barrier(self.device)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to add a tensor over ranks, in place, while other work goes on; see `Strategy.start_sum`."""
+        if not self.is_connected:
+            return lambda: tensor
+        import torch.distributed as dist
+
+        work = dist.all_reduce(tensor, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tensor
+
+        return finish
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
+        if not self.is_connected:
+            return [obj]
+        from .comm import gather_objects
+
+        return gather_objects(obj)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or with all=False, any rank) decided True. Reads the device."""
+        if not self.is_connected:
+            return bool(decision)
+        from .comm import all_reduce, host_device
+
+        device = host_device(self.device)
+        reduced = all_reduce(int(decision), group=None, reduce_op="min" if all else "max", device=device)
+        return bool(reduced)

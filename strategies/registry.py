@@ -7,12 +7,7 @@ from .base import Strategy
 
 __all__ = ["PLANNED_STRATEGIES", "STRATEGY_REGISTRY", "StrategyRegistry"]
 
-_LAUNCHES = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
-
 PLANNED_STRATEGIES: tuple[str, ...] = (
-    *_LAUNCHES,
-    *(f"{name}_find_unused_parameters_{flag}" for name in _LAUNCHES for flag in ("false", "true")),
-    "dp",
     "deepspeed",
     *(f"deepspeed_stage_{name}" for name in ("1", "1_offload", "2", "2_offload", "3", "3_offload", "3_offload_nvme")),
     "fsdp",
@@ -43,3 +38,26 @@ class StrategyRegistry(Registry[Strategy]):
 
 STRATEGY_REGISTRY = StrategyRegistry()
 """The registry that Trainer and Fabric read."""
+
+# By name only: a run on one device imports none of them.
+_DDP = f"{__package__}.ddp:DDPStrategy"
+_LAUNCHES = {
+    "ddp": ("popen", "several processes, started by running the command again"),
+    "ddp_spawn": ("spawn", "several processes, started as new ones that import the script"),
+    "ddp_fork": ("fork", "several processes, started as copies of this one"),
+    "ddp_notebook": ("fork", "several processes, started as copies of this one, for notebooks"),
+}
+for _name, (_method, _text) in _LAUNCHES.items():
+    STRATEGY_REGISTRY.register_lazily(_name, _DDP, _text, start_method=_method)
+for _name, (_method, _text) in _LAUNCHES.items():
+    for _flag in (False, True):
+        STRATEGY_REGISTRY.register_lazily(
+            f"{_name}_find_unused_parameters_{str(_flag).lower()}",
+            _DDP,
+            f"{_text}; parameters {'may be left out of a step' if _flag else 'are used in every step'}",
+            start_method=_method,
+            find_unused_parameters=_flag,
+        )
+STRATEGY_REGISTRY.register_lazily(
+    "dp", f"{__package__}.data_parallel:DataParallelStrategy", "one process that cuts each batch over several devices"
+)

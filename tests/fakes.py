@@ -93,6 +93,7 @@ class FakeTrainer:
         self.log_every, self.sanity = log_every, sanity
 
         self.strategy = FakeStrategy()
+        self.ranks_answer = False
         self.fabric = SimpleNamespace(autocast=contextlib.nullcontext)
         self.state = SimpleNamespace(fn="fit")
         self.progress = SimpleNamespace(total_batches=0, batches_in_epoch=0)

@@ -95,7 +95,13 @@ def without_shuffle(loader: Any) -> Any:
 
 
 def make_eval_loader(
-    loaders: Any, limit: int | float | None, *, name: str, mode_error: str | None = None
+    loaders: Any,
+    limit: int | float | None,
+    *,
+    name: str,
+    mode_error: str | None = None,
+    share: Callable[[Any], Any] = steady,
+    count: Callable[[Any], int | None] = find_length,
 ) -> EvalLoader:
     """Return loaders of an evaluation stage with their limits.
 
@@ -104,20 +110,22 @@ def make_eval_loader(
         limit: The `limit_*_batches` argument.
         name: Name of that argument, for errors.
         mode_error: Stage that takes sequential loaders only, for its error; None where any mode is fine.
+        share: Returns what this rank reads of a loader, the same at each pass.
+        count: Returns how many batches that is on the rank with the most; None where nobody knows.
     """
     if isinstance(loaders, CombinedLoader) and loaders.mode != "sequential":
         if mode_error is not None:
             raise ConfigError(
                 f"{mode_error} got a CombinedLoader with mode={loaders.mode!r}.", fix="use mode='sequential'."
             )
-        iter(loaders)  # its length is known from here on; nothing is read yet
-        length = find_length(loaders)
-        return EvalLoader(loaders, [_Batches(loaders)], [resolve_limit(limit, length, name)], loaders)
+        shared = share(loaders) if share is not steady else loaders
+        iter(shared)  # its length is known from here on; nothing is read yet
+        return EvalLoader(loaders, [_Batches(shared)], [resolve_limit(limit, count(shared), name)], shared)
     if isinstance(loaders, CombinedLoader):
         combined = loaders
     else:  # a list of batches is one loader
         combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
-    members = [steady(member) for member in combined.flattened]
+    members = [share(member) for member in combined.flattened]
     own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
     limits = []
     for member, own_limit in zip(members, own, strict=True):
@@ -127,8 +135,8 @@ def make_eval_loader(
                 "which cannot be iterated.",
                 fix="return a DataLoader, any iterable of batches, or a collection of these.",
             )
-        count = resolve_limit(limit, find_length(member), name)
-        limits.append(count if own_limit is None else min(count, own_limit))
+        most = resolve_limit(limit, count(member), name)
+        limits.append(most if own_limit is None else min(most, own_limit))
     original = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
     return EvalLoader(original, members, limits)
 

@@ -120,7 +120,9 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
         datamodule.trainer = trainer
     trainer.loaders.begin(module, datamodule, given)
     _check_required(trainer, verb, module)
-    trainer.fabric.strategy.setup_environment()
+    trainer.fabric.launch()
+    trainer.connect_ranks()
+    trainer.output.set_rank(trainer.global_rank)
     if isinstance(module, Module):
         module.trainer = trainer
         module.fabric = trainer.fabric
@@ -131,19 +133,45 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
                 check_hook_names(callback, "callbacks", hook_names("callbacks"))
             trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, extra)
     run = trainer.make_run(module, datamodule)
-    if trainer.profiler is not None:
-        rank = trainer.local_rank if trainer.world_size > 1 else None
-        trainer.profiler.setup(stage=verb, local_rank=rank, log_dir=trainer.log_dir)
-    if trainer.local_rank == 0:
-        for hook in run.lifecycle.all_own("prepare_data"):
-            hook()
+    _prepare_data(trainer, run)
     run.lifecycle.setup(verb)
     with trainer.fabric.init_module():
         for name in ("configure_sharded_model", "configure_model"):
             if assemble.has_override(module, name):
                 getattr(module, name)()
-    run.model = trainer.fabric.setup_module(module)
+    if run.has_ranks:
+        from . import ranks  # not imported where there is one process
+
+        ranks.compare(trainer.strategy, ranks.facts_of(trainer, verb, module))
+        ranks.share_out(trainer)
+    if verb == "fit":
+        trainer.apply_layer_sync(module)
+    if run.has_ranks and not (verb == "fit" and run.is_automatic):
+        run.model = _place(trainer, module)
+    else:
+        run.model = trainer.fabric.prepare_module(module)
     return run
+
+
+def _prepare_data(trainer: Trainer, run: Run) -> None:
+    """Let one rank of each node (or of all, with `prepare_data_per_node=False`) download; the others wait for it."""
+    hooks = run.lifecycle.all_own("prepare_data")
+    if not hooks:
+        return
+    owner = run.datamodule if run.datamodule is not None else run.module
+    per_node = bool(getattr(owner, "prepare_data_per_node", True))
+    with trainer.fabric.rank_zero_first(local=per_node):
+        if (trainer.local_rank if per_node else trainer.global_rank) == 0:
+            for hook in hooks:
+                hook()
+
+
+def _place(trainer: Trainer, module: nn.Module) -> nn.Module:
+    """Set a module up for evaluation or manual optimization: no backward pass reduces its gradients."""
+    fabric = trainer.fabric
+    module = fabric.precision.convert_module(module)
+    fabric.strategy.module_to_device(module)
+    return fabric.strategy.place_module(module)
 
 
 # --- fit -----------------------------------------------------------------------------------------------------------
@@ -164,6 +192,7 @@ def begin_fit(
         content = snapshot.read(trainer, path, is_trusted=is_trusted)
         snapshot.restore_module(trainer, run, content)
         snapshot.restore_loggers(trainer, content)
+    _agree_on_folders(trainer, "fit")
     _build_optimizers(run)
     restore = snapshot.restore_training(trainer, run, content) if content is not None else None
     trainer.write_hyperparameters()
@@ -184,7 +213,19 @@ def begin_fit(
         run.module.train()
     if content is not None:
         snapshot.restore_frozen(run, content)
+    elif run.has_ranks and not trainer.progress.total_batches:
+        from . import ranks
+
+        ranks.separate_generators(trainer.global_rank)
     return restore
+
+
+def _agree_on_folders(trainer: Trainer, verb: str) -> None:
+    """Let all ranks know where loggers write, and the profiler where it reports."""
+    trainer.output.agree(trainer.strategy)
+    if trainer.profiler is not None:
+        rank = trainer.global_rank if trainer.world_size > 1 else None
+        trainer.profiler.setup(stage=verb, local_rank=rank, log_dir=trainer.log_dir)
 
 
 def _build_optimizers(run: Run) -> None:
@@ -199,8 +240,7 @@ def _build_optimizers(run: Run) -> None:
     )
     assemble.check_parameters(module, run.optimizers)
     if run.optimizers:
-        prepared: Any = run.fabric.setup_optimizers(*run.optimizers)
-        run.optimizers = list(prepared) if isinstance(prepared, list | tuple) else [prepared]
+        run.optimizers = list(run.fabric.prepare_optimizers(*run.optimizers))
     step = manual.step_given if run.is_automatic else manual.step_in_manual
     run.managed = [
         ManagedOptimizer(optimizer, run.trainer, lambda o, closure: step(run, o, closure))
@@ -275,6 +315,7 @@ def begin_evaluation(
         # Records belong to the step of the weights, not to that of a training which this Trainer did before.
         steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
     trainer.records_at = (steps, epochs)
+    _agree_on_folders(trainer, verb)
     trainer.write_hyperparameters()
     trainer.state.stage = verb
     return run, trainer.loaders.open_eval(stage)

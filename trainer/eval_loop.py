@@ -95,6 +95,8 @@ class EvalLoop:
             The kept outputs, a list for each loader.
         """
         stage, life, module = self.stage, run.lifecycle, run.module
+        if run.agreement is not None:
+            run.agreement.begin_segment()
         modes = [(child, child.training) for child in module.modules()]
         (life.own(f"on_{stage}_model_eval") or module.eval)()
         outputs: list[list[Any]] = [[] for _ in data.loaders]
@@ -105,6 +107,8 @@ class EvalLoop:
             with context:
                 self._batches(run, data, outputs if keep else None)
             run.metrics.batch = None
+            if run.agreement is not None:
+                run.agreement.end_evaluation()
             if stage != "predict":
                 run.metrics.select_loader(stage, 0, several=len(data.loaders) > 1)
                 run.metrics.publish_epoch(stage, run.progress.steps)
@@ -141,7 +145,9 @@ class EvalLoop:
                     outputs[dataloader_idx].append(move_to_device(output, cpu))
                 if stage != "predict":
                     self._log_step(run)
-                if run.guard.requested is not None:
+                if run.agreement is not None:
+                    run.agreement.within_segment()
+                elif run.guard.requested is not None:
                     run.guard.check()
 
     def _log_step(self, run: Run) -> None:
@@ -151,7 +157,7 @@ class EvalLoop:
             return
         run.progress.eval_batches += 1
         if every and run.progress.eval_batches % every == 0 and run.metrics.has_step_values:
-            row, _ = run.metrics.read_step()
+            row, _ = run.metrics.read_step(on_all_ranks=False)  # ranks may have different numbers of batches
             if row:
                 trainer.log_metrics(row, step=run.progress.eval_batches - 1)
 

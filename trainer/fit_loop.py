@@ -44,6 +44,8 @@ class FitLoop:
         self._next_validation: int | float = math.inf
         self._look_at: int | float = 0
         self._validation_clock_s = 0.0
+        self._asked_at = -1
+        self._rank_zero_said = False
 
     # --- limits ----------------------------------------------------------------------------------------------------
 
@@ -64,16 +66,26 @@ class FitLoop:
         return progress.epochs >= (min_epochs or 0) and progress.steps >= (self.min_steps or 0)
 
     @property
-    def is_done(self) -> bool:
-        """Whether no further step is to be taken."""
+    def is_at_limit(self) -> bool:
+        """Whether epochs or steps are used up."""
         progress = self._trainer.progress
         if self._trainer.limit_train_batches == 0:
             return True
         if self.max_steps != -1 and progress.steps >= self.max_steps:
             return True
-        if self.epoch_limit != -1 and progress.epochs >= self.epoch_limit:
-            return True
-        return self._trainer.should_stop and self.may_stop
+        return self.epoch_limit != -1 and progress.epochs >= self.epoch_limit
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further step is to be taken."""
+        return self.is_at_limit or self.stops_here
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on."""
+        agreement = self._trainer.agreement
+        asked = self._trainer.should_stop if agreement is None else agreement.is_to_stop
+        return asked and self.may_stop
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -86,13 +98,19 @@ class FitLoop:
         """
         self._step = self._choose_step(run)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
+        self._asked_at = -1
         run.lifecycle.on_train_start()
         if run.progress.epoch_open:
             self._reopen_epoch(run)
         if restore is not None:
             restore()
+        agreement = run.agreement
+        if agreement is not None:
+            agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
         while not self.is_done or self._has_epoch_to_close(run):
             self._epoch(run)
+            if agreement is not None:
+                agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
         run.lifecycle.on_train_end()
 
     def _reopen_epoch(self, run: Run) -> None:
@@ -101,6 +119,7 @@ class FitLoop:
         rng = capture_rng()
         run.stream.reopen()
         restore_rng(rng)
+        run.progress.move_to(run.stream.position)
 
     def _epoch(self, run: Run) -> None:
         """Run one epoch, or the rest of one that was left open."""
@@ -115,7 +134,7 @@ class FitLoop:
         self._next_validation = self._plan_validation(run)
         self._look_at = self._when_to_look(run)
         accumulate = trainer.accumulation_for_epoch(progress.epochs)
-        step = self._step
+        step, agreement = self._step, run.agreement
         is_skipped = progress.epoch_left
         while True:
             size = 0 if is_skipped else stream.remaining(accumulate)
@@ -124,9 +143,11 @@ class FitLoop:
                     trainer.validate_in_fit(run)
                 self._next_validation = self._plan_validation(run)
                 self._look_at = self._when_to_look(run)
-            if run.guard.requested is not None:
+            if agreement is not None:
+                agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+            elif run.guard.requested is not None:
                 run.guard.check()
-            if not size or progress.steps >= self.max_steps != -1 or (trainer.should_stop and self.may_stop):
+            if not size or progress.steps >= self.max_steps != -1 or (trainer.should_stop and self.stops_here):
                 break
             is_skipped = not step(run, size)
         is_over = not size
@@ -138,7 +159,8 @@ class FitLoop:
         progress.batches_in_epoch = 0
         run.lifecycle.on_train_epoch_start()
         assert run.stream is not None
-        run.stream.open(progress.epochs)
+        # Samplers draw as they would in one process, whatever other ranks have drawn for their own data.
+        run.stream.open(progress.epochs, run.fabric.broadcast(capture_rng()) if run.has_ranks else None)
         progress.epoch_open = True
 
     def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:
@@ -152,7 +174,8 @@ class FitLoop:
         run.lifecycle.on_train_epoch_end()
         if is_over:
             progress.end_epoch()
-        if is_over and is_stuck and self.epoch_limit == -1 and not self.is_done and self._step is automatic_step:
+        counts_steps = self._step not in (closure_step, manual_step)
+        if is_over and is_stuck and self.epoch_limit == -1 and not self.is_done and counts_steps:
             raise DataError(
                 f"epoch {progress.epochs - 1} ended without an optimizer step, and only steps limit the run.",
                 fix="set max_epochs, or make sure that some batch has a loss: every one was skipped.",
@@ -177,6 +200,10 @@ class FitLoop:
                     fix="use precision='bf16-mixed' or '32-true'.",
                 )
             return closure_step
+        if run.has_ranks:
+            from .ranks_step import ranks_step  # not imported where there is one process
+
+            return ranks_step
         return automatic_step
 
     def _refuse_to_skip(self, run: Run, where: str) -> None:
@@ -222,12 +249,22 @@ class FitLoop:
             return False
         seconds = trainer.loaders.interval_s
         if seconds is not None:
-            return self.seconds_since_validation() >= seconds
+            return self._is_time_to_validate(run, seconds)
         count = progress.total_batches if every is None else progress.batches_in_epoch
         if count >= self._next_validation:
             return True
         # Once per epoch means at its end, also where its length was not known or was wrong.
         return is_epoch_over and every is not None and trainer.validates_at_epoch_end
+
+    def _is_time_to_validate(self, run: Run, seconds: float) -> bool:
+        """Whether so much time has passed; by rank 0's clock, which every rank asks once per window."""
+        is_time = self.seconds_since_validation() >= seconds
+        if not run.has_ranks:
+            return is_time
+        if self._asked_at != run.progress.total_batches:
+            self._asked_at = run.progress.total_batches
+            self._rank_zero_said = bool(run.fabric.broadcast(is_time))
+        return self._rank_zero_said
 
     def is_validation_due(self, run: Run) -> bool:
         """Whether a validation follows the step whose events are being handled."""

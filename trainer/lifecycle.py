@@ -297,6 +297,20 @@ class Lifecycle:
         callbacks = [callback for callback in (*self._early, *self._late) if chosen(callback)]
         return self._fire(name, self._callback_hooks(callbacks, name), [], [])
 
+    def end_step_without_batch(self, index: int) -> None:
+        """Tell the end of a window on a rank that had no batch for its last micro-batch, where others had one.
+
+        Only those hear it that have to act at every step on all ranks alike: metrics, and callbacks that say
+        `hears_every_step`. Outputs and batch are None.
+        """
+        name = "on_train_batch_end"
+        early, late = (
+            self._callback_hooks([callback for callback in callbacks if callback.hears_every_step], name)
+            for callbacks in (self._early, self._late)
+        )
+        system = [self._system[name]] if name in self._system else []
+        self._fire(name, early, system, late)(None, None, index)
+
     def all_own(self, name: str) -> list[Hook]:
         """Return every override of a data hook, in the order of the table (data module, then module)."""
         hooks = []
@@ -348,6 +362,9 @@ class Lifecycle:
         system = [self._system[name]] if name in self._system else []
         if own or before or after:
             self._heard.add(name)
+        if event.log is not None and name.endswith("_epoch_end"):
+            # Between the two the metrics are published and not yet finished: whoever runs there may log.
+            self._metrics.late_listeners[name.removeprefix("on_").removesuffix("_epoch_end")] = bool(before or own)
         if name == "on_train_batch_start":
             return self._fire_with_result(name, before, own, after)
         return self._fire(name, [*before, *own], system, after)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..data.rng import capture_generators, find_generators, restore_generators
-from ..data.steady import SteadyLoader
 from ..data.stream import BatchStream
 from ..errors import ConfigError, ModuleError
 from . import assemble
@@ -21,6 +20,7 @@ from .hooks import data_bases, find_override, module_bases
 
 if TYPE_CHECKING:
     from ..data.module import DataModule
+    from ..data.shard import Shard
 
 __all__ = ["LOADER_OF", "Loaders"]
 
@@ -39,6 +39,10 @@ class Loaders:
         train: The training loaders as the user gave them; None before they were asked for.
         interval_batches: Training batches between two validations; infinity where another rule holds.
         interval_s: Seconds between two validations; None where batches are counted.
+        shard: What part of the data this rank reads; None with one rank.
+        agree: Lets the ranks agree on a number of batches; None with one rank.
+        evaluation: How evaluation loaders are shared out: `share` and `count` of `make_eval_loader`; empty with one
+            rank.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -52,6 +56,9 @@ class Loaders:
         self.sanity: EvalLoader | None = None
         self.interval_batches: int | float = math.inf
         self.interval_s: float | None = None
+        self.shard: Shard | None = None
+        self.agree: Callable[[int], int] | None = None
+        self.evaluation: dict[str, Callable[[Any], Any]] = {}
 
     def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> None:
         """Forget the loaders of an earlier run."""
@@ -98,7 +105,9 @@ class Loaders:
         if self._arguments.overfit_batches:
             loader = assemble.without_shuffle(loader)
         name = "overfit_batches" if self._arguments.overfit_batches else "limit_train_batches"
-        stream = BatchStream(loader, self._arguments.limit_train_batches, name=name)
+        stream = BatchStream(
+            loader, self._arguments.limit_train_batches, name=name, shard=self.shard, agree=self.agree
+        )  # fmt: skip
         self._settle_interval(stream.num_batches)
         return stream
 
@@ -147,7 +156,11 @@ class Loaders:
             if stage == "validation" and self._arguments.overfit_batches:
                 name = "overfit_batches"
             self.eval[stage] = assemble.make_eval_loader(
-                self._ask(stage), limit, name=name, mode_error="trainer.predict" if stage == "predict" else None
+                self._ask(stage),
+                limit,
+                name=name,
+                mode_error="trainer.predict" if stage == "predict" else None,
+                **self.evaluation,
             )
         return self.eval[stage]
 
@@ -166,7 +179,7 @@ class Loaders:
         """End workers that persist: found by the garbage collector, they would take seconds to end."""
         for data in self.eval.values():
             for loader in data.loaders:
-                if isinstance(loader, SteadyLoader):
+                if hasattr(loader, "shut_down"):
                     loader.shut_down()
 
     def open_sanity(self) -> EvalLoader | None:

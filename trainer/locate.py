@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..callbacks import ModelCheckpoint
+from ..callbacks.base import from_rank_zero
 from ..checkpoint import storage
 from ..errors import ConfigError
 
@@ -32,6 +33,12 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
     Raises:
         ConfigError: There is no such checkpoint.
     """
+    if verb == "fit" and trainer.can_be_requeued:
+        from .requeue import find_requeued  # not imported where nobody can requeue
+
+        requeued = find_requeued(trainer)
+        if requeued is not None:
+            return requeued
     if ckpt_path is None:
         if verb == "fit" or has_model:
             return None
@@ -74,9 +81,13 @@ def _last(trainer: Trainer) -> str | None:
     def skip(path: object, error: Exception) -> None:
         warnings.warn(f"{path} is damaged and skipped: {error}", stacklevel=2)
 
-    if len(trainer.checkpoint_callbacks) > 1:
-        paths.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
-    found = storage.newest_valid(paths, skip)
+    def find() -> str | None:
+        if len(trainer.checkpoint_callbacks) > 1:
+            paths.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
+        found = storage.newest_valid(paths, skip)
+        return None if found is None else str(found)
+
+    found = from_rank_zero(trainer, find)
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
@@ -85,12 +96,10 @@ def _last(trainer: Trainer) -> str | None:
 
 
 def _hpc(trainer: Trainer) -> str:
+    from .requeue import numbered_checkpoints  # not imported where nobody asks
+
     folder = Path(trainer.default_root_dir)
-    found = {
-        int(path.stem.removeprefix("hpc_ckpt_")): path
-        for path in folder.glob("hpc_ckpt_*.ckpt")
-        if path.stem.removeprefix("hpc_ckpt_").isdigit()
-    }
+    found = numbered_checkpoints(folder)
     if not found:
         raise ConfigError(f"ckpt_path='hpc': no hpc_ckpt_N.ckpt in {folder}.", fix="pass a path, or 'last'.")
     return str(found[max(found)])

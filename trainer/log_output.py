@@ -1,14 +1,21 @@
-"""Where logged numbers go: all loggers of a Trainer, none of which may stop the training. One per Trainer."""
+"""Where logged numbers go: all loggers of a Trainer, none of which may stop the training. One per Trainer.
+
+With several ranks only rank 0's loggers are told anything; the others know in which folder it writes.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..loggers import Logger, share_version
+from ..loggers.folder import FolderLogger
+
+if TYPE_CHECKING:
+    from ..strategies import Strategy
 
 __all__ = ["LogOutput"]
 
@@ -24,7 +31,8 @@ class LogOutput:
         is_trial: Replace every logger by one that does nothing (`fast_dev_run`).
 
     Attributes:
-        latest: Key -> value last sent.
+        latest: Key -> value last sent; the same on every rank.
+        is_silent: Whether another rank tells the loggers.
 
     Raises:
         ConfigError: Something given is no logger.
@@ -32,6 +40,7 @@ class LogOutput:
 
     def __init__(self, logger: Any, *, root: str, is_trial: bool) -> None:  # Any: checked here
         self._broken: set[int] = set()
+        self.is_silent = False
         self._loggers: list[Logger] = []
         self.latest: dict[str, float] = {}
         self.loggers = self._read(logger, root, is_trial=is_trial)
@@ -72,9 +81,45 @@ class LogOutput:
         self._loggers = list(loggers)
         share_version(self._loggers)
 
+    def set_rank(self, rank: int) -> None:
+        """Note this process's rank. Called by the Trainer once the processes are connected, before loggers are used."""
+        self.is_silent = rank > 0
+        for logger in self._loggers:
+            if isinstance(logger, Logger):
+                logger.set_rank(rank)
+
+    def agree(self, strategy: Strategy) -> None:
+        """Let every rank know in which folders rank 0 writes; there are folders from then on.
+
+        Called by the Trainer on every rank, after a resumed run has taken its earlier folders back. Nothing with one
+        process: there a folder is taken when something is written.
+        """
+        if strategy.world_size == 1:
+            return
+        from ..callbacks.rank_zero import decided_on_rank_zero  # not imported where there is one process
+
+        versions = decided_on_rank_zero(strategy, self._take_folders)
+        if self.is_silent:
+            self.join_versions(versions)
+
+    def _take_folders(self) -> list[int | str | None]:
+        for logger in self._loggers:
+            self.tell(logger, lambda logger=logger: logger.version)  # type: ignore[misc]
+        return self.versions()
+
+    def versions(self) -> list[int | str | None]:
+        """Return the version that each logger's folder has; None where it has none, or the logger writes no folder."""
+        return [logger.taken_version if isinstance(logger, FolderLogger) else None for logger in self._loggers]
+
+    def join_versions(self, versions: Sequence[int | str | None]) -> None:
+        """Let loggers use the folders that `versions` named in another process."""
+        for logger, version in zip(self._loggers, versions, strict=True):
+            if version is not None and isinstance(logger, FolderLogger):
+                logger.join_version(version)
+
     def tell(self, logger: Logger, action: Callable[[], Any]) -> None:
-        """Let a logger do something. One that fails is said once and left out from then on."""
-        if id(logger) in self._broken:
+        """Let a logger do something, on rank 0. One that fails is said once and left out from then on."""
+        if self.is_silent or id(logger) in self._broken:
             return
         try:
             action()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModuleError
+from .slots import accumulation_dtype
 
 __all__ = ["Loss", "WindowLoss"]
 
@@ -151,7 +152,9 @@ class WindowLoss:
         if isinstance(self.total, Tensor):
             if self.planned == 1:
                 return None
-            return torch.where(self.total > 0, self.reference / self.total, torch.zeros_like(self.total))
+            # Counts are integers, and torch would divide those in float32.
+            total = self.total.to(accumulation_dtype(self.device))
+            return torch.where(total > 0, self.reference / total, torch.zeros_like(total))
         return None if self.total == self.reference else self.reference / self.total
 
 

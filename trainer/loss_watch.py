@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +29,15 @@ class LossWatch:
 
     Attributes:
         losses: Losses of micro-batches: shape (), detached.
+        gather: Returns the objects of all ranks in rank order; None where there is one process. All ranks then act
+            alike on the loss of any of them.
     """
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.keeps = policy in ("warn", "raise")
         self.losses: list[Tensor] = []
+        self.gather: Callable[[Any], list[Any]] | None = None
         self._has_warned = False
 
     def probe(self) -> Tensor | None:
@@ -46,22 +51,33 @@ class LossWatch:
         else:
             self.look(progress)
 
+    def _first_bad(self, progress: Progress) -> str | None:
+        """Forget the kept losses and return the first that is not finite, with its batch; None without one."""
+        if not self.losses:
+            return None
+        values = torch.stack([loss.reshape(()) for loss in self.losses]).tolist()
+        self.losses.clear()
+        bad = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is None:
+            return None
+        return f"{values[bad]} at batch {max(progress.total_batches - (len(values) - bad), 0)}"
+
     def look(self, progress: Progress) -> None:
-        """Look at the kept losses and forget them. Waits for the device.
+        """Look at the kept losses and forget them. Waits for the device; with several ranks, on every rank.
 
         Raises:
             NonFiniteError: One is NaN or infinite and the policy is "raise"; the first is named.
         """
-        losses = self.losses
-        if not losses:
+        if not self.keeps:
+            self.losses.clear()
             return
-        values = torch.stack([loss.reshape(()) for loss in losses]).tolist()
-        self.losses.clear()
-        bad = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
-        if bad is None or not self.keeps:
+        found = self._first_bad(progress)
+        if self.gather is not None:
+            everywhere = self.gather(found)
+            found = next((f"{one} of rank {rank}" for rank, one in enumerate(everywhere) if one is not None), None)
+        if found is None:
             return
-        batch = progress.total_batches - (len(values) - bad)
-        what = f"the training loss was {values[bad]} at batch {max(batch, 0)} of training (0 is the first)"
+        what = f"the training loss was {found} (0 is the first batch of training)"
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{what}; now is step {progress.steps}, and nonfinite_loss='raise'.",

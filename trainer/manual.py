@@ -19,6 +19,7 @@ __all__ = [
     "clip_gradients",
     "manual_backward",
     "plain_optimizer",
+    "reduce_gradients",
     "restore_gradients",
     "step_given",
     "step_in_manual",
@@ -43,7 +44,19 @@ def manual_backward(run: Run, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         scaled.backward(*args, **kwargs)
     else:
         run.fabric.strategy.backward(scaled)
+    if run.has_ranks:
+        run.unreduced = list(run.optimizers)
     run.lifecycle.on_after_backward()
+
+
+def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
+    """Average an optimizer's gradients over ranks, if a backward pass has changed them since. On every rank alike.
+
+    Averages of averages and new gradients are right, too: what is equal on all ranks stays as it is.
+    """
+    if any(optimizer is one for one in run.unreduced):
+        run.unreduced = [one for one in run.unreduced if one is not optimizer]
+        run.fabric.strategy.average_gradients(parameters_of(optimizer))
 
 
 def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -52,12 +65,26 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
         with torch.enable_grad():
             closure()
         closure = None
+    if closure is not None and run.has_ranks:
+        closure = _over_ranks(run, optimizer, closure)
+    reduce_gradients(run, optimizer)
     run.fabric.unscale_gradients(optimizer)
     run.lifecycle.on_before_optimizer_step(optimizer)
     has_stepped = run.fabric.optimizer_step(optimizer, closure)
     if has_stepped:
         run.stepped.append(optimizer)
     return has_stepped
+
+
+def _over_ranks(run: Run, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the closure with gradients and loss averaged: the optimizer must decide alike on all ranks."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        reduce_gradients(run, optimizer)
+        return run.fabric.all_reduce(loss)
+
+    return evaluate
 
 
 def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
@@ -68,6 +95,8 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     """
     waiting = []
     for optimizer in run.optimizers:
+        if run.trainer.ranks_answer:  # rank 0 writes the checkpoint, and all ranks read it
+            reduce_gradients(run, optimizer)
         has_stepped = any(optimizer is one for one in run.stepped)
         gradients = [] if has_stepped else [parameter.grad for parameter in parameters_of(optimizer)]
         waiting.append(gradients if any(gradient is not None for gradient in gradients) else [])
@@ -96,6 +125,7 @@ def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorith
     """
     if not value:
         return None
+    reduce_gradients(run, optimizer)
     name = (algorithm or "norm").lower()
     if name == "norm":
         return run.fabric.clip_gradients(run.model, optimizer, max_norm=value, error_if_nonfinite=False)

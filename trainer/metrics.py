@@ -2,14 +2,15 @@
 
 One `Metrics` serves one Trainer. The lifecycle sets `table` to that of the running hook, which knows the defaults of
 `log` there; the loops say which window and which batch it is. Nothing here reads a device but `read_step` and
-`finish_epoch`, which make one packed copy each.
+`finish_epoch`, which make one packed copy each. With several ranks these two and `publish_epoch` join what the ranks
+have: trainer/ranks_metrics.py.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,18 @@ from .lifecycle import HOOKS, LOG_RULES, LogRule
 from .loss import Loss
 from .slots import MetricSlot, ScalarSlot, accumulation_dtype, version_of
 
-__all__ = ["HookTable", "Metrics"]
+if TYPE_CHECKING:
+    from .ranks_metrics import RanksMetrics
+
+__all__ = ["HookTable", "Metrics", "is_metric", "load_metric_states", "metric_states"]
 
 _REDUCE: dict[Any, str] = {
     "mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max",
     torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum",
 }  # fmt: skip
+
+
+_METRIC_SLOT_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
 
 
 def _stage_of(hook: str) -> str:
@@ -67,6 +74,7 @@ class Metrics:
         results: Latest epoch value of each key: shape (), on the device.
         result_steps: `global_step` at which each of them was computed.
         progress_bar: Host values for the bar, as of the last log boundary.
+        late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -89,6 +97,42 @@ class Metrics:
         self._replaced: dict[str, tuple[Tensor | None, int]] = {}
         self.progress_bar: dict[str, float] = {}
         self._step_slots: list[ScalarSlot] = []
+        self.late_listeners: dict[str, bool] = {}
+        self._ranks: RanksMetrics | None = None
+
+    def connect(
+        self,
+        gather: Callable[[Any], list[Any]] | None,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """Join what is logged with what other ranks log, from now on. Called by the Trainer at the beginning of a run.
+
+        Args:
+            gather: Returns the objects of all ranks in rank order, on every rank (`Strategy.gather_objects`); None
+                where there is one process.
+            rank: This process's place among them.
+            size: Their number.
+            module: Where metric objects are found on ranks that did not log them.
+        """
+        if gather is None:
+            self._ranks = None
+            return
+        from .ranks_metrics import RanksMetrics  # not imported where there is one process
+
+        self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module)
+
+    @property
+    def gather(self) -> Callable[[Any], list[Any]] | None:
+        """What returns the objects of all ranks; None where there is one process."""
+        return None if self._ranks is None else self._ranks.gather
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This process's rank and the number of ranks."""
+        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
 
     def table_of(self, hook: str) -> HookTable:
         """Return the table of a hook."""
@@ -106,10 +150,12 @@ class Metrics:
         enable_graph: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        sync_dist: bool = False,
+        rank_zero_only: bool = False,
     ) -> None:
         """Keep a value; see `Module.log`. Called for every value of every batch: the first lines are the hot path."""
         slot = self.table.slots.get(name)
-        asked = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx)
+        asked = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only)
         if slot is None or slot.asked != asked:
             if self.is_disabled:
                 return
@@ -121,7 +167,7 @@ class Metrics:
         if value.__class__ is Tensor:
             if value.requires_grad and not enable_graph:
                 value = value.detach()
-            if slot.reduce == "mean" and (slot.on_epoch or self.is_weighing_steps):
+            if slot.reduce == "mean" and (slot.weighs or self.is_weighing_steps):
                 weight = self._weight(slot) if batch_size is None else batch_size
             try:
                 version = value._version
@@ -167,7 +213,7 @@ class Metrics:
             value = value.detach().clone()  # a parameter: the optimizer changes it in place
         elif not isinstance(value, int | float):
             raise _bad_value(slot.name, value)
-        if slot.reduce != "mean" or not (slot.on_epoch or self.is_weighing_steps):
+        if slot.reduce != "mean" or not (slot.weighs or self.is_weighing_steps):
             return value, 1.0
         return value, self._weight(slot) if batch_size is None else batch_size
 
@@ -193,7 +239,7 @@ class Metrics:
         return 1.0
 
     def _open_slot(self, name: str, value: Any, asked: tuple[Any, ...]) -> ScalarSlot:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx = asked
+        prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = asked
         table = self.table
         rule = table.rule
         if rule is None:
@@ -223,6 +269,9 @@ class Metrics:
         slot.asked = asked
         slot.prog_bar = bool(prog_bar)
         slot.logger = logger is not False
+        slot.sync_dist = bool(sync_dist) and not isinstance(slot, MetricSlot)
+        slot.rank_zero_only = bool(rank_zero_only)
+        slot.weighs = slot.on_epoch or (slot.sync_dist and self._ranks is not None)
         if slot.on_step and slot not in self._step_slots:
             self._step_slots.append(slot)
         table.slots[name] = slot
@@ -253,7 +302,7 @@ class Metrics:
             full = f"{name}/dataloader_idx_{self.loader_index}"
         self._refuse_conflict(full)
         reduce = _REDUCE.get(reduce_fx)
-        if _is_metric(value):
+        if is_metric(value):
             return MetricSlot(full, table.hook, value, on_step=on_step, on_epoch=on_epoch)
         if reduce is None:
             raise ConfigError(
@@ -271,7 +320,8 @@ class Metrics:
                     f"log({name!r}) got a tensor of shape {tuple(value.shape)}, expected one element.",
                     fix="reduce it first, for example with value.mean().",
                 )
-            slot.dtype = value.dtype if value.dtype == torch.float64 else torch.float32
+            is_single = value.dtype.is_floating_point and value.dtype != torch.float64
+            slot.dtype = torch.float32 if is_single else accumulation_dtype(self.device)  # integers stay exact
         else:
             slot.dtype = accumulation_dtype(self.device)
         return slot
@@ -300,31 +350,43 @@ class Metrics:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def read_step(self, extra: Tensor | None = None) -> tuple[dict[str, float], float]:
+    def read_step(self, extra: Tensor | None = None, *, on_all_ranks: bool = True) -> tuple[dict[str, float], float]:
         """Copy the step values of the present window to the host, in one packed copy.
+
+        With several ranks, a key with sync_dist=True gets the value of all of them (a mean weighted by what each
+        value weighs), another one that of the lowest rank that has it; the result is the same on every rank.
 
         Args:
             extra: One more value to read with them: shape (), on the device.
+            on_all_ranks: Whether every rank calls this for the same window, and the values are to be joined. In an
+                evaluation ranks have different numbers of batches: there each reads its own.
 
         Returns:
-            Key -> value for the loggers, and the value of `extra` (0.0 without one).
+            Key -> value for the loggers, and the value of `extra` (0.0 without one; NaN if it is not finite on some
+            rank).
         """
         fresh = [slot for slot in self._step_slots if slot.window == self.window]
-        values = [slot.step_value(self.device) for slot in fresh]
-        on_device = [value for value in values if isinstance(value, Tensor)]
-        if extra is not None:
-            on_device.append(extra)
-        numbers = iter(self._pack(on_device))
+        if self._ranks is not None and on_all_ranks:
+            return self._ranks.read_step(fresh, extra)
+        *numbers, probed = self.read_numbers(
+            [*(slot.step_value(self.device) for slot in fresh), 0.0 if extra is None else extra]
+        )
         row: dict[str, float] = {}
-        for slot, value in zip(fresh, values, strict=True):
-            number = next(numbers) if isinstance(value, Tensor) else float(value)
+        for slot, number in zip(fresh, numbers, strict=True):
             if slot.logger:
                 row[slot.step_key] = number
             if slot.prog_bar:
-                self.progress_bar[slot.step_key] = number
-                if slot.on_epoch:
-                    self.progress_bar[slot.name] = number
-        return row, next(numbers) if extra is not None else 0.0
+                self.show(number, slot.step_key, slot.name if slot.on_epoch else None)
+        return row, probed
+
+    def read_numbers(self, values: list[Tensor | float]) -> list[float]:
+        """Return numbers and one-element tensors as numbers of the host, in one packed copy."""
+        numbers = iter(self._pack([value for value in values if isinstance(value, Tensor)]))
+        return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
+
+    def show(self, number: float, *keys: str | None) -> None:
+        """Let the progress bar show a number under these keys."""
+        self.progress_bar.update({key: number for key in keys if key is not None})
 
     @property
     def has_step_values(self) -> bool:
@@ -339,38 +401,46 @@ class Metrics:
         numbers: list[float] = packed.tolist()
         return numbers
 
-    def publish_epoch(self, stage: str, step: int) -> list[ScalarSlot]:
-        """Make the epoch's values so far readable in `results`, on the device; return their slots."""
-        published = []
+    def publish_epoch(self, stage: str, step: int) -> None:
+        """Make the epoch's values so far readable in `results`, on the device. With several ranks: on every rank."""
         self._replaced = {}
-        for slot in self._slots(stage):
-            if slot.on_epoch and not slot.is_empty:
-                value = slot.epoch_value(self.device)
-                for key in {slot.epoch_key, slot.name}:
-                    self._replaced[key] = (self.results.get(key), self.result_steps.get(key, 0))
-                    self.results[key] = value
-                    self.result_steps[key] = step
-                slot.finished_window = slot.window
-                published.append(slot)
-        return published
+        if self._ranks is not None:
+            self._ranks.publish_epoch(stage, step)
+            return
+        for slot in self.filled_slots(stage):
+            self.put(slot.epoch_value(self.device), step, slot.epoch_key, slot.name)
+            slot.finished_window = slot.window
+
+    def put(self, value: Tensor, step: int, *keys: str) -> None:
+        """Make an epoch's value readable under these keys, remembering what was there before."""
+        for key in keys:
+            self._replaced.setdefault(key, (self.results.get(key), self.result_steps.get(key, 0)))
+            self.results[key] = value
+            self.result_steps[key] = step
 
     def finish_epoch(self, stage: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """End the epoch of a stage: publish, copy to the host in one packed copy, and begin anew.
+        """End the epoch of a stage: publish, copy to the host in one packed copy, and begin anew. On every rank.
 
         Returns:
-            Key -> value for the loggers, and key -> value of everything.
+            Key -> value for the loggers, and key -> value of everything; the same on every rank.
         """
-        slots = self.publish_epoch(stage, step)
-        numbers = self._pack([self.results[slot.epoch_key] for slot in slots])
+        slots = list(self.filled_slots(stage))
+        if self._ranks is not None:
+            finished = self._ranks.finish_epoch(stage, step)
+        else:
+            self.publish_epoch(stage, step)
+            finished = [
+                (slot.epoch_key, slot.name if slot.on_step else None, slot.logger, slot.prog_bar) for slot in slots
+            ]
+        numbers = self._pack([self.results[key] for key, *_ in finished])
         row, everything = {}, {}
-        for slot, number in zip(slots, numbers, strict=True):
-            everything[slot.epoch_key] = number
-            if slot.logger:
-                row[slot.epoch_key] = number
-            if slot.prog_bar:
-                self.progress_bar[slot.epoch_key] = number
-                if slot.on_step:
-                    self.progress_bar[slot.name] = number
+        for (key, name, is_sent, is_shown), number in zip(finished, numbers, strict=True):
+            everything[key] = number
+            if is_sent:
+                row[key] = number
+            if is_shown:
+                self.show(number, key, name)
+        for slot in slots:
             slot.reset()
         self._replaced = {}
         return row, everything
@@ -383,15 +453,21 @@ class Metrics:
             else:
                 self.results[key], self.result_steps[key] = value, step
         self._replaced = {}
-        for slot in self._slots(stage):
+        for slot in self.slots(stage):
             slot.reset()
+        if self._ranks is not None:
+            self._ranks.discard_epoch(stage)
         for table in self._tables.values():
             if table.stage == stage:
                 table.by_loader = {0: {}}
                 table.slots = table.by_loader[0]
         self._step_slots = [slot for slot in self._step_slots if _stage_of(slot.hook) != stage]
 
-    def _slots(self, stage: str) -> list[ScalarSlot]:
+    def filled_slots(self, stage: str) -> Iterator[ScalarSlot]:
+        """Yield the slots of a stage that have something for the epoch."""
+        return (slot for slot in self.slots(stage) if slot.on_epoch and not slot.is_empty)
+
+    def slots(self, stage: str) -> list[ScalarSlot]:
         """Return the slots of a stage, each once also where several loaders share it."""
         slots = {
             id(slot): slot
@@ -403,11 +479,15 @@ class Metrics:
         return list(slots.values())
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the latest value of each key: shape (), on the device; nothing is read."""
+        """Return the latest value of each key: shape (), on the device; nothing is read.
+
+        With several ranks, epoch values are the same on all of them; those of a step are this rank's own, and with
+        sync_dist=True all ranks' once they were read at a log boundary.
+        """
         values = dict(self.results)
         for slot in self._step_slots:
             if slot.step_values:
-                value = slot.step_value(self.device)
+                value = slot.agreed if slot.agreed_window == slot.window else slot.step_value(self.device)
                 if not isinstance(value, Tensor):
                     value = torch.tensor(value, dtype=slot.dtype)
                 values[slot.step_key] = value.reshape(())
@@ -426,13 +506,16 @@ class Metrics:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, module: torch.nn.Module | None = None) -> dict[str, Any]:
+    def state_dict(self, module: torch.nn.Module | None = None, *, alone: bool = False) -> dict[str, Any]:
         """Return published values and the sums of the epoch at hand: plain values and tensors.
 
         Args:
             module: Where metric objects that were logged are named by their path in it.
+            alone: Whether other ranks may be gone, so that nothing is asked of them and the state is this rank's own.
+
+        With several ranks the state holds the sums of each of them: on every rank, it communicates.
         """
-        return {
+        state = {
             "results": (results := self.callback_metrics()),
             "result_steps": {name: self.metric_step(name) or 0 for name in results},
             "window": self.window,
@@ -447,6 +530,18 @@ class Metrics:
             ],
             "metric_slots": self._metric_slots(module) if module is not None else [],
         }
+        return state if self._ranks is None or alone else self._ranks.joined_state(state)
+
+    def of_ranks(self, states: dict[str, dict[str, Any]]) -> Any:
+        """Return what every rank's `metric_states` gave, as a list in rank order; with one process, what was given.
+
+        With several ranks: on every rank, it communicates. `load_metric_states` takes either.
+        """
+        if self._ranks is None:
+            return states
+        from .ranks_objects import to_cpu
+
+        return self._ranks.gather(to_cpu(states))
 
     def _metric_slots(self, module: torch.nn.Module) -> list[dict[str, Any]]:
         paths = {id(child): path for path, child in module.named_modules()}
@@ -454,7 +549,7 @@ class Metrics:
             {
                 "metric": paths[id(slot.metric)],
                 "key": key,
-                **{name: getattr(slot, name) for name in ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger")},
+                **{name: getattr(slot, name) for name in _METRIC_SLOT_STATE},
             }
             for table in self._tables.values()
             if table.stage == "train"
@@ -463,7 +558,13 @@ class Metrics:
         ]
 
     def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module | None = None) -> None:
-        """Go on where `state_dict` was taken."""
+        """Go on where `state_dict` was taken, on as many ranks or on others: each sum counts once."""
+        if "ranks" in state_dict:
+            from .ranks_metrics import state_of_rank
+
+            state_dict = state_of_rank(state_dict, *self.place)
+        elif self.place[0]:  # one process saved it, and its sums are taken over by rank 0
+            state_dict = {**state_dict, "slots": []}
         self.results = {name: value.to(self.device) for name, value in state_dict["results"].items()}
         self.result_steps = dict(state_dict["result_steps"])
         self.window = state_dict["window"]
@@ -476,11 +577,12 @@ class Metrics:
         children = dict(module.named_modules()) if module is not None else {}
         for state in state_dict.get("metric_slots", []):
             metric = children.get(state["metric"])
-            if state["hook"] in HOOKS and _is_metric(metric):
+            if state["hook"] in HOOKS and is_metric(metric):
                 self._tables[state["hook"]].slots[state["key"]] = MetricSlot.from_metric(state, metric)
 
 
-def _is_metric(value: Any) -> bool:
+def is_metric(value: Any) -> bool:
+    """Whether this is a torchmetrics metric object."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -504,14 +606,33 @@ def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, d
             "states": {name: kept(getattr(child, name)) for name in child._defaults},
         }
         for path, child in module.named_modules()
-        if _is_metric(child)
+        if is_metric(child)
     }
 
 
-def load_metric_states(module: torch.nn.Module, states: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
-    """Put back what `metric_states` returned."""
+def load_metric_states(
+    module: torch.nn.Module,
+    states: Mapping[str, Mapping[str, Any]] | list[Mapping[str, Mapping[str, Any]]],
+    device: torch.device,
+    place: tuple[int, int] = (0, 1),
+) -> None:
+    """Put back what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
+
+    Args:
+        module: The module.
+        states: Path -> state; a list of these where several ranks saved.
+        device: Where the states live.
+        place: This process's rank and the number of ranks.
+
+    Raises:
+        CheckpointError: Another number of ranks saved, and a metric's state cannot be joined.
+    """
+    if isinstance(states, list) or place[0]:
+        from .ranks_objects import own_states
+
+        states = own_states(module, states, *place)
     for path, child in module.named_modules():
-        if path in states and _is_metric(child):
+        if path in states and is_metric(child):
             child._update_count = states[path]["update_count"]
             for name, value in states[path]["states"].items():
                 moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
@@ -545,5 +666,7 @@ def _bad_value(name: str, value: Any) -> ModuleError:
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx")
+    names = (
+        "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "sync_dist", "rank_zero_only",
+    )  # fmt: skip
     return ", ".join(f"{n}={b!r} and {a!r}" for n, b, a in zip(names, before, now, strict=True) if b != a)

@@ -339,22 +339,27 @@ class Module(nn.Module):
             on_epoch: Log the value over the epoch.
             reduce_fx: "mean" (weighted), "sum", "min" or "max" over an epoch.
             enable_graph: Keep the autograd graph.
-            sync_dist: Reduce over ranks.
-            sync_dist_group: Process group for that.
+            sync_dist: With several ranks, let the value of a step at a log boundary be that of all ranks; without it,
+                it is rank 0's. The value of an epoch is that of all ranks in any case.
+            sync_dist_group: Accepted for compatibility: values are joined over all ranks.
             add_dataloader_idx: Whether the loader's number is appended to the key.
             batch_size: Weight of the value in means. None takes it from `lw.Loss`, or from the batch where all its
                 tensors agree on the first dimension.
             metric_attribute: Accepted for compatibility; a metric object needs no name.
-            rank_zero_only: Whether only rank 0 calls this.
+            rank_zero_only: Whether rank 0's values are the only ones that count. Rank 0 alone may log any key, with or
+                without this: no rank waits for another.
 
         Raises:
             ModuleError: The value, the key or the place does not fit, or a weight is needed and unknown.
         """
         log = self._log
         if log is None:
-            _warn_detached()
+            self._log_without_run({name: value})
             return
-        log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size)
+        log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size,
+            sync_dist, rank_zero_only,
+        )  # fmt: skip
 
     def log_dict(
         self,
@@ -374,23 +379,33 @@ class Module(nn.Module):
         """Log each entry of a dict, or of a torchmetrics MetricCollection; see `log`."""
         log = self._log
         if log is None:
-            _warn_detached()
+            self._log_without_run(dictionary)
             return
         for name, value in dictionary.items():
             # In the order of Metrics.log.
             args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size)
-            log(name, value, *args)
+            log(name, value, *args, sync_dist, rank_zero_only)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar."""
         if self._trainer is not None:
             self._trainer.print(*args, **kwargs)
+        elif self._fabric is not None:
+            self._fabric.print(*args, **kwargs)
         else:
             print(*args, **kwargs)  # noqa: T201
 
+    def _log_without_run(self, values: Mapping[str, Any]) -> None:
+        """In a loop of the user's own, send values to the Fabric's loggers as they come."""
+        if self._fabric is not None and self._fabric.loggers:
+            self._fabric.log_dict(values)
+        else:
+            _warn_detached()
+
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks; leaves get a leading dimension when there are several ranks."""
-        return self.trainer.fabric.all_gather(data, group=group, sync_grads=sync_grads)
+        fabric = self._fabric if self._fabric is not None else self.trainer.fabric
+        return fabric.all_gather(data, group=group, sync_grads=sync_grads)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list of them when there are several.

@@ -51,6 +51,15 @@ class Progress:
         self.epoch_open = self.epoch_left = self.epoch_paused = False
         self.is_closing_epoch = False
 
+    def move_to(self, batches_in_epoch: int) -> None:
+        """Count the present epoch's batches as this number of ranks does, after a resume on another one."""
+        shift = batches_in_epoch - self.batches_in_epoch
+        began_at = self.total_batches - self.batches_in_epoch
+        if self.validated_at > began_at:
+            self.validated_at = max(began_at, self.validated_at + shift)
+        self.batches_in_epoch += shift
+        self.total_batches += shift
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain numbers."""
         state = Progress(**asdict(self))

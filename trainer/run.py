@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
+    from .agreement import Agreement
     from .guard import Guard
     from .lifecycle import Lifecycle
     from .metrics import HookTable, Metrics
@@ -103,8 +104,11 @@ class Run:
         watch: Keeps losses for the policy on those that are not finite.
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
+        unreduced: Manual optimization on several ranks: the optimizers whose gradients are not averaged yet.
         stepped: Manual optimization: the optimizers that stepped since the batch began.
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
+        has_ranks: Whether there are several processes.
+        agreement: Lets all ranks stop at the same point; None with one process.
     """
 
     trainer: Trainer
@@ -128,9 +132,12 @@ class Run:
     has_stepped: bool = False
     is_epoch_over: bool = False
     stepped: list[Optimizer] = field(default_factory=list)
+    unreduced: list[Optimizer] = field(default_factory=list)
     is_automatic: bool = True
     skips_bad_steps: bool = False
     before_validation: BeforeValidation | None = None
+    has_ranks: bool = False
+    agreement: Agreement | None = None
 
     @property
     def device(self) -> torch.device:

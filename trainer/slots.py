@@ -55,6 +55,10 @@ class ScalarSlot:
         hook: Hook that logged it.
         asked: Arguments of the `log` call that made it; a later call must repeat them.
         reduce: "mean", "sum", "min" or "max".
+        sync_dist: Whether the value of a step is that of all ranks, at log boundaries.
+        rank_zero_only: Whether rank 0's values are the only ones that count.
+        weighs: Whether the values of a mean always need their weights: where they are joined with others.
+        agreed: The ranks' common value of the step of `agreed_window`.
         window: Number of the window that `step_values` belong to.
         finished_window: Window of the latest step value when the epoch's value was published.
         step: `global_step` that a step value logged now belongs to.
@@ -64,9 +68,9 @@ class ScalarSlot:
     """
 
     __slots__ = (
-        "asked", "dtype", "finished_window", "hook", "is_empty", "logger", "look_at", "name", "on_epoch", "on_step",
-        "prog_bar", "reduce", "shapes", "step", "step_values", "step_version", "step_weights", "total",
-        "total_weight", "values", "version", "weights", "window",
+        "agreed", "agreed_window", "asked", "dtype", "finished_window", "hook", "is_empty", "logger", "look_at", "name",
+        "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce", "shapes", "step", "step_values", "step_version",
+        "step_weights", "sync_dist", "total", "total_weight", "values", "version", "weighs", "weights", "window",
     )  # fmt: skip
 
     def __init__(self, name: str, hook: str, *, reduce: str, on_step: bool, on_epoch: bool) -> None:
@@ -77,6 +81,11 @@ class ScalarSlot:
         self.on_epoch = on_epoch
         self.prog_bar = False
         self.logger = True
+        self.sync_dist = False
+        self.rank_zero_only = False
+        self.weighs = on_epoch
+        self.agreed = 0.0
+        self.agreed_window = -1
         self.asked: tuple[Any, ...] | None = None  # Any: the raw arguments, compared by ==
         self.dtype = torch.float32
         self.shapes: Any = None  # Any: nested sizes of an ambiguous batch, compared by ==
@@ -131,10 +140,11 @@ class ScalarSlot:
             )
 
     def _fold(self, device: torch.device) -> None:
-        self.total, self.total_weight = self._folded(device)
+        self.total, self.total_weight = self.sums(device)
         self.values, self.weights, self.version = [], [], 0
 
-    def _folded(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def sums(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Return the epoch's reduction so far and, for a mean, its weight: shape (), on the device; nothing is read."""
         total, total_weight = self.total, self.total_weight
         if not self.values:
             assert total is not None
@@ -159,9 +169,16 @@ class ScalarSlot:
 
     def epoch_value(self, device: torch.device) -> Tensor:
         """Return the epoch's value so far: shape (), on the device; pending values stay as they are."""
-        total, weight = self._folded(device)
+        total, weight = self.sums(device)
         # A copy: what was folded inside an inference-mode validation must not leave it.
         return (total if weight is None else total / weight).to(self.dtype, copy=True)
+
+    def step_share(self, device: torch.device) -> tuple[Number, Number]:
+        """Return value and weight of the latest window, to be joined with those of other ranks."""
+        value = self.step_value(device)
+        if len(self.step_weights) == 1:
+            return value, self.step_weights[0]
+        return value, _column(self.step_weights, device).sum()
 
     def step_value(self, device: torch.device) -> Number:
         """Return the value of the latest window: a number that the host knows, or a tensor of shape ()."""
@@ -187,6 +204,7 @@ class ScalarSlot:
             "on_epoch": self.on_epoch,
             "prog_bar": self.prog_bar,
             "logger": self.logger,
+            "rank_zero_only": self.rank_zero_only,
             "dtype": self.dtype,
             "total": self.total,
             "total_weight": self.total_weight,
@@ -205,6 +223,7 @@ class ScalarSlot:
             on_epoch=state["on_epoch"],
         )
         slot.prog_bar, slot.logger, slot.dtype = state["prog_bar"], state["logger"], state["dtype"]
+        slot.rank_zero_only = state.get("rank_zero_only", False)
         for name in ("total", "total_weight"):
             value = state[name]
             setattr(slot, name, None if value is None else value.to(device))
@@ -230,6 +249,7 @@ class MetricSlot(ScalarSlot):
         """Return the slot of a metric object in the middle of an epoch."""
         slot = cls(state["name"], state["hook"], metric, on_step=state["on_step"], on_epoch=state["on_epoch"])
         slot.prog_bar, slot.logger = state["prog_bar"], state["logger"]
+        slot.rank_zero_only = state.get("rank_zero_only", False)
         slot.is_empty = False
         return slot
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "before_validation",
     "collect",
+    "count_samples",
     "read",
     "restore_frozen",
     "restore_loggers",
@@ -60,7 +61,7 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         if not run.is_automatic:
             states["gradients"] = manual.waiting_gradients(run)
         states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
-        states["metrics"] = run.metrics.state_dict(run.module)
+        states["metrics"] = run.metrics.state_dict(run.module, alone=not trainer.ranks_answer)
         states["metric_objects"] = metric_states(run.module)
         states["rng"] = capture_rng()
         states["validation_generators"] = trainer.loaders.capture_generators()
@@ -69,10 +70,22 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
             "modules": _evaluating(run.module),
         }
         _leave_validation(run, states)
+        if trainer.ranks_answer:
+            states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
+            states["rng_of_ranks"] = trainer.strategy.gather_objects(states["rng"])
         states["loggers"] = _logger_states(trainer)
         if run.stream is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
             states["data"] = stream_state(run) if run is trainer._run else trainer.stream_state
+            if trainer.ranks_answer and states["data"] is not None:
+                from . import ranks
+
+                states["data"] = ranks.gather_data(trainer.strategy, states["data"])
+        # Communicates; after an error of this rank alone nobody would answer.
+        if hasattr(fabric.strategy, "state_dict") and (trainer.ranks_answer or not run.has_ranks):
+            own_state = fabric.strategy.state_dict()
+            if own_state:
+                states["strategy"] = own_state
         precision = fabric.precision.state_dict()
         if precision:
             states["precision"] = precision
@@ -139,7 +152,16 @@ def _progress(trainer: Trainer, run: Run) -> dict[str, Any]:
     state = run.progress.state_dict()
     if trainer.state.fn == "fit":
         state["validated_s"] = trainer.fit_loop.seconds_since_validation()
+    if trainer.ranks_answer:
+        state["samples"] = count_samples(trainer)
     return state
+
+
+def count_samples(trainer: Trainer) -> int:
+    """Return the samples that all ranks have trained on. Each counts its own since fit began or was resumed."""
+    before = trainer.samples_before
+    counts: list[int] = trainer.strategy.gather_objects(trainer.progress.samples)
+    return before + sum(count - before for count in counts)
 
 
 def _logger_states(trainer: Trainer) -> dict[str, Any]:
@@ -196,7 +218,7 @@ def restore_module(trainer: Trainer, run: Run, content: Content) -> None:
         own(checkpoint)
     strict = bool(getattr(run.module, "strict_loading", True))
     trainer.fabric.strategy.load_module_state_dict(run.model, checkpoint["state_dict"], strict=strict)
-    load_metric_states(run.module, content.states.get("metric_objects", {}), run.device)
+    load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
     if run.datamodule is not None:
         state = content.extra.get(type(run.datamodule).__qualname__)
         if state is not None:
@@ -252,6 +274,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
                 fix="resume with the optimizers and schedules of the run that saved it.",
             )
     trainer.progress.load_state_dict(states["progress"])
+    trainer.samples_before = trainer.progress.samples
     for optimizer, state in zip(run.optimizers, states["optimizers"], strict=True):
         _load_optimizer(trainer, run, optimizer, state)
     if not run.is_automatic and "gradients" in states:
@@ -260,6 +283,8 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
         config.scheduler.load_state_dict(state)
     for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
         config.last_metric_step = last
+    if "strategy" in states and hasattr(trainer.strategy, "load_state_dict"):
+        trainer.strategy.load_state_dict(states["strategy"])
     if "precision" in states:
         trainer.fabric.precision.load_state_dict(states["precision"])
     if "metrics" in states:
@@ -269,6 +294,11 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     rng = states.get("rng")
     if rng is None:
         return None
+    of_ranks = states.get("rng_of_ranks", [rng])
+    if run.has_ranks or len(of_ranks) > 1:
+        from . import ranks
+
+        return ranks.restore_rng_of(of_ranks, trainer.global_rank, trainer.world_size)
     return lambda: restore_rng(rng)
 
 

@@ -7,17 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..data.move import find_batch_size
-from .loss import Loss, read_loss
+from ..strategies import NoLoss
+from .loss import Loss, WindowLoss, read_loss
 from .run import Run
 from .schedule import parameters_of, step_due_schedules
 
-__all__ = ["automatic_step", "closure_step", "manual_step"]
+__all__ = [
+    "automatic_step",
+    "closure_step",
+    "detached_mean",
+    "drop_window",
+    "finish_window",
+    "manual_step",
+    "outputs_of",
+    "step_schedules",
+]
+
+if TYPE_CHECKING:
+    from .ranks_loss import RanksWindowLoss
 
 _SYNCHRONISED = nullcontext()
 
@@ -53,7 +66,7 @@ def automatic_step(run: Run, size: int) -> bool:
         run.batch_idx = index
         is_last = index == last or not stream.has_next()
         if life.on_train_batch_start(batch, index) == -1:
-            _drop_window(run)
+            drop_window(run)
             return False
         with _SYNCHRONISED if is_last else plan.deferred():
             metrics.table = plan.table
@@ -68,7 +81,7 @@ def automatic_step(run: Run, size: int) -> bool:
                 # isinstance would say that a plain loss is a tensor; it was asked already.
                 share: Tensor = loss if is_plain else window.share(loss)  # type: ignore[assignment]
                 if plan.needs_loss:
-                    seen = loss.detach() if loss.__class__ is Tensor else _detached_mean(loss)
+                    seen = loss.detach() if loss.__class__ is Tensor else detached_mean(loss)
                 if run.skips_bad_steps:
                     # The user asked to skip bad steps: that takes the value now, one host read per micro-batch.
                     is_finite = is_finite and bool(torch.isfinite(share).all())
@@ -80,20 +93,20 @@ def automatic_step(run: Run, size: int) -> bool:
                     watch.losses.append(seen)  # type: ignore[arg-type]  # needs_loss holds wherever losses are kept
         samples += find_batch_size(batch) or 0
         if is_last:
-            run.has_stepped = _finish_window(run, seen, is_plain=is_plain, is_finite=is_finite)
+            run.has_stepped = finish_window(run, seen, is_plain=is_plain, is_finite=is_finite)
             progress.batches_in_epoch = index + 1
             progress.total_batches += index + 1 - first
             progress.samples += samples
             if run.schedulers:
-                _step_schedules(run)
+                step_schedules(run)
             run.at_boundary = True
-        life.on_train_batch_end(_outputs(output, seen) if plan.hears_batch_end else None, batch, index)
+        life.on_train_batch_end(outputs_of(output, seen) if plan.hears_batch_end else None, batch, index)
         if is_last:
             return True
         index += 1
 
 
-def _finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
     """Scale, unscale, clip and step; return whether the optimizer stepped, and count it."""
     plan, life, progress = run.plan, run.lifecycle, run.progress
     assert plan is not None
@@ -125,7 +138,7 @@ def _scale_gradients(optimizer: torch.optim.Optimizer, factor: Tensor | float) -
     torch._foreach_mul_(gradients, factor)
 
 
-def _drop_window(run: Run) -> None:
+def drop_window(run: Run) -> None:
     """Forget the window under way: the epoch ends here, and the schedules that count epochs are stepped."""
     assert run.plan is not None
     if run.plan.optimizer is not None:
@@ -135,7 +148,7 @@ def _drop_window(run: Run) -> None:
     run.at_boundary = run.progress.epoch_left = True
 
 
-def _step_schedules(run: Run) -> None:
+def step_schedules(run: Run) -> None:
     """Step the schedules that count optimizer steps, and at the epoch's last batch those that count epochs."""
     stream, progress = run.stream, run.progress
     assert stream is not None
@@ -145,7 +158,7 @@ def _step_schedules(run: Run) -> None:
         step_due_schedules(run, "epoch", progress.epochs + 1)
 
 
-def _outputs(output: Any, seen: Tensor | None) -> Any:  # Any: extras of the user's step
+def outputs_of(output: Any, seen: Tensor | None) -> Any:  # Any: extras of the user's step
     """Return what on_train_batch_end gets: a dict with the detached loss, undivided, and the step's extras."""
     if output is None:
         return None
@@ -179,7 +192,7 @@ def closure_step(run: Run, size: int) -> bool:
         batch = plan.transfer(stream.next_batch())
         metrics.batch = batch
         if life.on_train_batch_start(batch, first + len(batches)) == -1:
-            _drop_window(run)
+            drop_window(run)
             return False
         batches.append(batch)
     outputs: list[Any] = []
@@ -196,21 +209,30 @@ def closure_step(run: Run, size: int) -> bool:
             metrics.table = plan.table
             output = plan.training_step(batch, first + offset)
             metrics.table = metrics.nowhere
+            zero = None
+            if output.__class__ is NoLoss:
+                zero, output = output.zero, None
             loss = read_loss(output)
+            if run.has_ranks:
+                _agree(window, loss, is_last=offset == len(batches) - 1)
             seen = None
             if loss is not None:
                 share = window.share(loss)
-                seen = _detached_mean(loss)
+                seen = detached_mean(loss)
                 life.on_before_backward(share)
                 plan.backward(share)
                 life.on_after_backward()
                 means.append(share.detach())
+            elif zero is not None and zero.requires_grad:
+                plan.backward(zero)
             if is_first_time:
                 outputs.append((output, seen))
                 if seen is not None:
                     run.watch.losses.append(seen)
-        factor = window.gradient_factor() if means else None
+        factor = window.gradient_factor() if means or run.has_ranks else None
         total = torch.stack(means).sum() if means else torch.zeros((), device=run.device)
+        if run.has_ranks:
+            total = run.fabric.all_reduce(total)  # the optimizer must decide alike on all ranks
         if factor is not None:
             _scale_gradients(optimizer, factor)
             total = total * factor
@@ -230,11 +252,20 @@ def closure_step(run: Run, size: int) -> bool:
     progress.total_batches += len(batches)
     progress.samples += sum(find_batch_size(batch) or 0 for batch in batches)
     if run.schedulers:
-        _step_schedules(run)
+        step_schedules(run)
     for offset, (batch, (output, seen)) in enumerate(zip(batches, outputs, strict=True)):
         run.at_boundary = offset == len(batches) - 1
-        life.on_train_batch_end(_outputs(output, seen), batch, first + offset)
+        life.on_train_batch_end(outputs_of(output, seen), batch, first + offset)
     return True
+
+
+def _agree(window: WindowLoss, loss: Tensor | Loss | None, *, is_last: bool) -> None:
+    """Let all ranks know what this micro-batch weighs."""
+    ranks_window = cast("RanksWindowLoss", window)
+    if ranks_window.form is None:
+        ranks_window.agree(loss)
+    if is_last:
+        ranks_window.reduce(is_finite=True)
 
 
 def manual_step(run: Run, size: int) -> bool:
@@ -269,7 +300,7 @@ def manual_step(run: Run, size: int) -> bool:
     if seen is not None and run.watch.keeps:
         run.watch.losses.append(seen)
     if plan.hears_batch_end:
-        life.on_train_batch_end(_outputs(output, seen), batch, index)
+        life.on_train_batch_end(outputs_of(output, seen), batch, index)
     return True
 
 
@@ -279,9 +310,9 @@ def _loss_of_manual(output: Any) -> Tensor | None:  # Any: manual steps may retu
     loss = read_loss(output)
     if loss is None:
         return None
-    return _detached_mean(loss)
+    return detached_mean(loss)
 
 
-def _detached_mean(loss: Tensor | Loss) -> Tensor:
+def detached_mean(loss: Tensor | Loss) -> Tensor:
     """Return the loss as a value: shape (), on its device."""
     return (loss.mean() if isinstance(loss, Loss) else loss).detach()

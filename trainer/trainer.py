@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..callbacks import Callback, Checkpoint, EarlyStopping, GradientAccumulationScheduler, Timer
 from ..data.rng import capture_rng, restore_rng
-from ..errors import CheckpointError, ConfigError, LoopwrightError, ModuleError, nearest
+from ..errors import CheckpointError, ConfigError, LoopwrightError, ModuleError, StopBySignal, nearest
 from ..fabric import Fabric
 from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from ..data.module import DataModule
     from ..strategies import Strategy
+    from .agreement import Agreement
 
 __all__ = ["Trainer"]
 
@@ -194,6 +195,7 @@ class Trainer:
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
         self.stream_state: dict[str, Any] | None = None
+        self.samples_before = 0
         self.records_at = (0, 0)
         self._metrics = Metrics(self.fabric.device)
         self._metrics.is_disabled = arguments.barebones
@@ -204,6 +206,12 @@ class Trainer:
         self._toggles = manual.Toggles()
         self._results: Mapping[str, float] = {}
         self._is_in_exception = False
+        self.is_in_child = False
+        self._revert_layer_sync: Callable[[], Any] | None = None
+        self._spawned_module: nn.Module | None = None
+        self._spawned_checkpoint: dict[str, Any] | None = None
+        own = {name: value for name, value in given.items() if name not in _PER_RANK}
+        self._same_everywhere = own
         self._backend_modes: dict[str, Any] = {}
         self.callbacks: list[Callback] = self._make_callbacks(given["callbacks"])
 
@@ -247,6 +255,12 @@ class Trainer:
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule, "train_dataloaders")
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
             raise both_given("train_dataloaders or val_dataloaders")
+        if self._starts_processes:
+            self._launch(
+                "fit", model, train_dataloaders=train_dataloaders, val_dataloaders=val_dataloaders,
+                datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only,
+            )  # fmt: skip
+            return
         with self._running("fit"):
             loaders = {"train": train_dataloaders, "validation": val_dataloaders}
             run = attach(self, "fit", model, datamodule, loaders)
@@ -254,6 +268,8 @@ class Trainer:
             with torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly):
                 self.fit_loop.run(run, restore)
             run.lifecycle.on_fit_end()
+            if run.has_ranks:
+                self.progress.samples = self.samples_before = snapshot.count_samples(self)
             self._finish(run)
 
     def validate(
@@ -317,12 +333,24 @@ class Trainer:
         """
         keep = return_predictions is not False
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
+        if self._starts_processes:
+            predictions: list[Any] | None = self._launch(
+                "predict", model, dataloaders=dataloaders, datamodule=datamodule,
+                return_predictions=return_predictions, ckpt_path=ckpt_path, weights_only=weights_only,
+            )  # fmt: skip
+            return predictions
         outputs: list[list[Any]] = []
         with self._running("predict"):
             run, data = begin_evaluation(
                 self, "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
             outputs = self._eval_loop(run, "predict", data).run(run, data, keep=keep)
+            if run.agreement is not None:
+                run.agreement.begin_segment()
+            if keep and run.has_ranks:
+                from . import ranks  # not imported where there is one process
+
+                outputs = ranks.ordered(self.strategy, outputs, data.loaders)
             self._finish(run)
         if not keep:
             return None
@@ -340,11 +368,18 @@ class Trainer:
     ) -> list[Mapping[str, float]]:
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
         results: list[Mapping[str, float]] = []
+        if self._starts_processes:
+            return self._launch(  # type: ignore[no-any-return]
+                verb, model, dataloaders=dataloaders, ckpt_path=ckpt_path, verbose=verbose,
+                datamodule=datamodule, weights_only=weights_only,
+            )  # fmt: skip
         with self._running(verb):
             run, data = begin_evaluation(
                 self, verb, model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
             self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
+            if run.agreement is not None:
+                run.agreement.begin_segment()
             results = _by_loader(self._results, len(data.loaders))
             if verbose and self.is_global_zero:
                 self._print_results(verb, results)
@@ -362,18 +397,78 @@ class Trainer:
                 fix="use a second Trainer for a run within a run.",
             )
         self.state.begin(verb)
-        self._guard = Guard()
+        self._guard = Guard(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
         self._set_backend_modes()
         with self._guard:
             try:
                 yield
             except BaseException as error:
                 self.state.status = "interrupted"
-                self._on_failure(error)
+                if isinstance(error, StopBySignal) and self._guard.is_to_requeue:
+                    from .requeue import requeue
+
+                    requeue(self)
+                cause = self._cause_elsewhere(error)
+                self._on_failure(error if cause is None else cause)
+                if cause is not None:
+                    raise cause from None
                 raise
             finally:
                 self._detach()
         self.state.end()
+
+    @property
+    def can_be_requeued(self) -> bool:
+        """Whether the cluster can put this job back into the queue."""
+        return hasattr(self.fabric.cluster_environment, "requeue")
+
+    def _requeue_signal(self) -> Any:
+        from .requeue import requeue_signal  # not imported where nobody can requeue
+
+        return requeue_signal(self)
+
+    def connect_ranks(self) -> None:
+        """Let this rank watch the others, and agree with them on where to stop; nothing with one process."""
+        watch = self.fabric.watch
+        if watch is None:
+            return
+        watch.describe = self.place
+        self._guard.connect(watch)
+
+    def apply_layer_sync(self, module: nn.Module) -> None:
+        """Let batch norms see the batches of all ranks during fit, where that was asked for."""
+        sync = self.fabric.layer_sync
+        if sync is None and self.sync_batchnorm:
+            from ..strategies.layer_sync import TorchSyncBatchNorm  # not imported where nobody asks
+
+            sync = TorchSyncBatchNorm()
+        if sync is not None and self.world_size > 1:
+            sync.apply(module)
+            self._revert_layer_sync = lambda: sync.revert(module)
+
+    def place(self) -> dict[str, Any]:
+        """Return where the run is, for messages about a rank that failed; called from the watch's thread."""
+        run = self._run
+        if run is None:
+            return {}
+        hook = run.metrics.table.hook
+        place = {"hook": hook, "stage": self.state.stage, "epoch": self.progress.epochs, "step": self.progress.steps}
+        if self.state.stage == "train":
+            place["batch"] = run.batch_idx
+        return place
+
+    def _cause_elsewhere(self, error: BaseException) -> BaseException | None:
+        """Return the failure of another rank, or the agreed stop, that this error only follows from; None for none."""
+        watch = self.fabric.watch
+        if watch is None:
+            return None
+        agreement = self.agreement
+        if agreement is not None and agreement.is_by_signal:
+            return None if isinstance(error, KeyboardInterrupt | StopBySignal) else self._guard.stop_error()
+        cause = watch.explain(error)
+        if cause is None:
+            watch.report(error)
+        return cause
 
     def make_run(self, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Compile the lifecycle and return the run; called once per verb, when the callbacks are known."""
@@ -396,6 +491,10 @@ class Trainer:
                 "on_test_epoch_end": self._after_test,
             },
         )
+        has_ranks = self.world_size > 1
+        gather = self.strategy.gather_objects if has_ranks else None
+        self._metrics.connect(gather, rank=self.global_rank, size=self.world_size, module=module)
+        self._watch_losses.gather = gather
         self._run = Run(
             trainer=self,
             fabric=self.fabric,
@@ -406,12 +505,29 @@ class Trainer:
             metrics=self._metrics,
             progress=self.progress,
             guard=self._guard,
-            window_loss=WindowLoss(self.fabric.device),
+            window_loss=WindowLoss(self.fabric.device) if not has_ranks else self._window_of_ranks(),
             watch=self._watch_losses,
             is_automatic=bool(getattr(module, "automatic_optimization", True)),
             skips_bad_steps=self._arguments.nonfinite_loss == "skip",
+            has_ranks=has_ranks,
+            agreement=self._make_agreement() if has_ranks else None,
         )
         return self._run
+
+    def _window_of_ranks(self) -> WindowLoss:
+        from .ranks_loss import RanksWindowLoss  # not imported where there is one process
+
+        may_differ = getattr(self.strategy, "uneven", "stop_all") == "zero_weight"
+        counts = may_differ or self._arguments.nonfinite_loss == "skip"
+        return RanksWindowLoss(self.fabric.device, self.strategy, counts=counts)
+
+    def _make_agreement(self) -> Agreement | None:
+        gate = self._guard.gate
+        if gate is None:
+            return None
+        from .agreement import Agreement  # not imported where there is one process
+
+        return Agreement(self, self._guard, gate)
 
     def open_log(self, module: Module) -> None:
         """Let `log` of the module and its children reach the metrics until the run ends."""
@@ -499,6 +615,9 @@ class Trainer:
             for child in run.module.modules():
                 if isinstance(child, Module):
                     child.__dict__["_log"] = None
+        if self._revert_layer_sync is not None:
+            self._revert_layer_sync()
+            self._revert_layer_sync = None
         self.fabric.strategy.teardown()
 
     # --- inside fit ------------------------------------------------------------------------------------------------
@@ -527,6 +646,7 @@ class Trainer:
         data = None if self.fit_loop.is_done else self.loaders.open_sanity()
         if data is None or data.num_batches == 0:
             return
+        self._share_buffers(run)
         rng, window = capture_rng(), run.metrics.window
         self.state.stage = "sanity_check"
         run.lifecycle.on_sanity_check_start()
@@ -537,8 +657,14 @@ class Trainer:
         self.state.stage = "train"
         restore_rng(rng)
 
+    def _share_buffers(self, run: Run) -> None:
+        """Let all ranks evaluate the same module: running statistics are of each rank's own data until now."""
+        if run.has_ranks:
+            self.strategy.sync_buffers(run.model)
+
     def validate_in_fit(self, run: Run) -> None:
         """Validate between two training steps. Training's random number generators are untouched by it."""
+        self._share_buffers(run)
         data = self.loaders.eval["validation"]
         self.state.stage = "validate"
         before = run.before_validation = snapshot.before_validation(self, run)
@@ -578,12 +704,14 @@ class Trainer:
         if not run.at_boundary or not run.has_stepped:
             return
         every = self._arguments.log_every_n_steps
-        if every and (self.progress.steps % every == 0 or self.should_stop or self._arguments.fast_dev_run):
+        # On several ranks the step alone decides: whether to stop is not known to all of them yet.
+        stops = self.should_stop and not run.has_ranks
+        if every and (self.progress.steps % every == 0 or stops or self._arguments.fast_dev_run):
             row, probed = run.metrics.read_step(run.watch.probe())
             if row:
                 self.log_metrics(row)
             run.watch.judge(probed, self.progress)
-        elif len(run.watch.losses) >= MOST_KEPT:
+        elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
 
     def _after_train_epoch(self) -> None:
@@ -698,6 +826,11 @@ class Trainer:
                 what was at the path before is whole.
         """
         run = self._run or self._last_run
+        if run is None and self._spawned_checkpoint is not None and not weights_only:
+            self.strategy.checkpoint_io.save_checkpoint(
+                self._spawned_checkpoint, filepath, storage_options=storage_options
+            )
+            return
         if run is None:
             raise ModuleError(
                 "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
@@ -715,10 +848,41 @@ class Trainer:
         )
 
     def _write_checkpoint(self, run: Run, filepath: str | Path, *, is_weights_only: bool, storage_options: Any) -> None:
+        if self.ranks_answer:
+            from . import ranks  # not imported where there is one process
+
+            ranks.meet(self, "trainer.save_checkpoint")
         checkpoint = snapshot.collect(self, run, is_weights_only=is_weights_only)
-        if self.is_global_zero:
+
+        def write() -> None:
             self.strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        self.strategy.barrier("save_checkpoint")
+
+        if self.ranks_answer:
+            ranks.write_on_rank_zero(self.strategy, write, str(filepath))
+        elif self.is_global_zero:
+            write()
+
+    @property
+    def ranks_answer(self) -> bool:
+        """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
+        if self.world_size == 1 or self.fabric.watch is None:
+            return False
+        return not self._is_in_exception or (self.agreement is not None and self.agreement.is_by_signal)
+
+    def _launch(self, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
+        """Run a verb in new processes, and take back what it changed there."""
+        from . import spawned  # not imported where this process does the work
+
+        return spawned.launch(self, verb, model, **arguments)
+
+    @property
+    def _starts_processes(self) -> bool:
+        return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self.is_in_child
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What the ranks of the present run agree on; None with one process."""
+        return self._run.agreement if self._run is not None else None
 
     # --- what users and callbacks read -----------------------------------------------------------------------------
 
@@ -818,7 +982,7 @@ class Trainer:
     def lightning_module(self) -> nn.Module | None:
         """The user's module."""
         run = self._latest()
-        return run.module if run is not None else None
+        return run.module if run is not None else self._spawned_module
 
     @property
     def datamodule(self) -> DataModule | None:
@@ -828,6 +992,37 @@ class Trainer:
 
     def _latest(self) -> Run | None:
         return self._run or self._last_run
+
+    def latest_run(self) -> Run | None:
+        """Return the present run, or the last one; called by trainer/spawned.py."""
+        return self._latest()
+
+    def plain_arguments(self) -> dict[str, str]:
+        """Return the arguments that must be the same on every rank, as text."""
+        from .ranks import plain  # not imported where there is one process
+
+        return plain(self._same_everywhere)
+
+    def take_back(self, module: nn.Module, result: dict[str, Any]) -> None:
+        """Take what a verb that ran in other processes changed there; called by trainer/spawned.py."""
+        checkpoint = result.get("checkpoint")
+        if checkpoint is not None:
+            self.fabric.precision.convert_module(module).load_state_dict(checkpoint["state_dict"])
+            self.progress.load_state_dict(result["progress"])
+            self.stream_state = result["stream"]
+            self._spawned_checkpoint = checkpoint
+        self._spawned_module = module
+        self.state.fn, self.state.status = result["state"]
+        self._metrics.results = dict(result["metrics"])
+        self._metrics.result_steps = dict(result["metric_steps"])
+        self._metrics.progress_bar.update(result["progress_bar"])
+        self.output.latest.update(result["logged"])
+        self.should_stop = result["should_stop"]
+        self.output.join_versions(result["versions"])
+        for callback in self.callbacks:
+            state = result["callbacks"].get(callback.state_key)
+            if state:
+                callback.load_state_dict(state)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -1076,6 +1271,10 @@ _READABLE_ARGUMENTS = {
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
     "check_val_every_n_epoch", "log_every_n_steps", "overfit_batches", "fast_dev_run",
     "reload_dataloaders_every_n_epochs", "num_sanity_val_steps", "barebones",
+}  # fmt: skip
+# What may differ over ranks: where they are, and what a person sees.
+_PER_RANK = {
+    "devices", "default_root_dir", "enable_progress_bar", "enable_model_summary", "logger", "callbacks", "profiler",
 }  # fmt: skip
 _LIMITS = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
 _STAGES = {

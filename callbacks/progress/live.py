@@ -101,7 +101,8 @@ class LiveProgressBar(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bars."""
         if kwargs.get("file") not in (None, sys.stdout):
-            kwargs["file"].write(printed(*args, **kwargs))
+            if self._trainer is None or self._trainer.is_global_zero:
+                kwargs["file"].write(printed(*args, **kwargs))
         elif self._open and self._lines is None:
             self._guard(self._write_above, printed(*args, **kwargs))
         else:

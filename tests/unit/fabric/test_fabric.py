@@ -157,10 +157,10 @@ def test_dtypes_of_a_step(
 ) -> None:
     fabric = machine(precision=precision)
     net = Net()
-    assert fabric.setup_module(net) is net
+    assert fabric.prepare_module(net) is net
     assert net.layer.weight.dtype is weight
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    assert fabric.setup_optimizers(optimizer) is optimizer
+    assert fabric.prepare_optimizers(optimizer) == (optimizer,)
     step = fabric.bind_step(net, "training_step")
     batch = {"x": torch.ones(4, 3), "y": torch.ones(4, dtype=torch.int64)}
     loss = step(batch, batch_idx=7)
@@ -223,7 +223,7 @@ def test_training_equals_a_hand_written_loop(precision: str) -> None:
         net, fabric = Net(), machine(precision=precision)
         optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.1)
         if not by_hand:
-            net, optimizer = fabric.setup_module(net), fabric.setup_optimizers(optimizer)  # type: ignore[assignment]
+            net, (optimizer,) = fabric.prepare_module(net), fabric.prepare_optimizers(optimizer)  # type: ignore[assignment]
         step = fabric.bind_step(net, "training_step")
         for index in range(5):
             batch = {"x": torch.randn(4, 3), "y": torch.ones(4)}
@@ -316,9 +316,12 @@ def test_a_closure_optimizer_with_a_loss_scale_is_an_error_at_setup() -> None:
 def test_several_optimizers_come_back_as_a_tuple() -> None:
     fabric, module = machine(), nn.Linear(2, 1)
     one, two = torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.Adam(module.parameters())
-    assert fabric.setup_optimizers(one, two) == (one, two)
-    with pytest.raises(ConfigError, match="no optimizer"):
-        fabric.setup_optimizers()
+    assert fabric.prepare_optimizers(one, two) == (one, two)
+    wrapped = fabric.setup_optimizers(one, two)
+    assert [type(each).__name__ for each in wrapped] == ["FabricSGD", "FabricAdam"]
+    for setup in (fabric.setup_optimizers, fabric.prepare_optimizers):
+        with pytest.raises(ConfigError, match="no optimizer"):
+            setup()
 
 
 def test_backward_takes_torchs_arguments() -> None:
@@ -359,7 +362,7 @@ def test_a_module_can_stay_where_it_is() -> None:
     fabric = Fabric(accelerator="cpu", precision="bf16-true")
     with torch.device("meta"):
         module = nn.Linear(2, 2)
-    assert fabric.setup_module(module, move_to_device=False) is module
+    assert fabric.setup_module(module, move_to_device=False).module is module
     assert module.weight.device.type == "meta"
     assert module.weight.dtype is BF16
 
@@ -555,7 +558,7 @@ def test_training_on_a_card(precision: str, fused: bool) -> None:
     fabric = Fabric(accelerator="cuda", devices=[0], precision=precision)
     with fabric.init_module():
         net = Net()
-    assert fabric.setup_module(net) is net
+    assert fabric.prepare_module(net) is net
     assert net.layer.weight.device == fabric.device == torch.device("cuda", 0)
     optimizer = fabric.setup_optimizers(torch.optim.Adam(net.parameters(), lr=0.01, fused=fused))
     step = fabric.bind_step(net, "training_step")

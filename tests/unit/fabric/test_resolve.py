@@ -73,7 +73,7 @@ def test_defaults_give_one_device_in_full_precision() -> None:
     assert parts.devices == (torch.device("cpu"),)
     assert parts.num_nodes == 1
     assert parts.checkpoint_io is None
-    assert isinstance(parts.cluster_environment, LocalEnvironment)
+    assert parts.cluster_environment is None
     assert parts.launcher.is_interactive_compatible
     assert parts.warnings == ()
 
@@ -135,15 +135,16 @@ def test_every_form_of_one_of_several_devices(devices: Any, index: int) -> None:
 
 
 @pytest.mark.usefixtures("board")
-def test_by_default_one_of_several_devices_is_used_and_noted() -> None:
-    parts = find(accelerator="meta")
+def test_one_of_several_devices_is_used_and_noted_where_one_process_is_asked_for() -> None:
+    parts = find(accelerator="meta", strategy="single_device")
     assert parts.devices == (torch.device("meta", 0),)
     assert "2 meta devices are visible; one is used" in parts.notes[0]
 
 
 @pytest.mark.usefixtures("board")
 def test_a_parallel_strategy_takes_all_devices() -> None:
-    parts = find(accelerator="meta", strategy=ParallelStrategy(), num_nodes=2)
+    variables = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+    parts = find(accelerator="meta", strategy=ParallelStrategy(), num_nodes=2, environment=Environment(variables))
     assert len(parts.devices) == 2
     assert parts.num_nodes == 2
     interactive = find(accelerator="meta", strategy=ParallelStrategy(), environment=Environment(interactive=True))
@@ -240,13 +241,13 @@ def test_plugins_of_every_kind() -> None:
         ({"devices": None}, "devices=None cannot"),
         ({"devices": True}, "devices=True cannot"),
         ({"devices": "0,1"}, "devices='0,1' cannot"),
-        ({"devices": 2}, "devices=2 gives 2 devices with strategy='auto': this version trains on one device"),
-        ({"devices": "3", "strategy": "single_device"}, "devices='3' gives 3 devices"),
+        ({"devices": "3", "strategy": "single_device"}, "devices='3' gives 3 devices with strategy='single_device'"),
         ({"num_nodes": 0}, "num_nodes=0 is no int of 1 or more"),
         ({"num_nodes": "2"}, "num_nodes='2' is no int"),
         ({"num_nodes": True}, "num_nodes=True is no int"),
         ({"num_nodes": 1.0}, "num_nodes=1.0 is no int"),
-        ({"num_nodes": 2}, "num_nodes=2 with strategy='auto': this version trains on one device"),
+        ({"num_nodes": 2, "strategy": "single_device"}, "num_nodes=2 with strategy='single_device', which is one"),
+        ({"num_nodes": 2}, "num_nodes=2, but no scheduler is found"),
         ({"precision": "bf16-mix"}, r"precision='bf16-mix' is unknown \(did you mean 'bf16-mixed'\?\)"),
         ({"precision": 8}, "precision=8 is unknown"),
         ({"precision": 16.0}, "precision=16.0 is unknown"),
@@ -293,7 +294,7 @@ def test_every_wrong_argument_is_an_error_that_shows_it(arguments: dict[str, Any
 
 @pytest.mark.parametrize("strategy", PLANNED_STRATEGIES)
 def test_strategies_of_later_versions_say_so(strategy: str) -> None:
-    with pytest.raises(ConfigError, match="is known, but this version trains on one device"):
+    with pytest.raises(ConfigError, match="is known, but not part of this version"):
         find(strategy=strategy.upper())
 
 
@@ -317,7 +318,13 @@ def test_all_problems_are_named_at_once() -> None:
 def test_pairs_that_cannot_work_are_named_at_once() -> None:
     variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}
     with pytest.raises(ConfigError, match="3 things in this configuration") as caught:
-        find(accelerator="meta", devices=-1, num_nodes=2, environment=Environment(variables))
+        find(
+            accelerator="meta",
+            strategy="single_device",
+            devices=-1,
+            num_nodes=2,
+            environment=Environment(variables),
+        )
     for part in ("devices=-1 gives 2 devices", "num_nodes=2", "torchrun started 2 processes"):
         assert part in caught.value.what
 

@@ -67,6 +67,15 @@ def test_experiment_is_a_dummy_above_rank_zero_asked_at_each_call(monkeypatch: p
     assert logger.experiment[0].anything() is None
 
 
+def test_what_the_trainer_says_of_the_rank_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "3")  # one of several independent runs that one srun has started
+    logger = ListLogger()
+    assert logger.is_silent
+    logger.set_rank(0)
+    assert not logger.is_silent
+    assert logger.experiment == [1]
+
+
 @pytest.mark.parametrize(
     ("environment", "rank"),
     [
@@ -75,6 +84,11 @@ def test_experiment_is_a_dummy_above_rank_zero_asked_at_each_call(monkeypatch: p
         ({"LOCAL_RANK": "2"}, 2),
         ({"SLURM_PROCID": "4"}, 4),
         ({"RANK": ""}, 0),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1),  # the first process of the second machine is not rank 0
+        ({"LOCAL_RANK": "0", "GROUP_RANK": "2", "SLURM_PROCID": "0"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, 1),
+        ({"JSM_NAMESPACE_RANK": "5"}, 5),
+        ({"NODE_RANK": "1"}, 0),
     ],
 )
 def test_rank_comes_from_the_environment(

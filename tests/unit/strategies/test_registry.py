@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -34,8 +36,31 @@ def test_one_class_can_have_several_names() -> None:
 
 
 def test_every_name_of_the_field_is_known() -> None:
-    assert {"ddp", "ddp_spawn_find_unused_parameters_true", "dp", "deepspeed_stage_3_offload_nvme"} <= {
-        *PLANNED_STRATEGIES
-    }
-    assert {"fsdp_cpu_offload", "xla_debug", "xla_fsdp", "single_tpu"} <= {*PLANNED_STRATEGIES}
-    assert len(PLANNED_STRATEGIES) == 28
+    known = {*PLANNED_STRATEGIES, *STRATEGY_REGISTRY.available_strategies()}
+    assert {"ddp", "ddp_spawn_find_unused_parameters_true", "dp", "deepspeed_stage_3_offload_nvme"} <= known
+    assert {"fsdp_cpu_offload", "xla_debug", "xla_fsdp", "single_tpu", "single_device"} <= known
+    assert len(PLANNED_STRATEGIES) == 15
+    assert len(known) == 29
+
+
+def test_a_name_can_stand_for_a_class_that_is_imported_when_it_is_asked_for() -> None:
+    registry = StrategyRegistry()
+    registry.register_lazily("later", "loopwright.strategies.single_device:SingleDeviceStrategy", "text", device="cpu")
+    registry.register_lazily("nowhere", "loopwright.strategies.there_is_none:Strategy")
+    assert registry.available_strategies() == ["later", "nowhere"]
+    assert registry.description("later") == "text"
+    assert registry.get("Later") is SingleDeviceStrategy
+    assert isinstance(registry.create("later"), SingleDeviceStrategy)
+    with pytest.raises(ConfigError, match="already registered, for SingleDeviceStrategy"):
+        registry.register_lazily("later", "elsewhere:Other")
+    with pytest.raises(ModuleNotFoundError):
+        registry.get("nowhere")
+
+
+def test_the_names_of_several_processes_are_known_without_importing_them() -> None:
+    command = (
+        "import sys, loopwright.strategies as s; "
+        "assert 'ddp_fork' in s.STRATEGY_REGISTRY and 'DDPStrategy' in dir(s); "
+        "sys.exit(any(f'loopwright.strategies.{name}' in sys.modules for name in ('ddp', 'comm', 'data_parallel')))"
+    )
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -1,0 +1,88 @@
+"""Decisions of rank 0 that all ranks follow. Used by callbacks where there are several ranks, not imported otherwise.
+
+Whatever depends on files, clocks or chance is decided once, or ranks would part ways and wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import LoopwrightError
+
+if TYPE_CHECKING:
+    from ..strategies import Strategy
+
+__all__ = ["SharedDeadline", "decided_on_rank_zero"]
+
+R = TypeVar("R")
+
+
+def decided_on_rank_zero(strategy: Strategy, decide: Callable[[], R]) -> R:
+    """Call the function on rank 0 and return what it returned, on every rank. Called on every rank: it communicates.
+
+    Args:
+        strategy: Connects the ranks.
+        decide: Not called on the others. Its result travels between processes.
+
+    Raises:
+        Exception: What the function raised, on rank 0. On the others the same, if it is one of Loopwright's, else a
+            RankFailure that holds its text: nobody waits for a rank that failed.
+    """
+    result: Any = None
+    error: Exception | None = None
+    if strategy.is_global_zero:
+        try:
+            result = decide()
+        except Exception as caught:  # raised below, when the other ranks know of it
+            error = caught
+    answer, told = strategy.broadcast((result, None if error is None else _portable(error)))
+    if error is not None:
+        raise error
+    if told is not None:
+        told.add_note("This was raised on rank 0; the ranks stop together.")
+        raise told
+    decided: R = answer
+    return decided
+
+
+def _portable(error: Exception) -> Exception:
+    if isinstance(error, LoopwrightError):
+        return error
+    from ..fabric.failure import Failure
+
+    return Failure.of(error, rank=0).to_error()
+
+
+class SharedDeadline:
+    """Whether a time has come by rank 0's clock, for all ranks alike, without asking rank 0 at each step.
+
+    After each question the next one is due halfway to the time, by the pace of the steps since the last: an hour takes
+    about twenty questions. Should steps become much slower in between, the time is noticed late by at most half of
+    what was left.
+
+    Args:
+        seconds_left: Seconds until the time, negative after it. Asked on rank 0 only.
+    """
+
+    def __init__(self, seconds_left: Callable[[], float]) -> None:
+        self._seconds_left = seconds_left
+        self._look_at = -1
+        self._last: tuple[int, float] | None = None
+
+    def has_come(self, strategy: Strategy, step: int) -> bool:
+        """Whether the time has come. Called on every rank with the same steps, which grow from call to call."""
+        if step < self._look_at:
+            return False
+        has_come, wait = decided_on_rank_zero(strategy, lambda: self._look(step))
+        self._look_at = step + wait
+        return has_come
+
+    def _look(self, step: int) -> tuple[bool, int]:
+        now, left_s = time.monotonic(), self._seconds_left()
+        last, self._last = self._last, (step, now)
+        if left_s <= 0 or last is None or step <= last[0]:
+            return left_s <= 0, 1
+        step_s = max((now - last[1]) / (step - last[0]), 1e-9)
+        return False, max(1, int(left_s / step_s / 2))

@@ -1,0 +1,166 @@
+"""What every cluster environment says: ranks, sizes, and how rank 0 is reached."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from ...errors import ConfigError, LaunchError
+
+__all__ = ["ClusterEnvironment", "check_numbers"]
+
+
+class ClusterEnvironment(ABC):
+    """Where this process stands among all, and how the others are reached.
+
+    A class for a scheduler of your own derives from this one and is given to `plugins=`.
+
+    Args:
+        variables: Environment variables; None reads those of this process, always as they are now.
+    """
+
+    # On the class, so that a subclass whose __init__ does not call ours works.
+    _variables: Mapping[str, str] | None = None
+    _exported: tuple[str, ...] = ()
+
+    def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
+        # os.environ itself is not kept: it cannot be pickled, and a spawned process has one of its own.
+        self._variables = None if variables is os.environ else variables
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__.removesuffix("Environment")
+
+    @property
+    @abstractmethod
+    def creates_processes_externally(self) -> bool:
+        """Whether somebody else (torchrun, SLURM) starts all processes."""
+
+    @property
+    @abstractmethod
+    def main_address(self) -> str:
+        """Host name or address of the process with global rank 0."""
+
+    @property
+    @abstractmethod
+    def main_port(self) -> int:
+        """Port on which the process with global rank 0 listens; 0 where the launcher still has to open one."""
+
+    @staticmethod
+    @abstractmethod
+    def detect() -> bool:
+        """Return whether this environment is the one that the process runs in."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """Return the number of processes."""
+
+    def set_world_size(self, size: int) -> None:
+        """Set the number of processes, where Loopwright starts them; others know it already."""
+        return
+
+    @abstractmethod
+    def global_rank(self) -> int:
+        """Return the rank among all processes."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Set the rank among all processes, where Loopwright starts them; others know it already."""
+        return
+
+    @abstractmethod
+    def local_rank(self) -> int:
+        """Return the rank among the processes of this node."""
+
+    @abstractmethod
+    def node_rank(self) -> int:
+        """Return the rank of this node."""
+
+    def num_local_processes(self) -> int | None:
+        """Return the number of processes on this node; None where the environment does not say."""
+        return None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare what the environment started with what the user asked for.
+
+        Args:
+            num_devices: Processes per node that the arguments ask for.
+            num_nodes: Number of nodes that the arguments ask for.
+
+        Raises:
+            ConfigError: The numbers differ; both are named.
+        """
+        return
+
+    def teardown(self) -> None:
+        """Take back what this object wrote into the environment of the process."""
+        for name in self._exported:
+            os.environ.pop(name, None)
+        self._exported = ()
+
+    # -- for subclasses ------------------------------------------------------------------------------------------
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The environment variables that are read."""
+        return os.environ if self._variables is None else self._variables
+
+    def _number(self, name: str, default: int | None = None) -> int:
+        """Return a variable as a number of 0 or more.
+
+        Args:
+            name: The variable.
+            default: What holds where it is not set; None: it must be set.
+
+        Raises:
+            LaunchError: It is not set, or no such number.
+        """
+        if default is not None and name not in self.variables:
+            return default
+        text = self._text(name)
+        if not text.strip().isdecimal():
+            raise LaunchError(
+                f"the variable {name} of {self.name} is {text!r}, but it must be a whole number of 0 or more.",
+                fix=f"look at what sets {name}; it must be the same kind of number in every process.",
+            )
+        return int(text)
+
+    def _text(self, name: str) -> str:
+        """Return a variable; a LaunchError if it is not set."""
+        text = self.variables.get(name)
+        if text is None:
+            raise LaunchError(
+                f"{self.name} does not say where this process stands: the variable {name} is not set.",
+                fix=f"start the processes so that each has {name}, or name the right environment in plugins=.",
+            )
+        return text
+
+    def _port(self, default: int) -> int:
+        """Return MASTER_PORT, or the default."""
+        port = self._number("MASTER_PORT", default)
+        if port > 65535:
+            raise LaunchError(f"MASTER_PORT is {port}, which is no port.", fix="set it to a number from 1 to 65535.")
+        return port
+
+    def _export(self, name: str, value: str) -> None:
+        """Set a variable for what else runs in this process, unless it is set; `teardown` takes it back."""
+        if self._variables is None and name not in os.environ:
+            os.environ[name] = value
+            self._exported = (*self._exported, name)
+
+
+def check_numbers(*rows: tuple[str, int, str, int | None], fix: str) -> None:
+    """Raise one ConfigError that names all numbers which differ between the user's arguments and the environment.
+
+    Args:
+        rows: The argument's name and value, then the environment's name for the same and its value; None: unknown.
+        fix: What to do.
+    """
+    wrong = [
+        f"{argument}={asked}, but {where} is {found}"
+        for argument, asked, where, found in rows
+        if found is not None and asked != found
+    ]
+    if wrong:
+        raise ConfigError(f"the processes that are there are not those asked for: {'; '.join(wrong)}.", fix=fix)

@@ -1,0 +1,71 @@
+"""Which cluster environment this process runs in. Called by resolve.py where the user gave none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from .base import ClusterEnvironment
+
+__all__ = ["detect_cluster"]
+
+log = logging.getLogger(__name__)
+
+
+def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnvironment:
+    """Return the environment that this process runs in: TorchElastic, SLURM, LSF, MPI, Kubeflow, else Lightning's.
+
+    torchrun comes first, because it may itself have been started by one of the others, and then it made the processes.
+    A file is imported only when the variables that its scheduler sets are there; MPI is not initialised to find out.
+
+    Args:
+        variables: Environment variables, for tests and plans; None: those of this process, as they are at any time.
+
+    Raises:
+        LaunchError: A scheduler's variables are there, but do not say what is needed.
+    """
+    found = os.environ if variables is None else variables
+    if "TORCHELASTIC_RUN_ID" in found:
+        from .torchelastic import TorchElasticEnvironment
+
+        return TorchElasticEnvironment(variables=variables)
+    if "SLURM_JOB_ID" in found or "SLURM_NTASKS" in found:
+        from .slurm import SLURMEnvironment
+
+        if SLURMEnvironment.detect(found):
+            return SLURMEnvironment(variables=variables)
+    if "LSB_JOBID" in found:
+        from .lsf import LSFEnvironment
+
+        if LSFEnvironment.detect(found):
+            return LSFEnvironment(variables=variables)
+    if "mpi4py.MPI" in sys.modules or _is_started_by_mpi(found):
+        from .mpi import MPIEnvironment
+
+        if MPIEnvironment.detect():
+            return MPIEnvironment(variables=variables)
+        if _is_started_by_mpi(found) and "LOCAL_RANK" not in found:
+            log.warning(
+                "mpirun started several processes, but mpi4py is not installed (or finds no MPI library): each of them "
+                "is on its own. To join them: pip install mpi4py"
+            )
+    if "KUBERNETES_SERVICE_HOST" in found:
+        from .kubeflow import KubeflowEnvironment
+
+        if KubeflowEnvironment.detect(found):
+            return KubeflowEnvironment(variables=variables)
+    from .lightning import LightningEnvironment
+
+    return LightningEnvironment(variables=variables)
+
+
+# What Open MPI; MPICH and Intel MPI; and MVAPICH say.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def _is_started_by_mpi(variables: Mapping[str, str]) -> bool:
+    """Return whether mpirun, mpiexec or a relative started several processes."""
+    sizes = [variables.get(name, "") for name in _MPI_SIZES]
+    return any(size.isdecimal() and int(size) > 1 for size in sizes)

@@ -1,0 +1,78 @@
+"""Pods of a Kubeflow PyTorchJob (or any Kubernetes job that sets the same variables), one process in each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .base import ClusterEnvironment, check_numbers
+
+__all__ = ["KubeflowEnvironment"]
+
+
+class KubeflowEnvironment(ClusterEnvironment):
+    """One process per pod: MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK say everything.
+
+    A job that has torchrun in its command is a TorchElasticEnvironment; one that sets NODE_RANK lets Loopwright start
+    the processes of each pod (LightningEnvironment).
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "Kubeflow"
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: each pod has one."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR."""
+        return self._text("MASTER_ADDR")
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT."""
+        return self._port(self._number("MASTER_PORT"))
+
+    @staticmethod
+    def detect(variables: Mapping[str, str] | None = None) -> bool:
+        """Return whether this is a pod whose job numbers its pods, and which starts no further processes."""
+        variables = os.environ if variables is None else variables
+        needed = {"KUBERNETES_SERVICE_HOST", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"}
+        return needed <= set(variables) and not {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK"} & set(variables)
+
+    def world_size(self) -> int:
+        """Return WORLD_SIZE."""
+        return self._number("WORLD_SIZE")
+
+    def global_rank(self) -> int:
+        """Return RANK."""
+        return self._number("RANK")
+
+    def local_rank(self) -> int:
+        """Return 0: a pod has one process."""
+        return 0
+
+    def node_rank(self) -> int:
+        """Return RANK: each process is alone in its pod."""
+        return self.global_rank()
+
+    def num_local_processes(self) -> int:
+        """Return 1."""
+        return 1
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare devices with 1 and nodes with the number of pods.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        check_numbers(
+            ("devices", num_devices, "the number of processes in a pod", 1),
+            ("num_nodes", num_nodes, "WORLD_SIZE, the number of pods,", self.world_size()),
+            fix=f"pass devices=1 and num_nodes={self.world_size()}; for several processes in a pod, start "
+            "`loopwright launch` or torchrun in each, or set NODE_RANK to the pod's number.",
+        )

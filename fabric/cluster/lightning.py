@@ -1,0 +1,133 @@
+"""Processes that Loopwright starts itself, or the user by hand: the environment where no scheduler is found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ...errors import ConfigError
+from .base import ClusterEnvironment
+
+__all__ = ["LightningEnvironment", "LocalEnvironment"]
+
+
+class LightningEnvironment(ClusterEnvironment):
+    """One machine, or several on each of which the same command is started by hand.
+
+    On several machines the user sets MASTER_ADDR, MASTER_PORT and NODE_RANK, and Loopwright starts the processes of
+    each machine. Who also sets LOCAL_RANK starts every process.
+
+    Args:
+        variables: Environment variables; None reads those of this process, always as they are now.
+    """
+
+    def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
+        super().__init__(variables=variables)
+        self._world_size = 1
+        self._global_rank = 0
+        self._main_port: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "the environment without a scheduler"
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether LOCAL_RANK is set: then this process is one of several already."""
+        return "LOCAL_RANK" in self.variables
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or the loopback address."""
+        return self.variables.get("MASTER_ADDR") or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """The port that was set; else MASTER_PORT, else STANDALONE_PORT, else 0: the launcher opens one."""
+        if self._main_port is not None:
+            return self._main_port
+        return self._port(self._number("STANDALONE_PORT", 0))
+
+    def set_main_port(self, port: int) -> None:
+        """Say which port the launcher opened."""
+        self._main_port = port
+
+    @staticmethod
+    def detect() -> bool:
+        """Return True: every process runs somewhere."""
+        return True
+
+    def world_size(self) -> int:
+        """Return what was set; 1 before."""
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Set the number of processes."""
+        self._world_size = size
+
+    def global_rank(self) -> int:
+        """Return what was set; 0 before."""
+        return self._global_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Set the rank among all processes."""
+        self._global_rank = rank
+
+    def local_rank(self) -> int:
+        """Return LOCAL_RANK, or 0."""
+        return self._number("LOCAL_RANK", 0)
+
+    def node_rank(self) -> int:
+        """Return NODE_RANK, else GROUP_RANK, else 0."""
+        return self._number("NODE_RANK", self._number("GROUP_RANK", 0))
+
+    def num_local_processes(self) -> int | None:
+        """Return LOCAL_WORLD_SIZE; None if it is not set."""
+        return self._number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in self.variables else None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Ask for what several nodes need to find each other, and compare ranks with sizes.
+
+        Without NODE_RANK every node would take itself for the first, and all would wait for each other.
+
+        Raises:
+            ConfigError: Something is missing or does not fit.
+        """
+        if num_nodes > 1:
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not self.variables.get(name)]
+            if self._main_port:
+                missing = [name for name in missing if name != "MASTER_PORT"]
+            if not {"NODE_RANK", "GROUP_RANK"} & set(self.variables):
+                missing.append("NODE_RANK")
+            if missing:
+                raise ConfigError(
+                    f"num_nodes={num_nodes}, but no scheduler is found, and {_listed(missing)} not set: the nodes "
+                    "cannot find each other.",
+                    fix=f"on every node, set MASTER_ADDR and MASTER_PORT to those of the first, and NODE_RANK to 0 ... "
+                    f"{num_nodes - 1}; or start with `loopwright launch --nnodes {num_nodes} --node-rank ... "
+                    "--main-address ... script.py`.",
+                )
+        for name, rank, argument, size in (
+            ("NODE_RANK", self.node_rank(), "num_nodes", num_nodes),
+            ("LOCAL_RANK", self.local_rank(), "devices", num_devices),
+        ):
+            if rank >= size:
+                raise ConfigError(
+                    f"{name} is {rank}, but {argument}={size}: ranks go from 0 to {size - 1}.",
+                    fix=f"pass the right {argument}, or set {name} to a smaller number.",
+                )
+
+    def teardown(self) -> None:
+        """Forget WORLD_SIZE in the process that started the others: it is no longer true when they are gone."""
+        super().teardown()
+        if self._variables is None and not self.creates_processes_externally:
+            os.environ.pop("WORLD_SIZE", None)
+
+
+LocalEnvironment = LightningEnvironment
+"""Another name, from before there were several processes."""
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"

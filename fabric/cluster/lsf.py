@@ -1,0 +1,122 @@
+"""Processes that IBM LSF's jsrun started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from ...errors import LaunchError
+from .base import ClusterEnvironment, check_numbers
+
+__all__ = ["LSFEnvironment"]
+
+_NEEDED = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}
+
+
+class LSFEnvironment(ClusterEnvironment):
+    """What LSF and its jsrun say: JSM_NAMESPACE_SIZE, _RANK and _LOCAL_RANK, and the file of hosts LSB_DJOB_RANKFILE.
+
+    Args:
+        variables: Environment variables; None reads those of this process, always as they are now.
+
+    Raises:
+        LaunchError: The file of hosts cannot be read, or this host is not in it.
+    """
+
+    def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
+        super().__init__(variables=variables)
+        hosts = _read_hosts(self._text("LSB_DJOB_RANKFILE"))
+        self._node_rank = _place(socket.gethostname(), hosts)
+        self._main_address = self.variables.get("MASTER_ADDR") or hosts[0]
+        self._main_port = self._port(10000 + self._number("LSB_JOBID") % 1000)
+        self._export("MASTER_ADDR", self._main_address)
+        self._export("MASTER_PORT", str(self._main_port))
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "LSF"
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: jsrun has started them."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, else the first host after the one that launched; exported."""
+        return self._main_address
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, else a port made from the job's number; exported."""
+        return self._main_port
+
+    @staticmethod
+    def detect(variables: Mapping[str, str] | None = None) -> bool:
+        """Return whether jsrun started this process."""
+        return set(os.environ if variables is None else variables) >= _NEEDED
+
+    def world_size(self) -> int:
+        """Return JSM_NAMESPACE_SIZE."""
+        return self._number("JSM_NAMESPACE_SIZE")
+
+    def global_rank(self) -> int:
+        """Return JSM_NAMESPACE_RANK."""
+        return self._number("JSM_NAMESPACE_RANK")
+
+    def local_rank(self) -> int:
+        """Return JSM_NAMESPACE_LOCAL_RANK."""
+        return self._number("JSM_NAMESPACE_LOCAL_RANK")
+
+    def node_rank(self) -> int:
+        """Return this host's place among the hosts of the job."""
+        return self._node_rank
+
+    def num_local_processes(self) -> int | None:
+        """Return JSM_NAMESPACE_LOCAL_SIZE; None if it is not set."""
+        return self._number("JSM_NAMESPACE_LOCAL_SIZE") if "JSM_NAMESPACE_LOCAL_SIZE" in self.variables else None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare devices times nodes with the number of processes.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        check_numbers(
+            ("devices", num_devices, "the number of processes on this host", self.num_local_processes()),
+            ("devices * num_nodes", num_devices * num_nodes, "JSM_NAMESPACE_SIZE", self.world_size()),
+            fix=f"pass devices= and num_nodes= whose product is {self.world_size()}, or start other numbers: jsrun "
+            f"--nrs {num_nodes} --tasks_per_rs {num_devices}.",
+        )
+
+
+def _read_hosts(path: str) -> list[str]:
+    """Return the hosts of the file, each once; its first line, the host that launches, is left out."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().split()
+    except OSError as error:
+        raise LaunchError(
+            f"LSB_DJOB_RANKFILE is {path!r}, which cannot be read: {error}.",
+            fix="run inside of an LSF job (bsub), on a host that sees the file.",
+        ) from error
+    hosts = list(dict.fromkeys(lines[1:]))
+    if not hosts:
+        raise LaunchError(
+            f"the file LSB_DJOB_RANKFILE={path!r} names no host after its first line, the one that launches.",
+            fix="ask LSF for at least one host to compute on (bsub -nnodes).",
+        )
+    return hosts
+
+
+def _place(host: str, hosts: list[str]) -> int:
+    """Return the host's place; it may be written with or without its domain."""
+    for names, name in ((hosts, host), ([other.split(".")[0] for other in hosts], host.split(".")[0])):
+        if name in names:
+            return names.index(name)
+    raise LaunchError(
+        f"this host, {host!r}, is none of the job's hosts: {', '.join(hosts)}.",
+        fix="start the program with jsrun, so that it runs on the hosts of the job.",
+    )

@@ -1,0 +1,227 @@
+"""Processes that SLURM's srun started, and putting the job back into the queue."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from ...errors import ConfigError, LaunchError
+from .base import ClusterEnvironment, check_numbers
+
+__all__ = ["SLURMEnvironment"]
+
+log = logging.getLogger(__name__)
+
+# What SLURM calls a job that is a person at a prompt: it has tasks, but this process is none of them.
+_INTERACTIVE = ("bash", "interactive")
+_DEFAULT_PORT = 12910
+_SCONTROL_TIMEOUT_S = 60
+
+
+class SLURMEnvironment(ClusterEnvironment):
+    """What srun says: SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and the list of nodes.
+
+    Args:
+        auto_requeue: Whether the Trainer saves and puts the job back into the queue when the signal comes.
+        requeue_signal: The signal that SLURM sends before the time is up (`#SBATCH --signal=SIGUSR1@90`); None:
+            SIGUSR1, where the system has it.
+        variables: Environment variables; None reads those of this process, always as they are now.
+
+    Raises:
+        LaunchError: There are several tasks, and nothing says how many each node has.
+    """
+
+    def __init__(
+        self,
+        auto_requeue: bool = True,
+        requeue_signal: signal.Signals | None = None,
+        *,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(variables=variables)
+        self.auto_requeue = auto_requeue
+        self.requeue_signal = getattr(signal, "SIGUSR1", None) if requeue_signal is None else requeue_signal
+        if self._number("SLURM_NTASKS", 1) > 1 and self.num_local_processes() is None:
+            raise LaunchError(
+                f"SLURM started {self.world_size()} tasks, but says nowhere how many of them each node has.",
+                fix="write `#SBATCH --ntasks-per-node=N` (N is devices=) in the place of --ntasks.",
+            )
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "SLURM"
+
+    # -- where this process stands -------------------------------------------------------------------------------
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: srun has started them."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, else the first node of the list, else the loopback address; exported."""
+        address = self.variables.get("MASTER_ADDR")
+        if not address:
+            # A step may run on some of the job's nodes only; its rank 0 is on the first of those.
+            names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+            nodes = next((self.variables[name] for name in names if self.variables.get(name)), "127.0.0.1")
+            address = self.resolve_root_node_address(nodes)
+            self._export("MASTER_ADDR", address)
+        return address
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, else a port made from the numbers of job and step, else 12910; exported."""
+        if "MASTER_PORT" in self.variables:
+            return self._port(_DEFAULT_PORT)
+        job = self.variables.get("SLURM_JOB_ID", "")
+        port = 15000 + int(job[-4:]) if job.isdecimal() else _DEFAULT_PORT
+        # Several steps of one job may run on one node at the same time.
+        step = self.variables.get("SLURM_STEP_ID", "")
+        if step.isdecimal() and int(step) < 10_000:  # larger numbers are SLURM's own kinds of step
+            port += int(step)
+        self._export("MASTER_PORT", str(port))
+        return port
+
+    @staticmethod
+    def resolve_root_node_address(nodes: str) -> str:
+        """Return the first host of a list in SLURM's form: "node[03-05,7],other" is node03 and further hosts."""
+        first = re.match(r"(?:[^\[\],\s]|\[[^\]]*\])*", nodes.strip())
+        assert first is not None, "the pattern matches an empty string as well"
+        return re.sub(r"\[\s*([^\],\s-]*)[^\]]*\]", r"\1", first.group())
+
+    @staticmethod
+    def detect(variables: Mapping[str, str] | None = None) -> bool:
+        """Return whether this process is a task of a SLURM job; a warning says if srun was forgotten."""
+        variables = os.environ if variables is None else variables
+        if variables.get("SLURM_JOB_NAME") in _INTERACTIVE:
+            return False
+        if "SLURM_NTASKS" in variables:
+            return True
+        if "SLURM_JOB_ID" in variables and shutil.which("srun", path=variables.get("PATH")):
+            command = " ".join([os.path.basename(sys.executable), *sys.argv])[:80]
+            log.warning(
+                "this is a SLURM job, but srun is not used: there is one process. To start all: srun %s", command
+            )
+        return False
+
+    def world_size(self) -> int:
+        """Return SLURM_NTASKS."""
+        return self._number("SLURM_NTASKS")
+
+    def global_rank(self) -> int:
+        """Return SLURM_PROCID."""
+        return self._number("SLURM_PROCID")
+
+    def local_rank(self) -> int:
+        """Return SLURM_LOCALID."""
+        return self._number("SLURM_LOCALID")
+
+    def node_rank(self) -> int:
+        """Return SLURM_NODEID."""
+        return self._number("SLURM_NODEID")
+
+    def num_local_processes(self) -> int | None:
+        """Return SLURM_NTASKS_PER_NODE, else this node's entry of SLURM_TASKS_PER_NODE; None if neither is set."""
+        if "SLURM_NTASKS_PER_NODE" in self.variables:
+            return self._number("SLURM_NTASKS_PER_NODE")
+        names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+        counts = [_counts(self.variables[name]) for name in names if self.variables.get(name)]
+        node = self._number("SLURM_NODEID", 0)
+        return counts[0][node] if counts and node < len(counts[0]) else None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare devices with tasks per node, and nodes with nodes.
+
+        Raises:
+            ConfigError: They differ, or the nodes have different numbers of tasks.
+        """
+        local, world = self.num_local_processes(), self.world_size()
+        nodes = self._number("SLURM_STEP_NUM_NODES", self._number("SLURM_NNODES", 0)) or None
+        tasks = world if local is None else None
+        check_numbers(
+            ("devices", num_devices, "the number of tasks per node (SLURM_NTASKS_PER_NODE)", local),
+            ("num_nodes", num_nodes, "the number of nodes (SLURM_NNODES)", nodes),
+            ("devices * num_nodes", num_devices * num_nodes, "the number of tasks (SLURM_NTASKS)", tasks),
+            fix=f"pass devices={local if local is not None else max(1, world // (nodes or 1))} and "
+            f"num_nodes={nodes or num_nodes}, or ask SLURM for the other numbers: #SBATCH --nodes={num_nodes} "
+            f"--ntasks-per-node={num_devices}; or, with one task per node, write `loopwright launch --nproc-per-node "
+            f"{num_devices}` in the place of python.",
+        )
+        if num_devices * num_nodes != world:
+            raise ConfigError(
+                f"SLURM started {world} tasks on {num_nodes} nodes, {num_devices} of them on this one: the nodes have "
+                "different numbers of tasks.",
+                fix=f"write `#SBATCH --nodes={num_nodes} --ntasks-per-node={num_devices}` in the place of --ntasks.",
+            )
+        if world > 1 and "SLURM_JOB_ID" in self.variables and "SLURM_STEP_ID" not in self.variables:
+            # sbatch sets the number of tasks for its script as well; then nobody else will come.
+            log.warning("SLURM has %d tasks, but this process was not started by srun; it may wait for ever", world)
+
+    # -- the job -------------------------------------------------------------------------------------------------
+
+    def job_name(self) -> str | None:
+        """Return the job's name; None outside of a job."""
+        return self.variables.get("SLURM_JOB_NAME")
+
+    def job_id(self) -> int | None:
+        """Return the job's number; None outside of a job, and at a prompt."""
+        text = self.variables.get("SLURM_JOB_ID", "")
+        return int(text) if text.isdecimal() and self.job_name() not in _INTERACTIVE else None
+
+    def requeue_id(self) -> str | None:
+        """Return what scontrol calls the job: its number, in an array `<array job>_<task>`; None without a job."""
+        array, task = self.variables.get("SLURM_ARRAY_JOB_ID"), self.variables.get("SLURM_ARRAY_TASK_ID")
+        job = self.job_id()
+        if job is None:
+            return None
+        return f"{array}_{task}" if array and task else str(job)
+
+    def restart_count(self) -> int:
+        """Return how often SLURM has put the job back into the queue before."""
+        return self._number("SLURM_RESTART_COUNT", 0)
+
+    def requeue(self) -> bool:
+        """Put the job back into the queue: `scontrol requeue`.
+
+        Called on rank zero only, after the checkpoint is written. SLURM then ends this job's processes with SIGTERM.
+
+        Returns:
+            Whether SLURM accepted it; the log says why not.
+        """
+        job = self.requeue_id()
+        scontrol = shutil.which("scontrol", path=self.variables.get("PATH"))
+        if job is None or scontrol is None:
+            log.warning("the job is not requeued: there is no %s", "SLURM job" if job is None else "command scontrol")
+            return False
+        try:
+            done = subprocess.run(
+                [scontrol, "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            log.warning("the job %s is not requeued: %s", job, error)
+            return False
+        if done.returncode != 0:
+            log.warning("the job %s is not requeued: %s", job, (done.stderr or done.stdout).strip())
+            return False
+        log.info("SLURM puts the job %s back into the queue", job)
+        return True
+
+
+def _counts(text: str) -> list[int]:
+    """Return the number of tasks of each node from SLURM's form: "2(x3),1" is [2, 2, 2, 1]; empty if it is none."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

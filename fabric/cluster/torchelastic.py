@@ -1,0 +1,86 @@
+"""Processes that torchrun, `loopwright launch` or another user of torch's elastic launch started."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from .base import ClusterEnvironment, check_numbers
+
+__all__ = ["TorchElasticEnvironment"]
+
+log = logging.getLogger(__name__)
+
+
+class TorchElasticEnvironment(ClusterEnvironment):
+    """What torchrun says: WORLD_SIZE, RANK, LOCAL_RANK, GROUP_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "torchrun"
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: torchrun has started them."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or the loopback address with a warning."""
+        address = self.variables.get("MASTER_ADDR")
+        if not address:
+            log.warning("MASTER_ADDR is not set; 127.0.0.1 is used, which is right on one machine only")
+        return address or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, or 12910 with a warning."""
+        if "MASTER_PORT" not in self.variables:
+            log.warning("MASTER_PORT is not set; 12910 is used")
+        return self._port(12910)
+
+    @staticmethod
+    def detect(variables: Mapping[str, str] | None = None) -> bool:
+        """Return whether torch's elastic launch started this process."""
+        return "TORCHELASTIC_RUN_ID" in (os.environ if variables is None else variables)
+
+    def world_size(self) -> int:
+        """Return WORLD_SIZE."""
+        return self._number("WORLD_SIZE")
+
+    def global_rank(self) -> int:
+        """Return RANK."""
+        return self._number("RANK")
+
+    def local_rank(self) -> int:
+        """Return LOCAL_RANK."""
+        return self._number("LOCAL_RANK")
+
+    def node_rank(self) -> int:
+        """Return GROUP_RANK, or 0."""
+        return self._number("GROUP_RANK", 0)
+
+    def num_local_processes(self) -> int | None:
+        """Return LOCAL_WORLD_SIZE; None if it is not set."""
+        return self._number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in self.variables else None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare devices times nodes with the number of processes.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        check_numbers(
+            ("devices * num_nodes", num_devices * num_nodes, "WORLD_SIZE, as torchrun has set it,", self.world_size()),
+            fix=f"pass devices='auto' and num_nodes={self._num_nodes(num_nodes)}, or start as many processes as the "
+            f"arguments ask for: torchrun --nnodes={num_nodes} --nproc-per-node={num_devices} (`loopwright launch` "
+            "has the same options).",
+        )
+
+    def _num_nodes(self, asked: int) -> int:
+        """Return the number of nodes that would fit, as far as this node can tell."""
+        local = self.num_local_processes()
+        world = self.world_size()
+        return world // local if local and world % local == 0 else asked

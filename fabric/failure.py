@@ -1,0 +1,83 @@
+"""What is known of a rank that failed: a value that travels between processes, from fabric/watch/ to launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import RankFailure
+
+__all__ = ["Failure", "describe_exit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure of one rank.
+
+    Attributes:
+        rank: Its global rank.
+        host: Its host's name.
+        pid: Its process.
+        how: One line: the exception with its message, or how the process ended.
+        place: Where it was, as plain values: hook, stage, epoch, step, batch; empty where nobody knows.
+        trace: The traceback as text; empty where there is none.
+        when: Seconds since the epoch, by that host's clock.
+        exit_code: What the other processes are to end with: 1, or 143 after SIGTERM.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    how: str
+    place: dict[str, Any] = field(default_factory=dict)
+    trace: str = ""
+    when: float = 0.0
+    exit_code: int = 1
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, place: dict[str, Any] | None = None) -> Failure:
+        """Return the failure that this process's exception is."""
+        text = "".join(traceback.format_exception(error))
+        how = "".join(traceback.format_exception_only(error)).strip()
+        return cls(rank, socket.gethostname(), os.getpid(), how, dict(place or {}), text, time.time())
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Failure:
+        """Return it from text."""
+        return cls(**json.loads(text))
+
+    def describe(self) -> str:
+        """Return one sentence: which rank, where, and how."""
+        known = ", ".join(f"{name} {value}" for name, value in self.place.items() if value not in (None, ""))
+        where = f" in {known}" if known else ""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid}) failed{where}: {self.how}"
+
+    def to_error(self) -> RankFailure:
+        """Return the error that the other ranks and the launching process raise."""
+        trace = f"\n--- traceback of rank {self.rank} ---\n{self.trace.rstrip()}" if self.trace else ""
+        return RankFailure(
+            self.describe() + trace,
+            fix=f"look at rank {self.rank}; what the other ranks say only follows from it.",
+        )
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, from its exit code: negative for a signal, as `subprocess` gives it."""
+    if code >= 0:
+        return f"the process ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+    return f"the process was killed by {name}{hint}"

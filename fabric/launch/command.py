@@ -1,0 +1,95 @@
+"""The command that runs the user's program once more. Called by script.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+from ...errors import LaunchError
+
+__all__ = ["own_command"]
+
+
+def own_command(local_rank: int) -> tuple[list[str], str | None]:
+    """Return the command that started this process, for another local rank, and the folder to run it in.
+
+    `python [flags] script.py args` and `python [flags] -m module args` are recognised by what `__main__` is, so that
+    programs that run a script for you (a debugger, a coverage tool) do not stand in the way. Below Hydra, the other
+    ranks get this job's values and output folder, and write no configuration of their own.
+
+    Args:
+        local_rank: Rank among the processes of this node.
+
+    Returns:
+        The command, and its working folder (None: this process's).
+
+    Raises:
+        LaunchError: There is nothing that could be run again: an interpreter's prompt, `-c`, or standard input.
+    """
+    main = sys.modules["__main__"]
+    program, typed = _program(main)
+    arguments = _arguments(typed)
+    folder = None
+    hydra = _hydra()
+    if hydra is not None:
+        arguments, folder = _hydra_arguments(hydra, arguments, local_rank), hydra.runtime.cwd
+    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # what multiprocessing uses, too
+    return [sys.executable, *flags, *program, *arguments], folder
+
+
+def _program(main: ModuleType) -> tuple[list[str], str]:
+    """Return what stands between flags and arguments, and how the last of it was typed."""
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":  # "__main__": a folder or zip file was run
+        name = spec.name.removesuffix(".__main__")
+        return ["-m", name], name
+    file = sys.argv[0] if spec is not None else getattr(main, "__file__", None)
+    if not file or not os.path.exists(file):
+        raise LaunchError(
+            "the other ranks are started by running this program again, but it is no script or module: "
+            "it came from a prompt, from `python -c`, or from standard input.",
+            fix="put it into a file and run that; or use strategy='ddp_fork' (a notebook: 'ddp_notebook').",
+        )
+    return [os.path.abspath(file)], sys.argv[0]
+
+
+def _arguments(typed: str) -> list[str]:
+    """Return the program's arguments as they were typed: the program may have taken some out of `sys.argv` since."""
+    typed_command = sys.orig_argv[1:]
+    if typed in typed_command:
+        return typed_command[typed_command.index(typed) + 1 :]
+    return sys.argv[1:]
+
+
+# -- Hydra -----------------------------------------------------------------------------------------------------------
+
+
+def _hydra() -> Any:  # Any: Hydra's configuration, and Hydra is no requirement
+    """Return Hydra's part of the configuration if this program runs below it."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    return module.HydraConfig.get()
+
+
+def _hydra_arguments(hydra: Any, arguments: list[str], local_rank: int) -> list[str]:
+    is_sweep = str(hydra.mode).endswith("MULTIRUN")
+    if is_sweep:
+        # One job of the sweep: its own values in the place of those that say what is swept over.
+        flags = [flag for flag in arguments if flag not in ("-m", "--multirun") and not _is_override(flag)]
+        arguments = [*flags, *hydra.overrides.task]
+    folder = str(hydra.runtime.output_dir).replace("\\", "\\\\").replace("'", "\\'")
+    return [
+        *arguments,
+        f"hydra.run.dir='{folder}'",
+        f"hydra.job.name={hydra.job.name}_rank{local_rank}",
+        "hydra.output_subdir=null",
+        *(["hydra.mode=RUN"] if is_sweep else []),
+    ]
+
+
+def _is_override(argument: str) -> bool:
+    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))

@@ -1,0 +1,277 @@
+"""Starts the other ranks of this node by running the user's command again: strategy="ddp" and relatives ("popen")."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...errors import LaunchError
+from ...strategies import rendezvous
+from ..failure import Failure, describe_exit
+from . import InProcessLauncher
+from .command import own_command
+from .lifeline import Lifeline
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+    from ..cluster import ClusterEnvironment
+
+__all__ = ["ScriptLauncher", "num_threads_per_process"]
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_POLL_S = 0.2
+_TERMINATE_S = 3.0
+_FAILING_S = 4.0
+# Exit codes of a process that SIGTERM or Ctrl-C ended, by its own will or not.
+_STOPPED = {143, 130, -15, -2}
+_REPORT_S = 30.0
+_STORE_S = timedelta(seconds=10)
+
+# The launcher that started processes here: they run the whole script, so that there can be no second set of them.
+_started: ScriptLauncher | None = None
+
+
+class ScriptLauncher(InProcessLauncher):
+    """This process becomes the node's local rank 0; each further rank is the user's command once more.
+
+    All of them run the whole script. The first `launch` in a process starts them, later ones (of this or another
+    launcher with the same numbers) find them there. They end with this process, whatever ends it; and at the end of
+    the script this process waits for them, and ends with a code other than 0 if one of them does.
+
+    Args:
+        cluster: Knows the address of rank 0 and this node's rank; is told the port.
+        num_processes: Processes per node.
+        num_nodes: Number of nodes; on each of them the user starts the command once.
+
+    Attributes:
+        grace_s: If a process that was started here fails, this process has so long to end by itself, as it does when a
+            collective breaks or fabric/watch/ ends it. Then it is ended. None: never.
+    """
+
+    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+        self.grace_s: float | None = 10.0
+        self._cluster = cluster
+        self._num_processes = num_processes
+        self._num_nodes = num_nodes
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._exits: dict[int, int] = {}
+        self._lifeline: Lifeline | None = None
+        self._server: TCPStore | None = None
+        self._pid = os.getpid()
+        self._is_closing = threading.Event()
+        self._left_by: BaseException | None = None
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """False: there is no script to run again at a prompt or in a notebook."""
+        return False
+
+    def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Start the other ranks of this node, if they are not there yet, and call the function as local rank 0.
+
+        Raises:
+            LaunchError: There is nothing to run again, the port is taken, or other numbers of processes run already.
+        """
+        global _started
+        owner = started_here()
+        if owner is None:
+            self._start()
+            _started = owner = self
+        elif (owner._num_processes, owner._num_nodes) != (self._num_processes, self._num_nodes):
+            raise LaunchError(
+                f"{self._num_processes} processes on {self._num_nodes} node(s) are asked for, but this program runs in "
+                f"{owner._num_processes} on {owner._num_nodes} already, and each of them runs the whole script.",
+                fix="use the same devices= and num_nodes= for all runs of a script; or let a run have processes of its "
+                "own, with strategy='ddp_spawn'.",
+            )
+        try:
+            return function(*args, **kwargs)
+        except (SystemExit, KeyboardInterrupt) as error:
+            owner._left_by = error
+            raise
+
+    def local_exits(self) -> dict[int, int]:
+        """Return the exit codes of the processes started here that have ended, by local rank; negative for a signal."""
+        owner = started_here() or self
+        return {rank: code for rank, child in owner._children.items() if (code := child.poll()) is not None}
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the processes started here that still run."""
+        owner = started_here() or self
+        for child in owner._children.values():
+            child.send_signal(signum)
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        cluster, count = self._cluster, self._num_processes
+        cluster.validate_settings(count, self._num_nodes)
+        commands = {local: own_command(local) for local in range(1, count)}  # refuses before anything is opened
+        if cluster.node_rank() == 0:
+            self._server = rendezvous.host_store(cluster.main_address, cluster.main_port)
+            rendezvous.keep_store(self._server)
+            set_main_port = getattr(cluster, "set_main_port", None)
+            if set_main_port is not None:
+                set_main_port(self._server.port)
+        common = {
+            "MASTER_ADDR": cluster.main_address,
+            "MASTER_PORT": str(cluster.main_port),
+            "NODE_RANK": str(cluster.node_rank()),
+            "WORLD_SIZE": str(count * self._num_nodes),
+            "LOCAL_WORLD_SIZE": str(count),
+            rendezvous.HOSTED: "hosted",
+            "OMP_NUM_THREADS": str(num_threads_per_process(count)),
+        }
+        self._lifeline = Lifeline()
+        atexit.register(self._finish)
+        try:
+            for local, (command, folder) in commands.items():
+                variables = {**os.environ, **common, **self._lifeline.variables, **self._ranks(local)}
+                self._children[local] = subprocess.Popen(
+                    command, env=variables, cwd=folder, pass_fds=self._lifeline.descriptors
+                )
+        except OSError as error:
+            self._stop()
+            raise LaunchError(
+                f"rank {len(self._children) + 1} of this node could not be started: {error}",
+                fix="look at what the system says; perhaps too many processes run, or sys.executable is not set.",
+            ) from error
+        self._lifeline.hand_over()
+        # From now on this process is one of several, also for a Trainer that the script makes later.
+        if "OMP_NUM_THREADS" not in os.environ:
+            import torch
+
+            torch.set_num_threads(num_threads_per_process(count))
+        os.environ.update({**common, **self._ranks(0)})
+        if self._children:
+            threading.Thread(target=self._supervise, name="loopwright-launcher", daemon=True).start()
+
+    def _ranks(self, local: int) -> dict[str, str]:
+        return {"LOCAL_RANK": str(local), "RANK": str(self._cluster.node_rank() * self._num_processes + local)}
+
+    # -- while they run ------------------------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        """Reap what ends; if one fails, tell the other ranks, and make sure that this process ends."""
+        while not self._is_closing.wait(_POLL_S):
+            # Ranks that a signal stopped may end one after the other, the last when it has written a checkpoint.
+            ended = {rank: code for rank, code in self.local_exits().items() if code and code not in _BY_SIGNAL}
+            if ended:
+                local, code = next(iter(ended.items()))
+                break
+        else:
+            return
+        failure = Failure(
+            rank=int(self._ranks(local)["RANK"]),
+            host=socket.gethostname(),
+            pid=self._children[local].pid,
+            how=describe_exit(code),
+            when=time.time(),
+        )
+        self._post(failure)
+        if self.grace_s is None or self._is_closing.wait(self.grace_s):
+            return
+        sys.stderr.write(f"\nloopwright: {failure.describe()}; the other ranks are ended.\n")
+        sys.stderr.flush()
+        self._stop()
+        os._exit(failure.exit_code)
+
+    def _post(self, failure: Failure) -> None:
+        """Tell the other ranks, who may wait for the one that failed. The first word counts."""
+        store: Store
+        try:
+            # A connection of its own: on the other one the main thread may be waiting.
+            if self._server is None:
+                store = rendezvous.open_store(self._cluster, _STORE_S)
+            else:
+                store = self._server.clone()  # type: ignore[attr-defined]  # missing in torch's types
+            rendezvous.attempt_store(store).compare_set(rendezvous.FAILURE, "", failure.to_json())
+        except RuntimeError as error:  # rank 0's node is gone: then its own launcher has spoken
+            log.debug("the failure of rank %d could not be posted: %s", failure.rank, error)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Wait for the processes that were started; called when the interpreter ends, before the store goes."""
+        if os.getpid() != self._pid:
+            return  # a fork of this process ends
+        self._is_closing.set()
+        # An uncaught exception, or a stop: then the others fail or stop, too, or hang.
+        is_failing = self._left_by is not None or getattr(sys, "last_value", None) is not None
+        try:
+            self._wait(_FAILING_S if is_failing else None)
+        except KeyboardInterrupt:
+            is_failing = True
+        self._stop()
+        codes = {rank: code for rank, code in self.local_exits().items() if code}
+        if codes and not is_failing:
+            if not set(codes.values()) <= _STOPPED:  # after an agreed stop every rank has said so itself
+                told = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
+                sys.stderr.write(f"\nloopwright: the script ended well here, but not on every rank: {told}.\n")
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # There is no other way to a code once the interpreter is ending; our own part of the end is done.
+            rendezvous.disconnect()
+            os._exit(max(codes.values()) if max(codes.values()) > 0 else 1)
+
+    def _wait(self, limit_s: float | None) -> None:
+        """Return when all have ended, or after the limit."""
+        began = time.monotonic()
+        next_report_s = _REPORT_S
+        pause_s = 0.005
+        while len(self.local_exits()) < len(self._children):
+            waited_s = time.monotonic() - began
+            if limit_s is not None and waited_s >= limit_s:
+                return
+            if waited_s >= next_report_s:
+                living = sorted(set(self._children) - set(self.local_exits()))
+                log.warning("this script has ended; it waits for local ranks %s to end (%.0f s)", living, waited_s)
+                next_report_s *= 2
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
+
+    def _stop(self) -> None:
+        """End what still runs, first with a request and then without."""
+        self._is_closing.set()
+        if len(self.local_exits()) == len(self._children):
+            return
+        self.kill(signal.SIGTERM)
+        self._wait(_TERMINATE_S)
+        for child in self._children.values():
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            child.wait()
+
+
+def started_here() -> ScriptLauncher | None:
+    """Return the launcher that has started processes from this one."""
+    return _started if _started is not None and _started._pid == os.getpid() else None
+
+
+_BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)
+"""Codes of a process that stopped because it was asked to: StopBySignal, and an uncaught KeyboardInterrupt."""
+
+
+def num_threads_per_process(num_processes: int) -> int:
+    """Return OMP_NUM_THREADS if it is set, else this process's share of the cores, at least 1."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_processes)

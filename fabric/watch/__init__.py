@@ -1,0 +1,8 @@
+"""What keeps several processes from waiting for each other for ever: who failed, where all stand, and where to stop."""
+
+from __future__ import annotations
+
+from .gate import StopGate
+from .watch import Watch
+
+__all__ = ["StopGate", "Watch"]

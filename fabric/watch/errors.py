@@ -1,0 +1,46 @@
+"""Tells errors that another rank's failure may have caused: those of the processes' communication."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["is_communication_error", "is_timeout"]
+
+# What gloo, NCCL and torch's process groups say when a peer is gone or late (torch 2.9 to 2.13).
+_SIGNS = (
+    "gloo", "nccl", "processgroup", "process group", "connection closed by peer", "connection reset by peer",
+    "broken pipe", "socket timeout", "application timeout caused pair closure", "collective operation timeout",
+    "timed out waiting", "connectfullmesh", "wait timeout", "monitoredbarrier",
+)  # fmt: skip
+_LATE = ("timed out", "timeout", "time out")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and what it was raised from, the outermost first."""
+    found: list[BaseException] = []
+    next_one: BaseException | None = error
+    while next_one is not None and next_one not in found:
+        found.append(next_one)
+        next_one = next_one.__cause__ or (None if next_one.__suppress_context__ else next_one.__context__)
+    return found
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error, or what it was raised from, is one of communication between ranks."""
+    return any(_is_one(link) for link in _chain(error))
+
+
+def _is_one(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    # DistError is torch's own kind; it can exist only if torch.distributed was imported.
+    kind = getattr(sys.modules.get("torch.distributed"), "DistError", None)
+    if kind is not None and isinstance(error, kind):
+        return True
+    text = str(error).lower()
+    return any(sign in text for sign in _SIGNS)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a communication error says that peers were late, not that a connection broke."""
+    return any(_is_one(link) and any(sign in str(link).lower() for sign in _LATE) for link in _chain(error))

@@ -1,0 +1,56 @@
+"""The watch of this process over the other ranks: one, however many Fabrics there are. Called by `Fabric`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..strategies import Launcher, Strategy
+    from .watch import Watch
+
+__all__ = ["stop_watching", "watch_over"]
+
+_watch: tuple[int, Any, Watch] | None = None  # process, store, watch
+
+
+def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
+    """Begin to watch the other ranks, once per process; return the watch, or None where there is no other rank.
+
+    Args:
+        strategy: Is connected.
+        launcher: Knows how processes ended that this one started.
+    """
+    global _watch
+    topology = strategy.topology
+    if topology.world_size == 1:
+        return None
+    from ..strategies.rendezvous import store
+    from .watch import Watch
+
+    shared = store()
+    if shared is None:
+        return None
+    if _watch is not None and _watch[0] == os.getpid() and _watch[1] is shared:
+        return _watch[2]
+    starter: Any = launcher if hasattr(launcher, "local_exits") else None
+    watch = Watch(
+        shared,
+        rank=topology.global_rank,
+        size=topology.world_size,
+        local_rank=topology.local_rank,
+        timeout=getattr(strategy, "timeout", None) or 1800.0,
+        stall_timeout=getattr(strategy, "stall_timeout", None),
+        launcher=starter,
+    )
+    watch.start()
+    if hasattr(launcher, "grace_s"):
+        launcher.grace_s = None  # the watch ends this process itself, when a process that it started has failed
+    _watch = (os.getpid(), shared, watch)
+    return watch
+
+
+def stop_watching() -> None:
+    """Tell the other ranks that this one is done, in a process that ends without the interpreter's end (os._exit)."""
+    if _watch is not None and _watch[0] == os.getpid():
+        _watch[2].stop()

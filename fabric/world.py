@@ -1,0 +1,198 @@
+"""How many processes there are and who starts them: what is asked where there are several, or a scheduler.
+
+Called by resolve.py, which imports it when the arguments or the environment speak of several processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..accelerators import Accelerator
+from ..errors import ConfigError
+from ..strategies import Launcher, Strategy
+from .choose import has_several_processes, join_errors, precision_name
+from .launch import InProcessLauncher
+
+if TYPE_CHECKING:
+    from .cluster import ClusterEnvironment
+
+__all__ = [
+    "auto_strategy",
+    "check_world",
+    "choose_launcher",
+    "detect",
+    "infer_num_nodes",
+    "local_devices",
+    "read_launch_variables",
+]
+
+# -- what `loopwright launch` says -----------------------------------------------------------------------------------
+
+_ARGUMENTS: dict[str, Any] = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    "precision": None,
+}
+
+
+def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mapping[str, str]) -> None:
+    """Put LT_ACCELERATOR, LT_STRATEGY, ... in the place of arguments that have their default value.
+
+    Args:
+        arguments: By name, as the user typed them; changed.
+        variables: Environment variables.
+
+    Raises:
+        ConfigError: An argument and its variable differ; all that do are named.
+    """
+    problems = []
+    for name, default in _ARGUMENTS.items():
+        text = variables.get(f"LT_{name.upper()}", "").strip()
+        if not text:
+            continue
+        given = arguments[name]
+        if isinstance(given, type(default)) and _plain(name, given) == _plain(name, default):
+            arguments[name] = int(text) if name == "num_nodes" and text.isdecimal() else text
+        elif _plain(name, given) != _plain(name, text):
+            problems.append(
+                ConfigError(
+                    f"{name}={given!r} is what the script says, but LT_{name.upper()}={text!r} is set, as "
+                    f"`loopwright launch --{name.replace('_', '-')}` does.",
+                    fix=f"say it in one place: leave {name}= out of the script, or the option out of the command.",
+                )
+            )
+    if problems:
+        raise join_errors(problems)
+
+
+def _plain(name: str, value: Any) -> str:
+    """Return an argument so that two spellings of the same are equal."""
+    if name == "precision" and value is not None:
+        try:
+            return precision_name(value, [])
+        except ConfigError:  # wrong here or there: it is named when it is read
+            return str(value)
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(item) for item in value)
+    return str(value).lower()
+
+
+# -- processes that exist --------------------------------------------------------------------------------------------
+
+
+def detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
+    """Return the cluster environment of these variables; None: of this process, read whenever it is asked."""
+    from .cluster import detect_cluster
+
+    return detect_cluster(variables)
+
+
+def num_local_processes(cluster: ClusterEnvironment, num_nodes: int) -> int | None:
+    """Return how many processes run on this node; None where they have still to be started, or nobody knows."""
+    if not cluster.creates_processes_externally:
+        return None
+    local = cluster.num_local_processes()
+    size = cluster.world_size()
+    if local is None and size > 1 and size % num_nodes == 0:
+        local = size // num_nodes
+    return local
+
+
+def infer_num_nodes(cluster: ClusterEnvironment, num_nodes: int) -> int:
+    """Return the number of nodes: what the user said, or, where that is the default, what the environment says."""
+    if num_nodes > 1 or not cluster.creates_processes_externally:
+        return num_nodes
+    local, size = cluster.num_local_processes(), cluster.world_size()
+    return size // local if local and size > local and size % local == 0 else num_nodes
+
+
+def local_devices(
+    devices: Any, accelerator: Accelerator, cluster: ClusterEnvironment, num_nodes: int
+) -> list[torch.device] | None:
+    """Return one device for each process that runs on this node already; None where `devices=` decides by itself.
+
+    Args:
+        devices: What the user typed.
+        accelerator: Knows what exists.
+        cluster: Knows how many processes there are.
+        num_nodes: Number of nodes.
+    """
+    local = num_local_processes(cluster, num_nodes)
+    if local is None:
+        return None
+    is_auto = isinstance(devices, str) and devices.strip().lower() == "auto"
+    # Schedulers often show each process one card: then its index is 0 in every process.
+    sees_its_own = accelerator.is_gpu and local > 1 and accelerator.auto_device_count() == 1
+    if sees_its_own and (is_auto or str(devices).strip() in (str(local), "-1")):
+        return accelerator.get_parallel_devices(accelerator.parse_devices(1)) * local
+    return accelerator.get_parallel_devices(accelerator.parse_devices(local)) if is_auto else None
+
+
+def check_world(cluster: ClusterEnvironment, variables: Mapping[str, str], num_devices: int, num_nodes: int) -> None:
+    """Compare the processes that exist with those that the arguments ask for.
+
+    Raises:
+        ConfigError: The numbers differ; both are named.
+    """
+    size = variables.get("WORLD_SIZE", "")
+    if cluster.creates_processes_externally and variables.get("LOOPWRIGHT_STORE") == "hosted" and size.isdecimal():
+        if int(size) != num_devices * num_nodes:
+            raise ConfigError(
+                f"devices={num_devices} times num_nodes={num_nodes} is {num_devices * num_nodes}, but this script runs "
+                f"in {size} processes already, which an earlier Trainer or Fabric of it started.",
+                fix=f"use {size} here, too; or devices=1 and strategy='auto' for something that each process does by "
+                "itself.",
+            )
+        return
+    cluster.validate_settings(num_devices, num_nodes)
+
+
+# -- who starts them -------------------------------------------------------------------------------------------------
+
+
+def auto_strategy(
+    num_devices: int, num_nodes: int, cluster: ClusterEnvironment | None, *, interactive: bool
+) -> str | None:
+    """Return the name of the strategy that "auto" stands for with several processes; None: one is enough."""
+    exists = cluster is not None and cluster.creates_processes_externally
+    is_several = num_devices * num_nodes > 1 or (exists and cluster is not None and cluster.world_size() > 1)
+    if not is_several:
+        return None
+    return "ddp_fork" if interactive and num_nodes == 1 and not exists else "ddp"
+
+
+def choose_launcher(
+    strategy: Strategy, cluster: ClusterEnvironment | None, num_devices: int, num_nodes: int
+) -> Launcher:
+    """Return what starts the strategy's processes: its own launcher, or what `start_method` and environment ask for.
+
+    Raises:
+        ConfigError: This system does not have the start method.
+    """
+    if strategy.launcher is not None:
+        return strategy.launcher
+    if not has_several_processes(strategy) or cluster is None:
+        return InProcessLauncher()
+    start_method = getattr(strategy, "start_method", "popen")
+    if start_method != "popen":
+        from .launch.processes import check_start_method
+
+        check_start_method(start_method)
+    if cluster.creates_processes_externally:
+        from .launch import ExternalLauncher
+
+        return ExternalLauncher(cluster, num_devices, num_nodes)
+    if num_devices * num_nodes == 1:
+        return InProcessLauncher()
+    if start_method == "popen":
+        from .launch import ScriptLauncher
+
+        return ScriptLauncher(cluster, num_devices, num_nodes)
+    from .launch import ProcessLauncher
+
+    return ProcessLauncher(start_method, cluster, num_devices, num_nodes)

@@ -1,0 +1,259 @@
+"""One process on several devices: each batch is cut, and every device takes a part. Made by name ("dp")."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModuleError
+from .base import ALONE, Strategy, Topology
+from .parallel import ParallelStrategy
+from .tree import leaves, map_leaves
+
+if TYPE_CHECKING:
+    from ..accelerators import Accelerator
+    from ..precision import Precision
+
+__all__ = ["DataParallelStrategy"]
+
+# Any in this file: batches, and what the user's steps return.
+
+
+class DataParallelStrategy(ParallelStrategy):
+    """One process that cuts each training batch over several devices, with a copy of the module on each.
+
+    On CUDA devices the module is copied to every device at every step, and the parts run in threads, as in torch's
+    DataParallel. On the CPU the parts run one after the other, so that what "dp" means can be tried anywhere.
+
+    Its limits, against "ddp": the copying and Python's lock make it slow; parts do not see each other (batch norm
+    normalises over a part, and only the first device's statistics are kept; dropout draws per part); what the module
+    sets on itself in a step is lost on CUDA devices, except buffers changed in place on the first one; `log` in
+    training_step is called once for each part. Evaluation steps run on the first device, whole. Only tensors (in
+    lists, tuples, mappings and dataclasses) are cut, along a first dimension that is the same for all of them;
+    everything else goes to every part.
+
+    A loss that is a mean is averaged over the parts by their sizes; of `Loss(sum, weight)` both are added; so the
+    gradient is that of the whole batch. Of other outputs, scalars are averaged and tensors joined.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices; None takes those of devices=.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        precision: Another name for `precision_plugin`.
+    """
+
+    strategy_name = "dp"
+    start_method: str | None = None
+    """None: there is one process, nothing is started; fabric/resolve.py reads it."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: Any = None,  # Any: see Strategy
+        precision_plugin: Precision | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision_plugin, precision=precision)
+
+    @property
+    def topology(self) -> Topology:
+        """One process, whatever the number of devices."""
+        return ALONE
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
+        """None: this process reads all data."""
+        return
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that a batch is cut over."""
+        return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
+
+    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs `module.<name>`: "training_step" and "forward" cut over the devices, others whole."""
+        step: Callable[..., Any] = module if name == "forward" else getattr(module, name)
+        devices = self.devices
+        if name not in ("training_step", "forward") or len(devices) == 1:
+            return step
+        join = _join_loss if name == "training_step" else _join_outputs
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            size = _batch_size((args, kwargs))
+            if size is None or size < 2:
+                return step(*args, **kwargs)
+            parts = _cut((args, kwargs), size, len(devices))
+            if devices[0].type == "cpu":
+                outputs = [step(*part_args, **part_kwargs) for part_args, part_kwargs in parts]
+            else:
+                outputs = _on_devices(module, name, devices[: len(parts)], parts)
+            return join(outputs, _sizes(size, len(devices)))
+
+        return run
+
+    # -- collectives: there is one process, whatever else this program connected -----------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean (or sum, min, max, product) of each tensor's elements: what the devices gave, as one value.
+
+        The mean of integers is a float64.
+        """
+        from .comm import op_name
+
+        if isinstance(group, str):
+            reduce_op = group
+        op = op_name(reduce_op)
+
+        def reduced(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                return leaf
+            if op == "mean":
+                return leaf.mean() if leaf.is_floating_point() or leaf.is_complex() else leaf.double().mean()
+            if op == "sum":
+                return leaf.sum()
+            return leaf.prod() if op == "product" else getattr(leaf, op)()
+
+        return map_leaves(tensor, reduced)
+
+    reduce = all_reduce
+    all_gather = Strategy.all_gather
+    broadcast = Strategy.broadcast
+    barrier = Strategy.barrier
+    start_sum = Strategy.start_sum
+    gather_objects = Strategy.gather_objects
+    reduce_boolean_decision = Strategy.reduce_boolean_decision
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def _batch_size(data: Any) -> int | None:
+    """Return the size that the first dimensions of all tensors share; None where they differ or there are none."""
+    sizes = {leaf.shape[0] for _, leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _sizes(size: int, count: int) -> list[int]:
+    """Return the sizes of at most `count` parts, as torch.chunk cuts."""
+    step = -(-size // count)
+    return [min(step, size - start) for start in range(0, size, step)]
+
+
+def _cut(data: Any, size: int, count: int) -> list[Any]:
+    parts = []
+    start = 0
+    for length in _sizes(size, count):
+        part = slice(start, start + length)
+        parts.append(map_leaves(data, partial(_slice_of, part=part)))
+        start += length
+    return parts
+
+
+def _slice_of(leaf: Any, part: slice) -> Any:
+    return leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+
+class _Step(nn.Module):
+    """A module whose forward is one of the user's steps: copies of it have that step of the module's copies."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__()
+        self.module = module
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        step = self.module if self.name == "forward" else getattr(self.module, self.name)
+        return step(*args, **kwargs)
+
+
+def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], parts: Sequence[Any]) -> list[Any]:
+    """Run the parts on copies of the module, in threads, and bring the outputs to the first device."""
+    from torch.nn.parallel import parallel_apply, replicate
+
+    copies = replicate(_Step(module, name), list(devices), detach=not torch.is_grad_enabled())
+    moved = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
+    outputs = parallel_apply(copies, [m[0] for m in moved], [m[1] for m in moved], list(devices))
+    return [_moved(output, devices[0]) for output in outputs]
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    return map_leaves(data, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
+
+
+def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return one training step's output from those of the parts.
+
+    Raises:
+        ModuleError: The parts returned different forms.
+    """
+    given = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+    if not given:
+        return None
+    first, kept = given[0][0], [size for _, size in given]
+    if any(type(output) is not type(first) for output, _ in given):
+        raise ModuleError(
+            f"training_step returned {' and '.join(sorted({type(output).__name__ for output, _ in given}))} for parts "
+            "of one batch under strategy='dp'.",
+            fix="return the same form for every batch.",
+        )
+    values = [output for output, _ in given]
+    if isinstance(first, Mapping):
+        adds = "loss_sum" in first and "weight" in first
+        joined = {}
+        for key in first:
+            items = [value[key] for value in values]
+            if adds and key in ("loss_sum", "weight"):
+                joined[key] = _sum(items)
+            elif key == "loss":
+                joined[key] = _join_loss(items, kept)
+            else:
+                joined[key] = _join_extra(items, kept)
+        return joined
+    if dataclasses.is_dataclass(first) and hasattr(first, "sum") and hasattr(first, "weight"):
+        changed: Any = dataclasses.replace(  # type: ignore[type-var]
+            first, sum=_sum([one.sum for one in values]), weight=_sum([one.weight for one in values])
+        )
+        return changed
+    return _join_extra(values, kept)
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _join_extra(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Join tensors along the batch, average scalars by the sizes of their parts, keep the first of anything else."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(list(values))
+    if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
+        return _sum([value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True)])
+    return first
+
+
+def _join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return what a module's forward returns for the whole batch: tensors joined, scalars as one tensor of them."""
+    columns = zip(*([leaf for _, leaf in leaves(output)] for output in outputs), strict=True)
+    joined = iter([_join_leaf(column) for column in columns])
+    return map_leaves(outputs[0], lambda _: next(joined))
+
+
+def _join_leaf(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    return torch.cat(list(values)) if first.ndim else torch.stack(list(values))

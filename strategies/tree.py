@@ -1,0 +1,54 @@
+"""Walking structures of tensors: lists, tuples, mappings and dataclasses. Called by comm.py and data_parallel.py."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["leaves", "map_leaves"]
+
+# Any in this file: data of any structure.
+
+
+def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Give path and value of everything that is no container, in a fixed order."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from leaves(value, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            yield from leaves(getattr(data, field.name), f"{path}.{field.name}")
+    else:
+        yield path, data
+
+
+def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the structure with `function` applied to everything that is no container, in the order of `leaves`.
+
+    Containers keep their type and what they hold beside their items.
+    """
+    if isinstance(data, Mapping):
+        items = {key: map_leaves(value, function) for key, value in data.items()}
+        if type(data) is dict:
+            return items
+        try:
+            changed: Any = copy.copy(data)
+            changed.update(items)
+        except (AttributeError, TypeError):  # a read-only mapping
+            return items
+        return changed
+    if isinstance(data, list | tuple):
+        values = [map_leaves(value, function) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        instance = copy.copy(data)
+        for field in dataclasses.fields(data):
+            # Also for frozen ones; __post_init__ has already run.
+            object.__setattr__(instance, field.name, map_leaves(getattr(data, field.name), function))
+        return instance
+    return function(data)
