@@ -156,6 +156,44 @@ def _saving(numbers: dict[str, Any]) -> list[str]:
     ]
 
 
+def _ranks(rows: list[dict[str, Any]]) -> list[str]:
+    base = rows[0]
+    different = [row["name"] for row in rows if not row["weights_equal"]]
+    return [
+        "## A step on two ranks",
+        "Two processes with gloo, medians over single steps; CPU time is that of rank 0, all threads. The ratio is to "
+        "DistributedDataParallel in a loop by hand. Aim: 1.05 in wall time.",
+        table(
+            ("", "wall us", "ratio", "CPU us", "ratio"),
+            (
+                (
+                    row["name"],
+                    f"{row['wall_us']:.0f}",
+                    f"**{row['wall_us'] / base['wall_us']:.2f}**",
+                    f"{row['cpu_us']:.0f}",
+                    f"{row['cpu_us'] / base['cpu_us']:.2f}",
+                )
+                for row in rows
+            ),
+        ),
+        "The weights at the end equal those of the loop by hand, bit for bit"
+        + (f", EXCEPT in: {', '.join(different)}." if different else "."),
+    ]
+
+
+def _launch(rows: list[dict[str, Any]]) -> list[str]:
+    base = rows[0]["seconds"]
+    return [
+        "## Launching two ranks",
+        "Wall seconds from the start of the command to the end of rank 0's first step, importing torch included; by "
+        "hand, a script that starts itself a second time and calls init_process_group.",
+        table(
+            ("", "seconds", "added"),
+            ((r["name"], f"{r['seconds']:.2f}", f"**{r['seconds'] - base:+.2f}**") for r in rows),
+        ),
+    ]
+
+
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "steps": _steps,
     "calls": _calls,
@@ -163,4 +201,6 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "imports": _imports,
     "first-step": _first_steps,
     "saving": _saving,
+    "ranks": _ranks,
+    "launch": _launch,
 }

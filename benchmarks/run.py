@@ -11,12 +11,14 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
 from saving import time_saves
 from startup import time_first_steps, time_imports
@@ -69,6 +71,11 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
             results[part] = time_saves(
                 num_parameters=2_000_000 if is_quick else 50_000_000, rounds=1 if is_quick else 5
             )
+        elif part == "ranks":
+            results[part] = time_steps_of_ranks(num_batches=60 if is_quick else 1000, rounds=1 if is_quick else 7)
+        elif part == "launch":
+            with tempfile.TemporaryDirectory() as folder:
+                results[part] = time_launches(processes=1 if is_quick else 5, folder=Path(folder))
     return results
 
 

@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", default="1", help="how many devices, or 'auto'")
     parser.add_argument("--accelerator", default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, ...")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per batch")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per batch and device")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, data order and sample")
     parser.add_argument("--fresh", action="store_true", help="forget the earlier run and start anew")
@@ -47,12 +47,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_arguments()
-    if args.fresh:
-        FINAL.unlink(missing_ok=True)
-        for folder in (CHECKPOINTS, RUN_DIR / "tensorboard", RUN_DIR / "csv"):
-            shutil.rmtree(folder, ignore_errors=True)
     lw.seed_everything(args.seed, verbose=False)
-
     best = lw.ModelCheckpoint(
         dirpath=CHECKPOINTS,
         filename="{step}-{val_loss:.3f}",
@@ -60,6 +55,29 @@ def main() -> None:
         save_top_k=2,  # after each validation
     )
     newest = lw.ModelCheckpoint(dirpath=CHECKPOINTS, save_top_k=0, save_last=True, every_n_train_steps=SAVE_EVERY)
+    trainer = lw.Trainer(
+        max_steps=args.steps,
+        accelerator=args.accelerator,
+        devices=args.devices,
+        precision=args.precision,
+        accumulate_grad_batches=args.accumulate,
+        gradient_clip_val=1.0,
+        val_check_interval=min(VALIDATE_EVERY, args.steps) * args.accumulate,
+        check_val_every_n_epoch=None,  # count batches across epochs
+        log_every_n_steps=10,
+        callbacks=[best, newest, lw.LearningRateMonitor()],
+        # With a version that is always the same, a resumed run goes on in the same folders.
+        logger=[
+            lw.TensorBoardLogger(RUN_DIR, name="tensorboard", version=0, default_hp_metric=False),
+            lw.CSVLogger(RUN_DIR, name="csv", version=0),
+        ],
+        default_root_dir=RUN_DIR,
+    )
+    # With several devices this file runs once in each process: what is done once is done by the first.
+    if args.fresh and trainer.is_global_zero:
+        FINAL.unlink(missing_ok=True)
+        for folder in (CHECKPOINTS, RUN_DIR / "tensorboard", RUN_DIR / "csv"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     finished = read(FINAL).get("global_step", 0)
     if finished >= args.steps:
@@ -67,30 +85,12 @@ def main() -> None:
     else:
         done = read(LAST).get("global_step", 0)
         if done:
-            print(f"Going on at step {done} of {args.steps}. FRESH=1 starts anew.")
-        trainer = lw.Trainer(
-            max_steps=args.steps,
-            accelerator=args.accelerator,
-            devices=args.devices,
-            precision=args.precision,
-            accumulate_grad_batches=args.accumulate,
-            gradient_clip_val=1.0,
-            val_check_interval=min(VALIDATE_EVERY, args.steps) * args.accumulate,
-            check_val_every_n_epoch=None,  # count batches across epochs
-            log_every_n_steps=10,
-            callbacks=[best, newest, lw.LearningRateMonitor()],
-            # With a version that is always the same, a resumed run goes on in the same folders.
-            logger=[
-                lw.TensorBoardLogger(RUN_DIR, name="tensorboard", version=0, default_hp_metric=False),
-                lw.CSVLogger(RUN_DIR, name="csv", version=0),
-            ],
-            default_root_dir=RUN_DIR,
-        )
+            trainer.print(f"Going on at step {done} of {args.steps}. FRESH=1 starts anew.")
         data = StandardLibrary(RUN_DIR, batch_size=args.batch_size)
         trainer.fit(GPT(), datamodule=data, ckpt_path="last" if done else None)
         trainer.save_checkpoint(FINAL)
-
-    report(best.state_key, args)
+    if trainer.is_global_zero:
+        report(best.state_key, args)
 
 
 def report(state_key: str, args: argparse.Namespace) -> None:

@@ -1,0 +1,51 @@
+"""examples/fabric_loop.py as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "fabric_loop.py"
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Run the example in a folder, with warnings as errors, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLE), *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def share_of(printed: str) -> float:
+    match = re.search(r"([0-9.]+)% of 301 new points right", printed)
+    assert match is not None, printed
+    return float(match.group(1))
+
+
+@pytest.mark.slow
+def test_the_spirals_are_told_apart_and_a_run_goes_on(tmp_path: Path) -> None:
+    first = run(tmp_path, "--epochs", "5")
+    assert "Going on" not in first
+    second = run(tmp_path, "--epochs", "10")
+    assert "Going on in epoch 6." in second
+    assert share_of(second) > 95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_two_processes_learn_as_one(strategy: str, tmp_path: Path) -> None:
+    printed = run(tmp_path, "--epochs", "10", "--devices", "2", "--strategy", strategy, "--accumulate", "1")
+    assert printed.count("epoch  10") == 1  # only rank 0 prints
+    assert share_of(printed) > 95
