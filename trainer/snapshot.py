@@ -27,6 +27,8 @@ __all__ = [
     "before_validation",
     "collect",
     "count_samples",
+    "logger_states",
+    "put_back_loggers",
     "read",
     "restore_frozen",
     "restore_loggers",
@@ -73,7 +75,7 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         if trainer.ranks_answer:
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
             states["rng_of_ranks"] = trainer.strategy.gather_objects(states["rng"])
-        states["loggers"] = _logger_states(trainer)
+        states["loggers"] = logger_states(trainer)
         if run.stream is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
             states["data"] = stream_state(run) if run is trainer._run else trainer.stream_state
@@ -164,7 +166,8 @@ def count_samples(trainer: Trainer) -> int:
     return before + sum(count - before for count in counts)
 
 
-def _logger_states(trainer: Trainer) -> dict[str, Any]:
+def logger_states(trainer: Trainer) -> dict[str, Any]:
+    """Return the states of loggers by number and class; those without any are left out."""
     states: dict[str, Any] = {}
     for index, item in enumerate(trainer.loggers):
         # A logger writes here what it has pending; one that cannot must not cost the checkpoint.
@@ -243,7 +246,11 @@ def _has_state(callback: Callback) -> bool:
 
 def restore_loggers(trainer: Trainer, content: Content) -> None:
     """Let loggers go on in the same files. Called before anything is logged."""
-    states = content.states.get("loggers", {})
+    put_back_loggers(trainer, content.states.get("loggers", {}))
+
+
+def put_back_loggers(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Let loggers go on where `logger_states` saw them."""
     for index, item in enumerate(trainer.loggers):
         state = states.get(f"{index}-{type(item).__name__}")
         if state:

@@ -57,6 +57,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         "progress_bar": dict(trainer.progress_bar_metrics),
         "should_stop": trainer.should_stop,
         "versions": trainer.output.versions(),
+        "loggers": snapshot.logger_states(trainer),
     }
     if is_fit:
         run = trainer.latest_run()

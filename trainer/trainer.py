@@ -1019,6 +1019,7 @@ class Trainer:
         self.output.latest.update(result["logged"])
         self.should_stop = result["should_stop"]
         self.output.join_versions(result["versions"])
+        snapshot.put_back_loggers(self, result["loggers"])
         for callback in self.callbacks:
             state = result["callbacks"].get(callback.state_key)
             if state:

@@ -88,6 +88,7 @@ class ProcessLauncher(InProcessLauncher):
         self._num_processes = num_processes
         self._num_nodes = num_nodes
         self._processes: dict[int, BaseProcess] = {}
+        self._server: TCPStore | None = None
 
     @property
     def starts_processes(self) -> bool:
@@ -116,7 +117,7 @@ class ProcessLauncher(InProcessLauncher):
 
     def __getstate__(self) -> dict[str, Any]:
         # It travels with the Fabric that it belongs to; the processes are only this process's children.
-        return {**self.__dict__, "_processes": {}}
+        return {**self.__dict__, "_processes": {}, "_server": None}
 
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call the function in new processes and return what it returned on the first rank of this node.
@@ -133,15 +134,13 @@ class ProcessLauncher(InProcessLauncher):
         if not self.starts_processes:
             return function(*args, **kwargs)
         self._check()
-        cluster, server = self._cluster, None
+        cluster = self._cluster
         cluster.validate_settings(self._num_processes, self._num_nodes)
-        if cluster.node_rank() == 0:
-            server = rendezvous.host_store(cluster.main_address, cluster.main_port)
         with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
             plan = _Plan(
                 folder=folder,
                 address=cluster.main_address,
-                port=cluster.main_port if server is None else server.port,
+                port=cluster.main_port,
                 node_rank=cluster.node_rank(),
                 num_processes=self._num_processes,
                 num_nodes=self._num_nodes,
@@ -150,14 +149,15 @@ class ProcessLauncher(InProcessLauncher):
             )
             call = (cluster, function, args, kwargs)
             if self.start_method == "fork":
-                plan.call = call
+                plan.call, plan.gate = call, os.pipe()
             else:
                 _write_call(call, plan, self.start_method)
             try:
-                result: R = self._run(plan, server)
+                result: R = self._run(plan)
                 return result
             finally:
                 self._stop()
+                plan.close()
 
     # -- before --------------------------------------------------------------------------------------------------
 
@@ -193,9 +193,11 @@ class ProcessLauncher(InProcessLauncher):
 
     # -- while they run ------------------------------------------------------------------------------------------
 
-    def _run(self, plan: _Plan, server: TCPStore | None) -> Any:
+    def _run(self, plan: _Plan) -> Any:
         context = multiprocessing.get_context(self.start_method)
         self._processes = {}
+        if self.start_method != "fork":
+            self._host(plan)
         with self._forwarding(plan) as asked:
             for local in range(self._num_processes):
                 process = context.Process(  # type: ignore[attr-defined]  # every context has it
@@ -203,9 +205,14 @@ class ProcessLauncher(InProcessLauncher):
                 )
                 process.start()
                 self._processes[local] = process
+            if self.start_method == "fork":
+                # Only now: a fork has the locks of the store's thread as they are at that moment, some of them held
+                # for ever. The forks wait for the port.
+                self._host(plan)
+                plan.open_gate()
             for signum in tuple(asked):  # one that came while they started
                 self.kill(signum)
-            culprit = self._wait(plan, server, asked)
+            culprit = self._wait(plan, asked)
         if asked:
             raise KeyboardInterrupt if signal.SIGINT in asked else StopBySignal
         if culprit is not None:
@@ -218,7 +225,13 @@ class ProcessLauncher(InProcessLauncher):
         # Our own file, from our own child, in a folder that is open to nobody else.
         return torch.load(plan.file(0, "result"), map_location="cpu", weights_only=False)
 
-    def _wait(self, plan: _Plan, server: TCPStore | None, asked: list[int]) -> Failure | None:
+    def _host(self, plan: _Plan) -> None:
+        """Open the store where rank 0 is; the plan's port is the right one afterwards."""
+        if plan.node_rank == 0:
+            self._server = rendezvous.host_store(plan.address, plan.port)
+            plan.port = self._server.port
+
+    def _wait(self, plan: _Plan, asked: list[int]) -> Failure | None:
         """Return when all have ended: None, or the first failure."""
         deaths: list[Failure] = []
         failed_at: float | None = None
@@ -241,7 +254,7 @@ class ProcessLauncher(InProcessLauncher):
                     deaths.append(plan.death(local, process.pid or 0, code, self.start_method))
         if failed_at is None:
             return None
-        return _first_failure(plan, server, deaths)
+        return _first_failure(plan, self._server, deaths)
 
     @contextmanager
     def _forwarding(self, plan: _Plan) -> Iterator[list[int]]:
@@ -275,6 +288,9 @@ class ProcessLauncher(InProcessLauncher):
 
     def _stop(self) -> None:
         """End what still runs, first with a request and then without, and reap it."""
+        # Not left to a traceback that somebody keeps: a later fork would have a server without its thread, and die of
+        # it when its copy is collected.
+        self._server = None
         ends = time.monotonic() + _TERMINATE_S
         self.kill(signal.SIGTERM)
         for process in self._processes.values():
@@ -348,8 +364,34 @@ class _Plan:
     settings: _Settings | None
     call: Any = None
     """(cluster, function, args, kwargs); None: in the file."""
+    gate: tuple[int, int] | None = None
+    """For forks: a pipe that brings the port when the store is open."""
     handlers: dict[int, Any] = field(default_factory=dict)
     """For forks: the signal handlers before the launch."""
+
+    def open_gate(self) -> None:
+        """Tell every fork the port."""
+        assert self.gate is not None
+        os.write(self.gate[1], self.port.to_bytes(4, "little") * self.num_processes)
+
+    def pass_gate(self) -> None:
+        """Wait for the port; called in a fork.
+
+        Raises:
+            SystemExit: The launching process has ended before.
+        """
+        if self.gate is None:
+            return
+        os.close(self.gate[1])
+        told = os.read(self.gate[0], 4)
+        if not told:
+            sys.exit(1)
+        self.port = int.from_bytes(told, "little")
+
+    def close(self) -> None:
+        """Close the pipe in the launching process."""
+        for end in self.gate or ():
+            os.close(end)
 
     def rank(self, local: int) -> int:
         return self.node_rank * self.num_processes + local
@@ -412,6 +454,7 @@ def _run_rank(local: int, plan: _Plan) -> None:
     rank = plan.rank(local)
     code = 0
     try:
+        plan.pass_gate()
         plan.file(local, "started").touch()
         _, function, args, kwargs = _prepare(local, plan)
         result = function(*args, **kwargs)
