@@ -15,7 +15,7 @@ import pytest
 from loopwright.fabric import TorchElasticEnvironment, detect_cluster
 
 PROGRAM = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 
 from loopwright.fabric import detect_cluster
@@ -30,6 +30,8 @@ facts = {
 }
 Path(f"rank{rank}.json.part").write_text(json.dumps(facts))
 Path(f"rank{rank}.json.part").rename(f"rank{rank}.json")
+while rank == 1 and not Path("rank0.json").exists():  # or the other one is ended before it has said who it is
+    time.sleep(0.01)
 if rank == 1 and "exit" in sys.argv:
     os._exit(7)
 if rank == 1 and "kill" in sys.argv:
