@@ -222,7 +222,7 @@ class ScriptLauncher(InProcessLauncher):
         if codes and not is_failing:
             if not set(codes.values()) <= _STOPPED:  # after an agreed stop every rank has said so itself
                 told = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
-                sys.stderr.write(f"\nloopwright: the script ended well here, but not on every rank: {told}.\n")
+                sys.stderr.write(f"\nloopwright: not every process ended with exit code 0: {told}.\n")
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
