@@ -19,21 +19,41 @@ if TYPE_CHECKING:
     from .accelerators import MPSAccelerator as MPSAccelerator
     from .accelerators import find_usable_cuda_devices as find_usable_cuda_devices
     from .callbacks import EMA as EMA
+    from .callbacks import BackboneFinetuning as BackboneFinetuning
+    from .callbacks import BaseFinetuning as BaseFinetuning
+    from .callbacks import BasePredictionWriter as BasePredictionWriter
+    from .callbacks import BatchSizeFinder as BatchSizeFinder
     from .callbacks import Callback as Callback
     from .callbacks import Checkpoint as Checkpoint
+    from .callbacks import DeviceStatsMonitor as DeviceStatsMonitor
     from .callbacks import EarlyStopping as EarlyStopping
     from .callbacks import EarlyStoppingReason as EarlyStoppingReason
+    from .callbacks import EMAWeightAveraging as EMAWeightAveraging
     from .callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
     from .callbacks import LambdaCallback as LambdaCallback
+    from .callbacks import LearningRateFinder as LearningRateFinder
     from .callbacks import LearningRateMonitor as LearningRateMonitor
+    from .callbacks import MemorySnapshot as MemorySnapshot
     from .callbacks import ModelCheckpoint as ModelCheckpoint
+    from .callbacks import ModelPruning as ModelPruning
     from .callbacks import ModelSummary as ModelSummary
+    from .callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from .callbacks import Preemption as Preemption
     from .callbacks import ProgressBar as ProgressBar
     from .callbacks import RichModelSummary as RichModelSummary
     from .callbacks import RichProgressBar as RichProgressBar
     from .callbacks import RichProgressBarTheme as RichProgressBarTheme
+    from .callbacks import SampleLogger as SampleLogger
+    from .callbacks import SpikeDetection as SpikeDetection
+    from .callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from .callbacks import StopFile as StopFile
+    from .callbacks import ThroughputMonitor as ThroughputMonitor
     from .callbacks import Timer as Timer
     from .callbacks import TQDMProgressBar as TQDMProgressBar
+    from .callbacks import TrainingEfficiency as TrainingEfficiency
+    from .callbacks import TrainingSpikeException as TrainingSpikeException
+    from .callbacks import WeightAveraging as WeightAveraging
+    from .callbacks import WeightStatistics as WeightStatistics
     from .checkpoint import CheckpointIO as CheckpointIO
     from .checkpoint import TorchCheckpointIO as TorchCheckpointIO
     from .checkpoint import Trusted as Trusted
@@ -61,19 +81,28 @@ if TYPE_CHECKING:
     from .fabric import is_wrapped as is_wrapped
     from .fabric import isolate_rng as isolate_rng
     from .fabric import seed_everything as seed_everything
+    from .fabric.throughput import Throughput as Throughput
+    from .fabric.throughput import measure_flops as measure_flops
+    from .loggers import CometLogger as CometLogger
     from .loggers import CSVLogger as CSVLogger
     from .loggers import DummyLogger as DummyLogger
+    from .loggers import JSONLinesLogger as JSONLinesLogger
     from .loggers import Logger as Logger
+    from .loggers import MLFlowLogger as MLFlowLogger
     from .loggers import TensorBoardLogger as TensorBoardLogger
+    from .loggers import WandbLogger as WandbLogger
     from .loggers import rank_zero_experiment as rank_zero_experiment
     from .precision import DoublePrecision as DoublePrecision
     from .precision import HalfPrecision as HalfPrecision
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
     from .precision import PrecisionPolicy as PrecisionPolicy
+    from .profilers import AdvancedProfiler as AdvancedProfiler
     from .profilers import PassThroughProfiler as PassThroughProfiler
     from .profilers import Profiler as Profiler
+    from .profilers import PyTorchProfiler as PyTorchProfiler
     from .profilers import SimpleProfiler as SimpleProfiler
+    from .profilers import XLAProfiler as XLAProfiler
     from .strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from .strategies import DataParallelStrategy as DataParallelStrategy
     from .strategies import DDPStrategy as DDPStrategy
@@ -88,6 +117,10 @@ if TYPE_CHECKING:
     from .trainer.loss import Loss as Loss
     from .trainer.module import Module as Module
     from .trainer.trainer import Trainer as Trainer
+    from .tuner import LearningRateCurve as LearningRateCurve
+    from .tuner import SchedulePreview as SchedulePreview
+    from .tuner import Tuner as Tuner
+    from .tuner import preview_schedule as preview_schedule
 
 __version__ = "0.1.0"
 
@@ -96,6 +129,11 @@ _HOME = {
     "ACCELERATOR_REGISTRY": "accelerators",
     "Accelerator": "accelerators",
     "AcceleratorRegistry": "accelerators",
+    "AdvancedProfiler": "profilers",
+    "BackboneFinetuning": "callbacks",
+    "BaseFinetuning": "callbacks",
+    "BasePredictionWriter": "callbacks",
+    "BatchSizeFinder": "callbacks",
     "CPUAccelerator": "accelerators",
     "CSVLogger": "loggers",
     "CUDAAccelerator": "accelerators",
@@ -105,69 +143,97 @@ _HOME = {
     "CheckpointIO": "checkpoint",
     "ClusterEnvironment": "fabric",
     "CombinedLoader": "data",
+    "CometLogger": "loggers",
     "ConfigError": "errors",
     "DDPStrategy": "strategies",
     "DataError": "errors",
     "DataModule": "data",
     "DataParallelStrategy": "strategies",
+    "DeviceStatsMonitor": "callbacks",
     "DoublePrecision": "precision",
     "DummyLogger": "loggers",
     "EMA": "callbacks",
+    "EMAWeightAveraging": "callbacks",
     "EarlyStopping": "callbacks",
     "EarlyStoppingReason": "callbacks",
     "Fabric": "fabric",
     "GradientAccumulationScheduler": "callbacks",
     "HalfPrecision": "precision",
+    "JSONLinesLogger": "loggers",
     "KubeflowEnvironment": "fabric",
     "LSFEnvironment": "fabric",
     "LambdaCallback": "callbacks",
     "LaunchError": "errors",
     "Launcher": "strategies",
     "LayerSync": "strategies",
+    "LearningRateCurve": "tuner",
+    "LearningRateFinder": "callbacks",
     "LearningRateMonitor": "callbacks",
     "LightningEnvironment": "fabric",
     "LocalEnvironment": "fabric",
     "Logger": "loggers",
     "LoopwrightError": "errors",
     "Loss": "trainer.loss",
+    "MLFlowLogger": "loggers",
     "MPIEnvironment": "fabric",
     "MPSAccelerator": "accelerators",
+    "MemorySnapshot": "callbacks",
     "MissingDependency": "errors",
     "MixedPrecision": "precision",
     "ModelCheckpoint": "callbacks",
+    "ModelPruning": "callbacks",
     "ModelSummary": "callbacks",
     "Module": "trainer.module",
     "ModuleError": "errors",
     "NonFiniteError": "errors",
+    "OnExceptionCheckpoint": "callbacks",
     "ParallelStrategy": "strategies",
     "PassThroughProfiler": "profilers",
     "Precision": "precision",
     "PrecisionPolicy": "precision",
+    "Preemption": "callbacks",
     "Profiler": "profilers",
     "ProgressBar": "callbacks",
+    "PyTorchProfiler": "profilers",
     "RankFailure": "errors",
     "RichModelSummary": "callbacks",
     "RichProgressBar": "callbacks",
     "RichProgressBarTheme": "callbacks",
     "SLURMEnvironment": "fabric",
     "STRATEGY_REGISTRY": "strategies",
+    "SampleLogger": "callbacks",
+    "SchedulePreview": "tuner",
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
+    "SpikeDetection": "callbacks",
+    "StochasticWeightAveraging": "callbacks",
     "StopBySignal": "errors",
+    "StopFile": "callbacks",
     "Strategy": "strategies",
     "StrategyRegistry": "strategies",
     "TQDMProgressBar": "callbacks",
     "TensorBoardLogger": "loggers",
+    "Throughput": "fabric.throughput",
+    "ThroughputMonitor": "callbacks",
     "Timer": "callbacks",
     "Topology": "strategies",
     "TorchCheckpointIO": "checkpoint",
     "TorchElasticEnvironment": "fabric",
     "TorchSyncBatchNorm": "strategies",
     "Trainer": "trainer.trainer",
+    "TrainingEfficiency": "callbacks",
+    "TrainingSpikeException": "callbacks",
     "Trusted": "checkpoint",
+    "Tuner": "tuner",
+    "WandbLogger": "loggers",
+    "WeightAveraging": "callbacks",
+    "WeightStatistics": "callbacks",
+    "XLAProfiler": "profilers",
     "find_usable_cuda_devices": "accelerators",
     "is_wrapped": "fabric",
     "isolate_rng": "fabric",
+    "measure_flops": "fabric.throughput",
+    "preview_schedule": "tuner",
     "rank_zero_experiment": "loggers",
     "seed_everything": "fabric",
 }

@@ -156,6 +156,28 @@ def _saving(numbers: dict[str, Any]) -> list[str]:
     ]
 
 
+def _logging(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        "## A thousand values per step",
+        f"Wall microseconds of the median step that logs 1,000 values and sends them to the logger at once "
+        f"(`log_every_n_steps=1`); {rows[0]['without_us']:.0f} without a logger. The queue is bounded: a logger that "
+        "cannot keep up slows the steps down in the end, and what is left is written before `fit` returns.",
+        table(
+            ("", "written at once", "queued", "fit at once, s", "fit queued, s"),
+            (
+                (
+                    row["name"],
+                    f"{row['at_once_us']:.0f}",
+                    f"**{row['queued_us']:.0f}**",
+                    f"{row['at_once_fit_s']:.2f}",
+                    f"{row['queued_fit_s']:.2f}",
+                )
+                for row in rows
+            ),
+        ),
+    ]
+
+
 def _ranks(rows: list[dict[str, Any]]) -> list[str]:
     base = rows[0]
     different = [row["name"] for row in rows if not row["weights_equal"]]
@@ -201,6 +223,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "imports": _imports,
     "first-step": _first_steps,
     "saving": _saving,
+    "logging": _logging,
     "ranks": _ranks,
     "launch": _launch,
 }

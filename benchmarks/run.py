@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from log_queue import time_logging
 from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
 from saving import time_saves
@@ -71,6 +72,8 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
             results[part] = time_saves(
                 num_parameters=2_000_000 if is_quick else 50_000_000, rounds=1 if is_quick else 5
             )
+        elif part == "logging":
+            results[part] = time_logging(num_batches=30 if is_quick else 200)
         elif part == "ranks":
             results[part] = time_steps_of_ranks(num_batches=60 if is_quick else 1000, rounds=1 if is_quick else 7)
         elif part == "launch":

@@ -16,42 +16,99 @@ from .model_checkpoint import ModelCheckpoint
 from .timer import Timer
 
 if TYPE_CHECKING:
+    from .batch_size_finder import BatchSizeFinder
+    from .device_stats_monitor import DeviceStatsMonitor
+    from .efficiency import TrainingEfficiency
     from .ema import EMA
+    from .finetuning import BackboneFinetuning, BaseFinetuning
     from .lambda_callback import LambdaCallback
     from .learning_rate_monitor import LearningRateMonitor
+    from .lr_finder import LearningRateFinder
+    from .memory_snapshot import MemorySnapshot
     from .model_summary import ModelSummary
+    from .on_exception_checkpoint import OnExceptionCheckpoint
+    from .prediction_writer import BasePredictionWriter
+    from .preemption import Preemption
     from .progress import ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
+    from .pruning import ModelPruning
     from .rich_model_summary import RichModelSummary
+    from .sample_logger import SampleLogger
+    from .spike_detection import SpikeDetection, TrainingSpikeException
+    from .stochastic_weight_averaging import StochasticWeightAveraging
+    from .stop_file import StopFile
+    from .throughput_monitor import ThroughputMonitor
+    from .weight_averaging import EMAWeightAveraging, WeightAveraging
+    from .weight_statistics import WeightStatistics
 
 __all__ = [
     "EMA",
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
     "Checkpoint",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
+    "MemorySnapshot",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
+    "OnExceptionCheckpoint",
+    "Preemption",
     "ProgressBar",
     "RichModelSummary",
     "RichProgressBar",
     "RichProgressBarTheme",
+    "SampleLogger",
+    "SpikeDetection",
+    "StochasticWeightAveraging",
+    "StopFile",
     "TQDMProgressBar",
+    "ThroughputMonitor",
     "Timer",
+    "TrainingEfficiency",
+    "TrainingSpikeException",
+    "WeightAveraging",
+    "WeightStatistics",
 ]
 
 _LATER = {
     "EMA": "ema",
+    "BackboneFinetuning": "finetuning",
+    "BaseFinetuning": "finetuning",
+    "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "batch_size_finder",
+    "DeviceStatsMonitor": "device_stats_monitor",
+    "EMAWeightAveraging": "weight_averaging",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",
+    "MemorySnapshot": "memory_snapshot",
+    "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "Preemption": "preemption",
     "ProgressBar": "progress",
     "RichModelSummary": "rich_model_summary",
     "RichProgressBar": "progress",
     "RichProgressBarTheme": "progress",
+    "SampleLogger": "sample_logger",
+    "SpikeDetection": "spike_detection",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
+    "StopFile": "stop_file",
     "TQDMProgressBar": "progress",
+    "ThroughputMonitor": "throughput_monitor",
+    "TrainingEfficiency": "efficiency",
+    "TrainingSpikeException": "spike_detection",
+    "WeightAveraging": "weight_averaging",
+    "WeightStatistics": "weight_statistics",
 }
 
 

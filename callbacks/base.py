@@ -30,11 +30,14 @@ class Callback:
     Attributes:
         replaces_weights: True for callbacks that put other weights into the module for a while (EMA): their
             `on_save_checkpoint` puts the trained ones into every checkpoint, also into one with weights only.
+        runs_first: True for callbacks that settle what others rely on (the tuner's: batch size, learning rate): the
+            Trainer puts them in front of its list.
         runs_last: True for callbacks whose hooks run after the module's and after metrics and loggers, at every event.
         hears_every_step: True for callbacks whose `on_train_batch_end` is called at the end of every step, also on a
             rank that has no batch there, with None for outputs and batch. Otherwise such a rank leaves the hook out.
     """
 
+    runs_first: bool = False
     runs_last: bool = False
     hears_every_step: bool = False
     replaces_weights: bool = False

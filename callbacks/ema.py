@@ -6,22 +6,21 @@ Evaluation may run on the average: the values are exchanged before it and put ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ConfigError, ModuleError
+from ..errors import ConfigError, ModuleError
 from .base import Callback, from_rank_zero
+from .weights import check_fit, clean_name, clones_of, kept_dtype, tensors_of, tied_names, write
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 __all__ = ["EMA"]
-
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class EMA(Callback):
@@ -124,19 +123,19 @@ class EMA(Callback):
             CheckpointError: The module has other names or shapes.
         """
         self._require_updates("copy_to()")
-        self._write(_tensors(module), self._shadow)
+        write(self._shadow, tensors_of(module), owner="EMA")
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
         """Let the module hold the average inside the `with` block, and its own values again after it."""
         self._require_updates("applied()")
-        tensors = _tensors(module)
-        raw = _clones(tensors)
-        self._write(tensors, self._shadow)
+        tensors = tensors_of(module)
+        raw = clones_of(tensors)
+        write(self._shadow, tensors, owner="EMA")
         try:
             yield module
         finally:
-            self._write(tensors, raw)
+            write(raw, tensors, owner="EMA")
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
@@ -217,8 +216,8 @@ class EMA(Callback):
     def _update(self, module: nn.Module) -> None:
         if not self._shadow:
             self._shadow = {
-                name: tensor.detach().to(device=self.device or tensor.device, dtype=_kept_dtype(tensor), copy=True)
-                for name, tensor in _tensors(module).items()
+                name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
+                for name, tensor in tensors_of(module).items()
             }
             self._bind(module)
             self.num_updates = 1
@@ -237,16 +236,16 @@ class EMA(Callback):
     def _bind(self, module: nn.Module) -> None:
         """Find which tensor of the module belongs to which average, grouped as `_update` treats them."""
         self._source = module
-        self._aliases = _tied_names(module)
+        self._aliases = tied_names(module)
         self._averaged, self._converted, self._copied = [], [], []
         if not self._shadow:
             return
-        tensors = _tensors(module)
-        _check_fit(self._shadow, tensors)
-        parameters = {_clean(name) for name, _ in module.named_parameters()}
+        tensors = tensors_of(module)
+        check_fit(self._shadow, tensors, owner="EMA")
+        parameters = {clean_name(name) for name, _ in module.named_parameters()}
         groups: dict[tuple[str, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in tensors.items():
-            average = self._shadow[name].to(device=self.device or source.device, dtype=_kept_dtype(source))
+            average = self._shadow[name].to(device=self.device or source.device, dtype=kept_dtype(source))
             self._shadow[name] = average
             is_float = source.is_floating_point() or source.is_complex()
             if not is_float or (name not in parameters and not self.use_buffers):
@@ -268,13 +267,13 @@ class EMA(Callback):
             self._bind(module)
         if trainer.ranks_answer:
             self._share_buffers(trainer, module)
-        tensors = _tensors(module)
-        self._raw = _clones(tensors)
-        self._write(tensors, self._shadow)
+        tensors = tensors_of(module)
+        self._raw = clones_of(tensors)
+        write(self._shadow, tensors, owner="EMA")
 
     def _share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
         """Take over rank 0's averages of buffers: each rank's come of its own data, and a checkpoint holds rank 0's."""
-        parameters = {_clean(name) for name, _ in module.named_parameters()}
+        parameters = {clean_name(name) for name, _ in module.named_parameters()}
         own = {name: average for name, average in self._shadow.items() if name not in parameters}
         if own:
             told = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
@@ -284,14 +283,7 @@ class EMA(Callback):
     def _swap_out(self, module: nn.Module) -> None:
         if self._raw is not None:
             raw, self._raw = self._raw, None
-            self._write(_tensors(module), raw)
-
-    def _write(self, tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        """Copy values into the module's own tensors: what holds a reference to them (optimizers, graphs) sees it."""
-        _check_fit(values, tensors)
-        with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns gradients on
-            for name, tensor in tensors.items():
-                tensor.copy_(values[name])
+            write(raw, tensors_of(module), owner="EMA")
 
     def _require_updates(self, what: str) -> None:
         if not self.num_updates:
@@ -299,45 +291,3 @@ class EMA(Callback):
                 f"EMA.{what}: the average was not updated yet.",
                 fix="train at least one step (and reach update_starting_at_step / update_starting_at_epoch) first.",
             )
-
-
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # torch.compile's wrapper
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by name, each tensor once."""
-    saved = {_clean(name) for name in module.state_dict(keep_vars=True)}
-    named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
-    return {_clean(name): tensor for name, tensor in named if _clean(name) in saved}
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the further names of tensors that have several: alias -> the name that `_tensors` uses."""
-    first = {id(tensor): name for name, tensor in _tensors(module).items()}
-    state = {_clean(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
-    return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
-
-
-def _kept_dtype(tensor: Tensor) -> torch.dtype:
-    return _WIDE.get(tensor.dtype, tensor.dtype)
-
-
-def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    with torch.inference_mode(False), torch.no_grad():
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _check_fit(values: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    problems = [f"missing {name}" for name in tensors if name not in values]
-    problems += [f"unexpected {name}" for name in values if name not in tensors]
-    problems += [
-        f"{name} has shape {tuple(values[name].shape)}, the module {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if name in values and values[name].shape != tensor.shape
-    ]
-    if problems:
-        raise CheckpointError(
-            f"EMA: the average does not fit the module: {'; '.join(problems)}.",
-            fix="resume with the module that the average was made of, or start without its state.",
-        )

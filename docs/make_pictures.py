@@ -1,7 +1,8 @@
-"""Make the pictures of README.md from a real run of `make train`; needs tmux and chromium, and is run by hand.
+"""Make the pictures of README.md and docs/ from a real run of `make train`; needs tmux and chromium, run by hand.
 
 `python docs/make_pictures.py terminal` starts the training in a terminal of its own and, when it has ended, takes its
-text with its colours. `python docs/make_pictures.py tensorboard` takes a screenshot of the curves in TensorBoard.
+text with its colours. `python docs/make_pictures.py tensorboard` takes a screenshot of the curves in TensorBoard,
+`report` one of the page that `loopwright report` makes of the run, and `watch` writes what `loopwright watch` shows.
 """
 
 from __future__ import annotations
@@ -51,11 +52,56 @@ def terminal() -> None:
     console.save_svg(str(IMAGES / "terminal.svg"), title="make train")
 
 
-def tensorboard() -> None:
-    """Write docs/img/tensorboard.png: the scalars of runs/gpt."""
+def find_browser() -> str:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("chromium is not installed")
+    return browser
+
+
+def screenshot(address: str, picture: Path, *, width: int, height: int) -> None:
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(
+            [
+                find_browser(),
+                "--headless=new",
+                "--no-sandbox",
+                "--hide-scrollbars",
+                f"--user-data-dir={profile}",
+                f"--window-size={width},{height}",
+                "--virtual-time-budget=20000",
+                f"--screenshot={picture}",
+                address,
+            ],
+            check=True,
+            capture_output=True,
+            timeout=180,
+        )
+
+
+def report() -> None:
+    """Write docs/img/report.png: the page that is made of runs/gpt."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        subprocess.run([sys.executable, "-m", "loopwright", "report", "runs/gpt", "-o", page], check=True, cwd=ROOT)
+        screenshot(page.as_uri(), IMAGES / "report.png", width=1400, height=1100)
+
+
+def watch() -> None:
+    """Write docs/img/watch.svg: the curves of runs/gpt in a terminal."""
+    from rich.console import Console
+
+    from loopwright.report import read_runs, render_terminal
+
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
+        console.print(render_terminal(read_runs([ROOT / "runs" / "gpt"]), (WIDTH, 44)))
+    console.save_svg(str(IMAGES / "watch.svg"), title="loopwright watch runs/gpt")
+
+
+def tensorboard() -> None:
+    """Write docs/img/tensorboard.png: the scalars of runs/gpt."""
+    find_browser()
     server = subprocess.Popen(
         [sys.executable, "-m", "tensorboard.main", "--logdir", "runs/gpt", "--host", "127.0.0.1", "--port", str(PORT)],
         cwd=ROOT,
@@ -63,23 +109,8 @@ def tensorboard() -> None:
     )
     try:
         _wait_for_curves()
-        with tempfile.TemporaryDirectory() as profile:
-            subprocess.run(
-                [
-                    browser,
-                    "--headless=new",
-                    "--no-sandbox",
-                    "--hide-scrollbars",
-                    f"--user-data-dir={profile}",
-                    "--window-size=1700,620",
-                    "--virtual-time-budget=20000",
-                    f"--screenshot={IMAGES / 'tensorboard.png'}",
-                    f"http://127.0.0.1:{PORT}/?forceSVG=true&tagFilter={quote(TAGS)}#timeseries",
-                ],
-                check=True,
-                capture_output=True,
-                timeout=180,
-            )
+        address = f"http://127.0.0.1:{PORT}/?forceSVG=true&tagFilter={quote(TAGS)}#timeseries"
+        screenshot(address, IMAGES / "tensorboard.png", width=1700, height=620)
     finally:
         server.terminate()
         server.wait()
@@ -100,5 +131,6 @@ def _wait_for_curves() -> None:
 
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[1:] or ["terminal", "tensorboard"]:
-        {"terminal": terminal, "tensorboard": tensorboard}[name]()
+    pictures = {"terminal": terminal, "tensorboard": tensorboard, "report": report, "watch": watch}
+    for name in sys.argv[1:] or pictures:
+        pictures[name]()

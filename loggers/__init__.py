@@ -12,13 +12,41 @@ from .base import Logger, rank_zero_experiment
 from .folder import share_version
 
 if TYPE_CHECKING:
+    from .comet_logger import CometLogger
     from .csv_logger import CSVLogger
     from .dummy import DummyLogger
+    from .json_lines import JSONLinesLogger, read_json_lines
+    from .mlflow_logger import MLFlowLogger
     from .tensorboard import TensorBoardLogger
+    from .wandb_logger import WandbLogger
+    from .write_behind import WriteBehind
 
-__all__ = ["CSVLogger", "DummyLogger", "Logger", "TensorBoardLogger", "rank_zero_experiment", "share_version"]
+__all__ = [
+    "CSVLogger",
+    "CometLogger",
+    "DummyLogger",
+    "JSONLinesLogger",
+    "Logger",
+    "MLFlowLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "WriteBehind",
+    "rank_zero_experiment",
+    "read_json_lines",
+    "share_version",
+]
 
-_LATER = {"CSVLogger": "csv_logger", "DummyLogger": "dummy", "TensorBoardLogger": "tensorboard"}
+_LATER = {
+    "CSVLogger": "csv_logger",
+    "CometLogger": "comet_logger",
+    "DummyLogger": "dummy",
+    "JSONLinesLogger": "json_lines",
+    "MLFlowLogger": "mlflow_logger",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb_logger",
+    "WriteBehind": "write_behind",
+    "read_json_lines": "json_lines",
+}
 
 
 def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 
-__all__ = ["DummyExperiment", "Logger", "current_rank", "rank_zero_experiment", "scalars"]
+if TYPE_CHECKING:
+    from .write_behind import WriteBehind
+
+__all__ = ["DummyExperiment", "Lock", "Logger", "current_rank", "rank_zero_experiment", "scalars"]
 
 
 class Logger(ABC):
@@ -23,6 +28,19 @@ class Logger(ABC):
     """
 
     LOGGER_JOIN_CHAR = "-"
+
+    # Whether the Trainer calls log_metrics and save on another thread, so that a slow disk or service does not hold a
+    # step. Everything else is called on the Trainer's own thread, after what was put off before.
+    writes_behind: bool = False
+
+    # The Trainer's queue for this logger, while there is one.
+    queue: WriteBehind | None = None
+
+    # What a point's x is: "step", "samples", "time" (seconds of training, whole) or the name of a logged metric.
+    x_axis: str = "step"
+
+    # Seconds of training up to the last row, those before a resume included. The Trainer counts.
+    wall_s: float = 0.0
 
     # Set by the Trainer when the processes are connected; before that, the environment is asked.
     known_rank: int | None = None
@@ -90,6 +108,38 @@ class Logger(ABC):
             kwargs: For loggers that take more.
         """
 
+    def log_row(self, metrics: Mapping[str, Any], step: int, axes: Mapping[str, float]) -> None:
+        """Record one row of the Trainer; by default `log_metrics` at the point that `x_axis` says.
+
+        Args:
+            metrics: Name to host number.
+            step: Training steps done.
+            axes: Where training stands otherwise: "samples", and the latest value of every metric.
+        """
+        self.log_metrics(metrics, step=self._place(step, axes))
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record pictures; by default nothing is done.
+
+        Args:
+            key: Name.
+            images: One picture or a list of them: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or
+                (H, W), floats from 0 to 1 or bytes, or a PIL image.
+            step: Training steps done; None takes the last recorded step.
+            kwargs: For loggers that take more; `caption` is a list with one text per picture.
+        """
+        return
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Record text; by default nothing is done.
+
+        Args:
+            key: Name.
+            text: The text; where the logger can show it, in Markdown.
+            step: Training steps done; None takes the last recorded step.
+        """
+        return
+
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the model's graph; by default nothing is done.
 
@@ -130,6 +180,44 @@ class Logger(ABC):
         run writes something.
         """
         return
+
+    def _catch_up(self) -> None:
+        """Let rows that the Trainer has put off come before what the user now does directly; raise nothing."""
+        if self.queue is not None:
+            self.queue.wait()
+
+    def _place(self, step: int, axes: Mapping[str, float]) -> int:
+        """Return the x of a row."""
+        if self.x_axis == "step":
+            return step
+        if self.x_axis == "time":
+            return int(self.wall_s)
+        if self.x_axis not in axes:
+            if step and not self.__dict__.get("_has_warned_of_axis"):
+                self._has_warned_of_axis = True
+                warnings.warn(
+                    f"{type(self).__name__}: nothing was logged as {self.x_axis!r} up to step {step}, which is its "
+                    "x_axis; points stand at 0 until then.",
+                    stacklevel=2,
+                )
+            return 0
+        return int(axes[self.x_axis])
+
+
+class Lock:
+    """A lock that one thread can take several times; a copy, or what was pickled, has a new one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return (Lock, ())
 
 
 class DummyExperiment:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from .base import rank_zero_experiment, scalars
+from .base import Lock, rank_zero_experiment, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 from .hyperparameters import plain_hyperparameters
 
@@ -31,6 +31,8 @@ class CSVLogger(FolderLogger):
         flush_logs_every_n_steps: Rows wait in memory until so many steps, or rows, have passed since the last write.
         root_dir: The same as `save_dir`.
     """
+
+    writes_behind = True
 
     def __init__(
         self,
@@ -56,9 +58,11 @@ class CSVLogger(FolderLogger):
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
         """The object that holds the pending rows and writes the file."""
-        if self._writer is None:
-            self._writer = ExperimentWriter(self.log_dir)
-        return self._writer
+        self._catch_up()
+        with self._lock:
+            if self._writer is None:
+                self._writer = ExperimentWriter(self.log_dir)
+            return self._writer
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add one row; it reaches the disk at the next write.
@@ -73,12 +77,13 @@ class CSVLogger(FolderLogger):
         if self.is_silent:
             return
         row = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
-        row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
-        writer = self.experiment
-        writer.log_metrics(row)
-        has_waited = chosen // self._flush_every != self._flushed_step // self._flush_every
-        if has_waited or len(writer.metrics) >= self._flush_every:
-            self.save()
+        with self._lock:
+            row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
+            writer = self.experiment
+            writer.log_metrics(row)
+            has_waited = chosen // self._flush_every != self._flushed_step // self._flush_every
+            if has_waited or len(writer.metrics) >= self._flush_every:
+                self.save()
 
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
@@ -95,9 +100,10 @@ class CSVLogger(FolderLogger):
 
     def save(self) -> None:
         """Append the pending rows to the file."""
-        if not self.is_silent and self._writer is not None and self._writer.metrics:
-            self._writer.save()
-            self._flushed_step = self._step
+        with self._lock:
+            if not self.is_silent and self._writer is not None and self._writer.metrics:
+                self._writer.save()
+                self._flushed_step = self._step
 
     def finalize(self, status: str) -> None:
         """Write the pending rows."""
@@ -141,6 +147,7 @@ class ExperimentWriter:
 
     def __init__(self, log_dir: str, *, resume_from: dict[str, Any] | None = None) -> None:
         self.log_dir = log_dir
+        self._lock = Lock()
         self.metrics: list[dict[str, int | float]] = []
         self.metrics_keys: list[str] = list(resume_from["columns"]) if resume_from else []
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
@@ -151,7 +158,8 @@ class ExperimentWriter:
 
     def log_metrics(self, metrics: Mapping[str, int | float]) -> None:
         """Add one row of numbers; `step` is among them."""
-        self.metrics.append(dict(metrics))
+        with self._lock:
+            self.metrics.append(dict(metrics))
 
     def save(self) -> None:
         """Append the pending rows; on a failure the file keeps whole rows, and the pending ones stay pending.
@@ -159,21 +167,22 @@ class ExperimentWriter:
         Raises:
             OSError: The disk is full, or the file is not writable or gone.
         """
-        if not self.metrics:
-            return
-        if not self._is_begun:
-            os.makedirs(self.log_dir, exist_ok=True)
-            if os.path.exists(self.metrics_file_path):
-                keep_old_file(self.metrics_file_path)
-            self._is_begun = True
-        columns = sorted(set(self.metrics_keys).union(*self.metrics))
-        if columns != self.metrics_keys or self._has_rows_to_drop:
-            self._write_anew(columns)
-        cells = [{key: repr(value) for key, value in row.items()} for row in self.metrics]
-        _append(self.metrics_file_path, _text(cells, columns).encode())
-        self._rows += len(cells)
-        self._last_row = cells[-1]
-        self.metrics.clear()
+        with self._lock:
+            if not self.metrics:
+                return
+            if not self._is_begun:
+                os.makedirs(self.log_dir, exist_ok=True)
+                if os.path.exists(self.metrics_file_path):
+                    keep_old_file(self.metrics_file_path)
+                self._is_begun = True
+            columns = sorted(set(self.metrics_keys).union(*self.metrics))
+            if columns != self.metrics_keys or self._has_rows_to_drop:
+                self._write_anew(columns)
+            cells = [{key: repr(value) for key, value in row.items()} for row in self.metrics]
+            _append(self.metrics_file_path, _text(cells, columns).encode())
+            self._rows += len(cells)
+            self._last_row = cells[-1]
+            self.metrics.clear()
 
     def position(self) -> dict[str, Any]:
         """Return where the file ends: rows, columns and the last row, by which the file is known again."""

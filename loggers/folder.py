@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ConfigError
-from .base import Logger, current_rank
+from .base import Lock, Logger, current_rank
 from .hyperparameters import Plain, to_yaml
 
 __all__ = ["DEFAULT_NAME", "FolderLogger", "RunFolder", "keep_old_file", "replace_file", "share_version"]
@@ -57,6 +57,7 @@ class RunFolder:
         self.known_rank: int | None = None
         self._version = version
         self._is_claimed = False
+        self._lock = Lock()  # loggers that share the folder may write on threads of their own
 
     @property
     def is_resolved(self) -> bool:
@@ -69,10 +70,11 @@ class RunFolder:
 
         On other ranks the answer is a guess until rank zero has told them.
         """
-        if self._version is None:
-            rank = current_rank() if self.known_rank is None else self.known_rank
-            self._version = self._claim_next() if rank == 0 else self._next()
-        return self._version
+        with self._lock:
+            if self._version is None:
+                rank = current_rank() if self.known_rank is None else self.known_rank
+                self._version = self._claim_next() if rank == 0 else self._next()
+            return self._version
 
     @property
     def path(self) -> str:
@@ -147,6 +149,7 @@ class FolderLogger(Logger):
             )
         self._folder = RunFolder(directory, name, version)
         self._prefix = prefix
+        self._lock = Lock()  # the Trainer's writing thread and the user's own may meet here
         self._step = -1
         self._is_resumed = False
         self._owns_hparams_file = False
@@ -221,6 +224,59 @@ class FolderLogger(Logger):
             _log.info("%s which is not where this logger was told to write.", message)
         else:
             warnings.warn(f"{message}which is gone, or does not hold what was logged then.", stacklevel=2)
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
+
+        Args:
+            key: Name; "/" makes folders.
+            images: One picture or a list; what counts as one is said at `Logger.log_image`.
+            step: None takes the last recorded step.
+            kwargs: `caption` is a list with one text per picture.
+
+        Raises:
+            ConfigError: Something is no picture, there are not as many captions, or `key` leaves the folder.
+            MissingDependency: Pillow is not installed.
+        """
+        if self.is_silent:
+            return
+        from .pictures import read_pictures, to_png  # not imported where there are no pictures
+
+        for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
+            stem = os.path.join(self._media_folder(key), f"{self._at(step)}-{number}")
+            with open(f"{stem}.png", "wb") as file:
+                file.write(to_png(pixels))
+            if options.get("caption"):
+                replace_file(f"{stem}.txt", str(options["caption"]))
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Write text as `media/<key>/<step>.txt` in the run's folder; a second one of a step replaces the first.
+
+        Args:
+            key: Name; "/" makes folders.
+            text: The text.
+            step: None takes the last recorded step.
+
+        Raises:
+            ConfigError: `key` leaves the folder.
+        """
+        if not self.is_silent:
+            replace_file(os.path.join(self._media_folder(key), f"{self._at(step)}.txt"), text)
+
+    def _media_folder(self, key: str) -> str:
+        root = os.path.join(self.log_dir, "media")
+        folder = os.path.normpath(os.path.join(root, key))
+        if not folder.startswith(f"{root}{os.sep}"):
+            raise ConfigError(
+                f"media cannot be logged as {key!r}: its folder would not be inside {root!r}.",
+                fix="use a name such as 'samples' or 'val/samples'.",
+            )
+        os.makedirs(folder, exist_ok=True)
+        return folder
+
+    def _at(self, step: int | None) -> int:
+        self._catch_up()
+        return max(self._step, 0) if step is None else int(step)
 
     def _in_folder(self, path: str) -> str:
         return path

@@ -38,6 +38,8 @@ class TensorBoardLogger(FolderLogger):
         prefix: Put before each metric's name, joined by "-".
         sub_dir: Folder inside the version's folder.
         root_dir: The same as `save_dir`.
+        x_axis: What a point's x is: "step", "samples", "time" (whole seconds of training) or the name of a logged
+            metric, such as a count of tokens.
         kwargs: For `torch.utils.tensorboard.SummaryWriter`: comment, purge_step, max_queue, flush_secs,
             filename_suffix.
 
@@ -45,6 +47,8 @@ class TensorBoardLogger(FolderLogger):
         ConfigError: An argument cannot work, or is not one of SummaryWriter's.
         MissingDependency: TensorBoard is not installed.
     """
+
+    writes_behind = True
 
     def __init__(
         self,
@@ -57,9 +61,11 @@ class TensorBoardLogger(FolderLogger):
         sub_dir: str | os.PathLike[str] | None = None,
         *,
         root_dir: str | os.PathLike[str] | None = None,
+        x_axis: str = "step",
         **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
+        self.x_axis = x_axis
         for option in kwargs:
             if option not in _WRITER_OPTIONS:
                 raise ConfigError(
@@ -88,9 +94,11 @@ class TensorBoardLogger(FolderLogger):
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         """The `torch.utils.tensorboard.SummaryWriter`; the first call imports TensorBoard and opens the event file."""
-        if self._writer is None:
-            self._writer = self._open()
-        return self._writer
+        self._catch_up()
+        with self._lock:
+            if self._writer is None:
+                self._writer = self._open()
+            return self._writer
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write one point per metric.
@@ -171,6 +179,40 @@ class TensorBoardLogger(FolderLogger):
         self._trace(model, inputs)
         self._has_graph = True
 
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Write pictures: one as `key`, several as `key/0`, `key/1`, ...
+
+        Args:
+            key: Tag.
+            images: One picture or a list; what counts as one is said at `Logger.log_image`.
+            step: None takes the last recorded step.
+            kwargs: `caption`, one text per picture, is written as text beside it.
+
+        Raises:
+            ConfigError: Something is no picture, or there are not as many captions as pictures.
+        """
+        if self.is_silent:
+            return
+        from .pictures import read_pictures  # not imported where there are no pictures
+
+        pictures = read_pictures(key, images, kwargs)
+        for number, (pixels, options) in enumerate(pictures):
+            tag = f"{key}/{number}" if len(pictures) > 1 else key
+            self.experiment.add_image(tag, pixels, self._at(step), dataformats="HWC")
+            if options.get("caption"):
+                self.experiment.add_text(f"{tag}/caption", str(options["caption"]), self._at(step))
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Write text, which TensorBoard shows as Markdown.
+
+        Args:
+            key: Tag.
+            text: The text.
+            step: None takes the last recorded step.
+        """
+        if not self.is_silent:
+            self.experiment.add_text(key, text, self._at(step))
+
     def save(self) -> None:
         """Put on disk what was written so far; does nothing, and imports nothing, before the first metric."""
         if self._writer is not None:
@@ -208,6 +250,7 @@ class TensorBoardLogger(FolderLogger):
             "files": dict(files),
             "has_hparams": self._has_hparams and not self._pending,
             "has_graph": self._has_graph,
+            **({"wall_s": self.wall_s} if self.x_axis == "time" else {}),
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -236,6 +279,7 @@ class TensorBoardLogger(FolderLogger):
         self._known_files = dict(state["files"])
         self._has_hparams = state["has_hparams"]
         self._has_graph = state["has_graph"]
+        self.wall_s = state.get("wall_s", 0.0)
         self._pending.clear()
 
     def _open(self) -> SummaryWriter:

@@ -2,50 +2,69 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, nearest
 from .base import PassThroughProfiler, Profiler
 
 if TYPE_CHECKING:
+    from .advanced import AdvancedProfiler
+    from .pytorch import PyTorchProfiler
     from .simple import SimpleProfiler
+    from .xla import XLAProfiler
 
-__all__ = ["PassThroughProfiler", "Profiler", "SimpleProfiler", "resolve_profiler"]
+__all__ = [
+    "AdvancedProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+    "XLAProfiler",
+    "resolve_profiler",
+]
 
-_LATER = ("advanced", "pytorch", "xla")
+# A run without a profiler needs none of these, and does not import them.
+_HOME = {
+    "AdvancedProfiler": "advanced",
+    "PyTorchProfiler": "pytorch",
+    "SimpleProfiler": "simple",
+    "XLAProfiler": "xla",
+}
+_BY_NAME = {home: name for name, home in _HOME.items()}
 
 
 def resolve_profiler(value: Profiler | str | None) -> Profiler | None:
     """Return the profiler that the Trainer's `profiler=` argument means; None for none.
 
     Args:
-        value: A profiler, "simple" in any case, or None.
+        value: A profiler, "simple", "advanced", "pytorch" or "xla" in any case, or None.
 
     Raises:
-        ConfigError: The value is neither, or names a profiler that this version does not have.
+        ConfigError: The value is none of these.
+        MissingDependency: "xla" without torch_xla.
     """
     if value is None or isinstance(value, Profiler):
         return value
     name = value.lower() if isinstance(value, str) else None
-    if name == "simple":
-        from .simple import SimpleProfiler
-
-        return SimpleProfiler()
-    if name in _LATER:
-        raise ConfigError(
-            f"profiler={value!r} is not in this version, which has 'simple'.",
-            fix="pass profiler='simple', or your own loopwright.profilers.Profiler.",
-        )
-    guess = nearest(name, ["simple", *_LATER]) if name is not None else ""
+    if name in _BY_NAME:
+        profiler: Profiler = __getattr__(_BY_NAME[name])()
+        return profiler
+    guess = nearest(name, _BY_NAME) if name is not None else ""
+    known = ", ".join(repr(one) for one in _BY_NAME)
     raise ConfigError(
-        f"profiler={value!r}{guess} is unknown; expected 'simple', a Profiler or None.",
+        f"profiler={value!r}{guess} is unknown; expected {known}, a Profiler or None.",
         fix="pass profiler='simple', an instance of a Profiler, or leave it out.",
     )
 
 
 def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name != "SimpleProfiler":
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .simple import SimpleProfiler
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
 
-    return SimpleProfiler
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -5,8 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["PassThroughProfiler", "Profiler"]
 
@@ -22,11 +29,32 @@ class Profiler:
     Args:
         dirpath: Directory of the report file; None takes the run's log directory.
         filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
+        steps: First and last training step of a fit to profile, as (10, 15) or "10-15", both included and counted from
+            0 at the beginning of the fit; steps of evaluation outside of fit are counted alike. None: everything.
+        ranks: Ranks to profile; None: all.
+
+    Raises:
+        ConfigError: `steps` or `ranks` cannot be.
     """
 
-    def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
+    STEP_ACTION = "run_training_step"
+    """The activity that is one training step: a window of micro-batches."""
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        *,
+        steps: tuple[int, int] | str | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.filename = filename
+        self.steps = None if steps is None else _read_steps(steps)
+        self.ranks = None if ranks is None else _read_ranks(ranks)
+        # With neither of the two, profile() is as short as it can be.
+        self._is_choosing = self.steps is not None or self.ranks is not None
+        self._steps_seen = 0
         self._stage: str | None = None
         self._local_rank: int | None = None
         self._log_dir: str | None = None
@@ -58,7 +86,38 @@ class Profiler:
         Args:
             action_name: Name of the activity; also what `with ... as` gives.
         """
+        if self._is_choosing and not self._is_chosen(action_name):
+            return nullcontext(action_name)
         return _Activity(self, action_name)
+
+    def _is_chosen(self, action_name: str) -> bool:
+        """Whether the activity is to be profiled. Called once for each activity, before it."""
+        if self.ranks is not None and self.local_rank not in self.ranks:
+            return False
+        if self.steps is None:
+            return True
+        if self.is_step(action_name):
+            self._steps_seen += 1
+        now = self._steps_seen - 1
+        return self.steps[0] <= now <= self.steps[1]
+
+    def is_step(self, action_name: str) -> bool:
+        """Whether the activity is one step of the present stage: an optimizer step in fit, else a batch.
+
+        Args:
+            action_name: Name of the activity.
+        """
+        if self._stage in (None, "fit"):
+            return action_name == self.STEP_ACTION
+        return action_name.endswith((".validation_step", ".test_step", ".predict_step"))
+
+    def watch(self, module: nn.Module) -> None:
+        """Know the module of the run. Called before `setup`.
+
+        Args:
+            module: The user's module.
+        """
+        return
 
     def summary(self) -> str:
         """Return the report as text; empty if there is nothing to say."""
@@ -75,6 +134,7 @@ class Profiler:
         self._stage = stage
         self._local_rank = local_rank
         self._log_dir = log_dir
+        self._steps_seen = 0
 
     def teardown(self, stage: str | None = None) -> None:
         """End a run; what was recorded stays readable until the next `setup`.
@@ -100,12 +160,21 @@ class Profiler:
         self.teardown(self._stage)
 
     def _report_path(self) -> str | None:
+        return None if self.filename is None else self.path_of("txt")
+
+    def path_of(self, extension: str, *names: str) -> str | None:
+        """Return the path of a file of this rank; None where no directory is known.
+
+        Args:
+            extension: Of the file.
+            names: Further parts of the file's name: `<stage>-<filename>[-<rank>][-<name>].<extension>`.
+        """
         directory = self.dirpath if self.dirpath is not None else self._log_dir
-        if self.filename is None or directory is None:
+        if directory is None:
             return None
-        parts = [self._stage, self.filename, None if self._local_rank is None else str(self._local_rank)]
+        parts = [self._stage, self.filename, None if self._local_rank is None else str(self._local_rank), *names]
         name = "-".join(part for part in parts if part)
-        return os.path.join(directory, re.sub(r'[<>:"/\\|?*\x00-\x1f]', "_", name) + ".txt")
+        return os.path.join(directory, re.sub(r'[<>:"/\\|?*\x00-\x1f]', "_", name) + f".{extension}")
 
 
 class PassThroughProfiler(Profiler):
@@ -133,3 +202,28 @@ class _Activity(AbstractContextManager[str]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._profiler.stop(self._name)
+
+
+def _read_steps(steps: tuple[int, int] | str) -> tuple[int, int]:
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", steps) if isinstance(steps, str) else None
+    pair = (match[1], match[2] or match[1]) if match else steps
+    wrong = ConfigError(
+        f"profiler: steps={steps!r} is no window of steps.",
+        fix='pass the first and the last step to profile, both included: steps=(10, 15) or steps="10-15".',
+    )
+    try:
+        first, last = (int(one) for one in pair)
+    except (TypeError, ValueError) as error:
+        raise wrong from error
+    if not 0 <= first <= last:
+        raise wrong
+    return first, last
+
+
+def _read_ranks(ranks: Sequence[int]) -> frozenset[int]:
+    chosen = [ranks] if isinstance(ranks, int) else list(ranks)
+    if not chosen or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in chosen):
+        raise ConfigError(
+            f"profiler: ranks={ranks!r} holds no ranks.", fix="pass a list of numbers from 0, such as ranks=[0]."
+        )
+    return frozenset(chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
@@ -52,14 +52,22 @@ class SimpleProfiler(Profiler):
         dirpath: Directory of the report file; None takes the run's log directory.
         filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
         extended: Whether the table has calls, shortest, longest and percentages beside mean and total.
+        steps: Training steps to profile, see `Profiler`.
+        ranks: Ranks to profile, see `Profiler`.
     """
 
     MAX_DURATIONS = 1000
 
     def __init__(
-        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        extended: bool = True,
+        *,
+        steps: tuple[int, int] | str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(dirpath, filename)
+        super().__init__(dirpath, filename, steps=steps, ranks=ranks)
         self.extended = extended
         self._clock = perf_counter_ns
         self._is_over = False

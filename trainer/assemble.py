@@ -22,6 +22,7 @@ from ..errors import ConfigError, DataError, ModuleError, nearest
 from .eval_loop import EvalLoader
 from .hooks import find_override
 from .run import Run, StepPlan
+from .step import step_schedules
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -49,16 +50,15 @@ def merge_callbacks(callbacks: list[Callback], from_module: Any) -> list[Callbac
 
 
 def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks in the user's order, checkpoints last; refuse two that would share one state.
+    """Return the callbacks in the user's order, the tuner's first and checkpoints last; refuse two with one state key.
 
     Raises:
         ConfigError: Two callbacks with state have the same `state_key`.
     """
     from ..callbacks import Checkpoint
 
-    ordered = [c for c in callbacks if not isinstance(c, Checkpoint)] + [
-        c for c in callbacks if isinstance(c, Checkpoint)
-    ]
+    # A stable sort: what settles the plan of a run comes first, checkpoints last.
+    ordered = sorted(callbacks, key=lambda c: 2 if isinstance(c, Checkpoint) else 0 if c.runs_first else 1)
     seen: dict[str, Callback] = {}
     for callback in ordered:
         if find_override(callback, "state_dict", (Callback,)) is None:
@@ -247,6 +247,7 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         unscale=(lambda: fabric.unscale_gradients(optimizer))
         if optimizer is not None and fabric.precision.has_scaler
         else None,
+        step_schedules=step_schedules,
     )
 
 

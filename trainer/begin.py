@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from .trainer import Trainer
 
-__all__ = ["STAGE_OF", "attach", "begin_evaluation", "begin_fit", "split_datamodule"]
+__all__ = ["STAGE_OF", "attach", "begin_evaluation", "begin_fit", "build_optimizers", "split_datamodule"]
 
 STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
 
@@ -193,7 +193,7 @@ def begin_fit(
         snapshot.restore_module(trainer, run, content)
         snapshot.restore_loggers(trainer, content)
     _agree_on_folders(trainer, "fit")
-    _build_optimizers(run)
+    build_optimizers(run)
     restore = snapshot.restore_training(trainer, run, content) if content is not None else None
     trainer.write_hyperparameters()
     trainer.state.stage = "train"
@@ -225,10 +225,14 @@ def _agree_on_folders(trainer: Trainer, verb: str) -> None:
     trainer.output.agree(trainer.strategy)
     if trainer.profiler is not None:
         rank = trainer.global_rank if trainer.world_size > 1 else None
+        module = trainer.lightning_module
+        assert module is not None
+        trainer.profiler.watch(module)
         trainer.profiler.setup(stage=verb, local_rank=rank, log_dir=trainer.log_dir)
 
 
-def _build_optimizers(run: Run) -> None:
+def build_optimizers(run: Run) -> None:
+    """Let the module make its optimizers and schedules; once per fit, and again when the tuner has set their rate."""
     module = run.module
     returned = cast(Any, module).configure_optimizers()
     if returned is None:

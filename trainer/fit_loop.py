@@ -100,6 +100,8 @@ class FitLoop:
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
         self._asked_at = -1
         run.lifecycle.on_train_start()
+        timeline = self._trainer.timeline
+        timeline.begin(run, rest="optimizer" if self._step is closure_step else "loop")
         if run.progress.epoch_open:
             self._reopen_epoch(run)
         if restore is not None:
@@ -111,6 +113,7 @@ class FitLoop:
             self._epoch(run)
             if agreement is not None:
                 agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+        timeline.end(run)
         run.lifecycle.on_train_end()
 
     def _reopen_epoch(self, run: Run) -> None:
@@ -124,9 +127,12 @@ class FitLoop:
     def _epoch(self, run: Run) -> None:
         """Run one epoch, or the rest of one that was left open."""
         progress, trainer = run.progress, self._trainer
+        timeline = trainer.timeline
         is_whole = not progress.epoch_open
         if is_whole:
+            timeline.enter("epoch")
             self._open_epoch(run)
+            timeline.leave()
         progress.epoch_paused = False
         stream = run.stream
         assert stream is not None
@@ -135,8 +141,12 @@ class FitLoop:
         self._look_at = self._when_to_look(run)
         accumulate = trainer.accumulation_for_epoch(progress.epochs)
         step, agreement = self._step, run.agreement
+        if trainer.profiler is not None:
+            step = run.lifecycle.bracketed(step, "run_training_step")
         is_skipped = progress.epoch_left
         while True:
+            if progress.total_batches >= timeline.due:
+                timeline.open(run)
             size = 0 if is_skipped else stream.remaining(accumulate)
             if not size or progress.batches_in_epoch >= self._look_at:
                 if self._validation_is_due(run, is_epoch_over=not size):
@@ -150,8 +160,14 @@ class FitLoop:
             if not size or progress.steps >= self.max_steps != -1 or (trainer.should_stop and self.stops_here):
                 break
             is_skipped = not step(run, size)
+            if timeline.is_open:
+                timeline.close(run)
+        if timeline.is_open:
+            timeline.drop(run)
         is_over = not size
+        timeline.enter("epoch")
         self._close_epoch(run, is_over=is_over, is_stuck=is_whole and progress.steps == steps_before)
+        timeline.leave()
 
     def _open_epoch(self, run: Run) -> None:
         progress = run.progress

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,6 +37,7 @@ class Guard:
 
     Attributes:
         requested: The signal that asked the run to end, None while there is none.
+        requested_at_s: When it first did, in seconds of the monotonic clock.
         watch: Looks after the other ranks; None with one process.
         gate: Where the ranks agree on where to stop; None with one process.
         heard: How many signals the handler got to see: less than came, while the main thread is in C++.
@@ -44,6 +46,7 @@ class Guard:
     def __init__(self, requeue: signal.Signals | None = None) -> None:
         self._requeue = requeue
         self.requested: signal.Signals | None = None
+        self.requested_at_s: float | None = None
         self.watch: Watch | None = None
         self.gate: StopGate | None = None
         self.heard = 0
@@ -54,11 +57,27 @@ class Guard:
         if threading.current_thread() is threading.main_thread():
             numbers = (signal.SIGINT, signal.SIGTERM)
             for number in numbers if self._requeue is None else (*numbers, self._requeue):
-                earlier = signal.getsignal(number)
-                # A handler of the user's own stays: it knows better what its program wants.
-                if earlier in (signal.SIG_DFL, signal.default_int_handler):
-                    self._earlier[number] = signal.signal(number, self._on_signal)
+                self.listen_to(number)
         return self
+
+    def listen_to(self, number: signal.Signals) -> bool:
+        """Let a signal end this run as SIGTERM does; called in the main thread, while the run is guarded.
+
+        Returns:
+            Whether it will: a handler of the user's own stays, it knows better what its program wants.
+        """
+        if number not in self._earlier and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            self._earlier[number] = signal.signal(number, self._on_signal)
+        return number in self._earlier
+
+    def request(self) -> None:
+        """End the run as a signal would: between two steps, on all ranks alike. Called from any thread.
+
+        Where the cluster can put the job back into the queue, it does, as after its own warning.
+        """
+        if self.requested is None:
+            self.requested_at_s = time.monotonic()
+            self.requested = self._requeue or signal.SIGTERM
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,6 +104,12 @@ class Guard:
         if self._earlier and watch.signal_pipe is not None:
             self._has_pipe = _write_signals_to(watch.signal_pipe)
 
+    def rejoin(self) -> None:
+        """Take this run's place in the ranks' agreement again, after a run within it had it; on every rank."""
+        assert self.watch is not None
+        self.watch.begin_run()
+        self.watch.guard = self
+
     def _disconnect(self) -> None:
         watch, gate = self.watch, self.gate
         if watch is None or gate is None:
@@ -102,6 +127,8 @@ class Guard:
         self.heard += 1
         if self.requested is not None and name is signal.SIGINT:
             raise KeyboardInterrupt
+        if self.requested_at_s is None:
+            self.requested_at_s = time.monotonic()
         # SIGTERM after Ctrl-C still means that the process is to go.
         self.requested = name
 

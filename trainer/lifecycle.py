@@ -266,6 +266,10 @@ class Lifecycle:
         """Whether anybody listens to the event."""
         return name in self._heard
 
+    def does_anything(self, name: str) -> bool:
+        """Whether the event calls anything: a listener, or the trainer itself."""
+        return getattr(self, name) is not _unheard
+
     def own(self, name: str) -> Hook | None:
         """Return the user's override of a hook that is no event: data module's first, then module's; None without.
 

@@ -65,6 +65,11 @@ class Loaders:
         self._module, self._datamodule, self._given = module, datamodule, given
         self.train, self.eval, self.sanity = None, {}, None
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The loaders that were passed to the verb, by stage; None where none was."""
+        return self._given
+
     def hook(self, stage: str) -> Callable[[], Any] | None:
         """Return the data module's or the module's loader hook, None where neither defines it."""
         name = LOADER_OF[stage]

@@ -1,11 +1,14 @@
 """Where logged numbers go: all loggers of a Trainer, none of which may stop the training. One per Trainer.
 
-With several ranks only rank 0's loggers are told anything; the others know in which folder it writes.
+A logger with `writes_behind` gets its rows on a thread of its own, in order; anything else that it is told comes after
+the rows before it. With several ranks only rank 0's loggers are told anything; the others know in which folder it
+writes.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from ..loggers import Logger, share_version
 from ..loggers.folder import FolderLogger
 
 if TYPE_CHECKING:
+    from ..loggers.write_behind import WriteBehind
     from ..strategies import Strategy
 
 __all__ = ["LogOutput"]
@@ -40,6 +44,9 @@ class LogOutput:
 
     def __init__(self, logger: Any, *, root: str, is_trial: bool) -> None:  # Any: checked here
         self._broken: set[int] = set()
+        self._queues: dict[int, WriteBehind] = {}
+        self._is_running = False  # only then is there an end at which queues are drained
+        self._clock_s = time.monotonic()
         self.is_silent = False
         self._loggers: list[Logger] = []
         self.latest: dict[str, float] = {}
@@ -91,9 +98,11 @@ class LogOutput:
     def agree(self, strategy: Strategy) -> None:
         """Let every rank know in which folders rank 0 writes; there are folders from then on.
 
-        Called by the Trainer on every rank, after a resumed run has taken its earlier folders back. Nothing with one
-        process: there a folder is taken when something is written.
+        Called by the Trainer on every rank when a verb begins, after a resumed run has taken its earlier folders back.
+        With one process a folder is taken when something is written.
         """
+        self._is_running = True
+        self._clock_s = time.monotonic()
         if strategy.world_size == 1:
             return
         from ..callbacks.rank_zero import decided_on_rank_zero  # not imported where there is one process
@@ -118,9 +127,20 @@ class LogOutput:
                 logger.join_version(version)
 
     def tell(self, logger: Logger, action: Callable[[], Any]) -> None:
-        """Let a logger do something, on rank 0. One that fails is said once and left out from then on."""
-        if self.is_silent or id(logger) in self._broken:
-            return
+        """Let a logger do something, on rank 0, after the rows that it was given.
+
+        One that fails is said once and left out from then on.
+        """
+        if not (self.is_silent or id(logger) in self._broken):
+            self._try(logger, lambda: self._after_rows(logger, action))
+
+    def _after_rows(self, logger: Logger, action: Callable[[], Any]) -> None:
+        queue = self._queues.get(id(logger))
+        if queue is not None:
+            queue.settle()
+        action()
+
+    def _try(self, logger: Logger, action: Callable[[], Any]) -> None:
         try:
             action()
         # Loggers are other people's code and services: anything may come, and none of it is worth a training.
@@ -129,19 +149,52 @@ class LogOutput:
             log.exception("%s failed and is left out from now on; training goes on", type(logger).__name__)
             warnings.warn(
                 f"{type(logger).__name__} failed and is left out from now on: {type(error).__name__}: {error}",
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def write(self, row: Mapping[str, float], step: int) -> None:
-        """Send a row of host numbers to every logger."""
+    def write(self, row: Mapping[str, float], step: int, *, samples: int = 0) -> None:
+        """Send a row of host numbers to every logger.
+
+        Args:
+            row: Name to host number.
+            step: The row's step.
+            samples: Samples that all ranks have trained on.
+        """
         self.latest.update(row)
+        now = time.monotonic()
+        passed_s, self._clock_s = now - self._clock_s, now
+        if self.is_silent:
+            return
+        axes = {"samples": samples, **self.latest} if self._loggers else {}
         for logger in self._loggers:
-            self.tell(logger, lambda logger=logger: _write(logger, row, step))  # type: ignore[misc]
+            if id(logger) in self._broken:
+                continue
+            write = lambda logger=logger: _write(logger, row, step, axes, passed_s)  # noqa: E731
+            if self._is_running and isinstance(logger, Logger) and logger.writes_behind:
+                self._try(logger, lambda logger=logger, write=write: self._queue(logger).put(write))  # type: ignore[misc]
+            else:
+                self.tell(logger, write)
+
+    def _queue(self, logger: Logger) -> WriteBehind:
+        queue = self._queues.get(id(logger))
+        if queue is None:
+            from ..loggers.write_behind import WriteBehind  # not imported before the first row
+
+            queue = logger.queue = self._queues[id(logger)] = WriteBehind()
+        return queue
 
     def finalize(self, status: str) -> None:
-        """Close every logger: "success" or "failed"."""
+        """Write what waits and close every logger: "success" or "failed"."""
         for logger in self._loggers:
             self.tell(logger, lambda logger=logger: logger.finalize(status))  # type: ignore[misc]
+        self._is_running = False
+        # Settled by now, but for loggers that have failed.
+        queues, self._queues = self._queues, {}
+        for logger in self._loggers:
+            if isinstance(logger, Logger):
+                logger.queue = None
+        for queue in queues.values():
+            queue.abandon()
 
     def write_hyperparameters(self, owners: Sequence[Any], graph_of: Any) -> None:
         """Send the hyperparameters of module and data module, and the module's graph.
@@ -172,6 +225,10 @@ class LogOutput:
                 self.tell(logger, lambda logger=logger: logger.log_graph(graph_of))  # type: ignore[misc]
 
 
-def _write(logger: Logger, row: Mapping[str, float], step: int) -> None:
-    logger.log_metrics(dict(row), step=step)
+def _write(logger: Logger, row: Mapping[str, float], step: int, axes: Mapping[str, float], passed_s: float) -> None:
+    if isinstance(logger, Logger):
+        logger.wall_s += passed_s
+        logger.log_row(dict(row), step, axes)
+    else:
+        logger.log_metrics(dict(row), step=step)
     logger.save()

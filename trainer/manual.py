@@ -70,7 +70,12 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
     reduce_gradients(run, optimizer)
     run.fabric.unscale_gradients(optimizer)
     run.lifecycle.on_before_optimizer_step(optimizer)
+    timeline = run.trainer.timeline
+    if timeline.is_open:
+        timeline.enter("optimizer")
     has_stepped = run.fabric.optimizer_step(optimizer, closure)
+    if timeline.is_open:
+        timeline.leave()
     if has_stepped:
         run.stepped.append(optimizer)
     return has_stepped

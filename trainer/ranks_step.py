@@ -19,7 +19,7 @@ from .loss import Loss, read_loss
 from .ranks import check_first_batch
 from .ranks_loss import RanksWindowLoss
 from .run import Run
-from .step import detached_mean, drop_window, finish_window, outputs_of, step_schedules
+from .step import detached_mean, drop_window, finish_window, outputs_of
 
 __all__ = ["ranks_step"]
 
@@ -103,7 +103,7 @@ def ranks_step(run: Run, size: int) -> bool:
             progress.total_batches += index + 1 - first
             progress.samples += samples
             if run.schedulers:
-                step_schedules(run)
+                plan.step_schedules(run)
             run.at_boundary = True
         if has_batch:
             life.on_train_batch_end(outputs_of(output, seen) if plan.hears_batch_end else None, batch, index)

@@ -51,6 +51,7 @@ class StepPlan:
         hears_batch_end: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is wanted by anybody.
         unscale: Unscales gradients before clipping, None where nothing scales.
+        step_schedules: Steps the schedules that are due.
     """
 
     transfer: Callable[[Any], Any]
@@ -65,6 +66,7 @@ class StepPlan:
     hears_batch_end: bool
     needs_loss: bool
     unscale: Callable[[], None] | None
+    step_schedules: Callable[[Run], None]
 
 
 @dataclass(frozen=True, slots=True)

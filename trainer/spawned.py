@@ -40,6 +40,9 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     result: dict[str, Any] = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if module is not None:
         trainer.take_back(unwrapped(module), result)
+        for callback in trainer.callbacks:
+            if callback.runs_first and hasattr(callback, "write_found"):  # the tuner's: a later verb uses it, too
+                callback.write_found(trainer, (unwrapped(module), arguments.get("datamodule")))
     return result["returned"]
 
 
@@ -66,5 +69,6 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         content["checkpoint"] = move_to_device(snapshot.collect(trainer, run, is_weights_only=False), _CPU)
         content["progress"] = trainer.progress.state_dict()
         content["stream"] = trainer.stream_state
+        content["timeline"] = trainer.timeline
     content["callbacks"] = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     return content if trainer.is_global_zero else {}

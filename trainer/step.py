@@ -98,7 +98,7 @@ def automatic_step(run: Run, size: int) -> bool:
             progress.total_batches += index + 1 - first
             progress.samples += samples
             if run.schedulers:
-                step_schedules(run)
+                plan.step_schedules(run)
             run.at_boundary = True
         life.on_train_batch_end(outputs_of(output, seen) if plan.hears_batch_end else None, batch, index)
         if is_last:
@@ -252,7 +252,7 @@ def closure_step(run: Run, size: int) -> bool:
     progress.total_batches += len(batches)
     progress.samples += sum(find_batch_size(batch) or 0 for batch in batches)
     if run.schedulers:
-        step_schedules(run)
+        plan.step_schedules(run)
     for offset, (batch, (output, seen)) in enumerate(zip(batches, outputs, strict=True)):
         run.at_boundary = offset == len(batches) - 1
         life.on_train_batch_end(outputs_of(output, seen), batch, first + offset)

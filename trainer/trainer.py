@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..strategies import Strategy
     from .agreement import Agreement
+    from .timeline import Timeline
 
 __all__ = ["Trainer"]
 
@@ -96,7 +97,7 @@ class Trainer:
         benchmark: Value for torch.backends.cudnn.benchmark.
         inference_mode: Evaluate under torch.inference_mode rather than no_grad.
         use_distributed_sampler: Whether to shard the data over ranks.
-        profiler: "simple", or a Profiler.
+        profiler: "simple", "advanced", "pytorch", "xla", or a Profiler.
         detect_anomaly: Whether autograd looks for NaN in fit.
         barebones: Turn off everything that costs: checkpoints, logging, bar, summary, sanity check.
         plugins: Precision, CheckpointIO, ClusterEnvironment; one, or a list with one of each.
@@ -203,6 +204,7 @@ class Trainer:
         self._run: Run | None = None
         self._last_run: Run | None = None
         self._guard = Guard()
+        self._timeline: Timeline | None = None
         self._toggles = manual.Toggles()
         self._results: Mapping[str, float] = {}
         self._is_in_exception = False
@@ -435,6 +437,12 @@ class Trainer:
         watch.describe = self.place
         self._guard.connect(watch)
 
+    def rejoin_ranks(self) -> None:
+        """Go on with the other ranks after a run within this run; on every rank, called by the tuner."""
+        if self.fabric.watch is not None and self._run is not None and self._guard.watch is not None:
+            self.fabric.watch.describe = self.place
+            self._guard.rejoin()
+
     def apply_layer_sync(self, module: nn.Module) -> None:
         """Let batch norms see the batches of all ranks during fit, where that was asked for."""
         sync = self.fabric.layer_sync
@@ -570,6 +578,8 @@ class Trainer:
         finally:
             self._is_in_exception = False
         self.output.finalize("failed")
+        if self.profiler is not None:
+            self.profiler.teardown(self.state.fn)
 
     def _place(self, run: Run) -> str:
         """Return where the run is, for an error's note."""
@@ -586,15 +596,30 @@ class Trainer:
         """The regular end of a verb."""
         run.lifecycle.teardown(self.state.fn)
         self.output.finalize("success")
+        if self.state.fn == "fit":
+            self._describe_run()
         if self.profiler is not None:
             if self.is_global_zero and self.profiler.filename is None:
                 self.print(self.profiler.summary())
             self.profiler.describe()
 
+    def _describe_run(self) -> None:
+        """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
+        folder = getattr(self.logger, "log_dir", None)
+        if not self.is_global_zero or self._arguments.fast_dev_run or not folder or not os.path.isdir(folder):
+            return
+        from ..report import write_environment  # not imported where nothing is logged
+
+        write_environment(folder)
+        if self.timeline.is_enabled:
+            self.timeline.save(os.path.join(folder, "timeline.json"))
+
     def _detach(self) -> None:
         """Undo what beginning the run attached; the module stays on its device."""
         run, self._run = self._run, None
         self.ckpt_path = None
+        if self._timeline is not None:
+            self._timeline.end(run)
         if run is not None:
             # What a fit built stays readable, and can be saved, after the same module was evaluated.
             if self.state.fn == "fit" or self._last_run is None or self._last_run.module is not run.module:
@@ -631,11 +656,15 @@ class Trainer:
         """Ask for new loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
         every = self._arguments.reload_dataloaders_every_n_epochs
         if every and self.progress.epochs and self.progress.epochs % every == 0:
-            if run.stream is not None:
-                run.stream.shut_down()
-            self._take_stream(run)
-            self.loaders.drop_validation()
-            self.loaders.open_validation()
+            self.reload_loaders(run)
+
+    def reload_loaders(self, run: Run) -> None:
+        """Ask for new loaders now; called between two epochs, also by the tuner when it changed the batch size."""
+        if run.stream is not None:
+            run.stream.shut_down()
+        self._take_stream(run)
+        self.loaders.drop_validation()
+        self.loaders.open_validation()
 
     def _take_stream(self, run: Run) -> None:
         stream = run.stream = self.loaders.open_training()
@@ -674,7 +703,7 @@ class Trainer:
         elif run.is_automatic:  # else the module may be accumulating
             run.module.zero_grad()
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
-        validate(run, data)
+        self.timeline.timed("validation", validate)(run, data)
         restore_rng(before.rng)
         run.before_validation = None
         self.state.stage = "train"
@@ -707,9 +736,11 @@ class Trainer:
         # On several ranks the step alone decides: whether to stop is not known to all of them yet.
         stops = self.should_stop and not run.has_ranks
         if every and (self.progress.steps % every == 0 or stops or self._arguments.fast_dev_run):
+            self.timeline.enter("logging")
             row, probed = run.metrics.read_step(run.watch.probe())
             if row:
                 self.log_metrics(row)
+            self.timeline.leave()
             run.watch.judge(probed, self.progress)
         elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
@@ -781,7 +812,12 @@ class Trainer:
             at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self.records_at
             row.setdefault("epoch", at[1])
             step = max(at[0] - 1, 0)
-        self.output.write(row, step)
+        self.timeline.timed("logging", self.output.write)(row, step, samples=self._samples_of_all_ranks())
+
+    def _samples_of_all_ranks(self) -> int:
+        # Without asking the other ranks: rank 0 takes as many samples as each of them, but for an uneven last batch.
+        before = self.samples_before
+        return before + (self.progress.samples - before) * self.world_size
 
     def write_hyperparameters(self) -> None:
         """Send hyperparameters of module and data module to the loggers; called once per run."""
@@ -843,7 +879,7 @@ class Trainer:
             )
         if not weights_only and not self._is_in_exception and self._arguments.nonfinite_loss == "raise":
             run.watch.look(self.progress)
-        run.lifecycle.bracketed(self._write_checkpoint, "save_checkpoint")(
+        self.timeline.timed("checkpoint", run.lifecycle.bracketed(self._write_checkpoint, "save_checkpoint"))(
             run, filepath, is_weights_only=bool(weights_only), storage_options=storage_options
         )
 
@@ -933,6 +969,16 @@ class Trainer:
         """Latest value of everything logged: shape (), on the device. Reading one waits for the device."""
         return self._metrics.callback_metrics()
 
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
+        if self._timeline is None:
+            from .timeline import Timeline  # not imported before it is asked for
+
+            self._timeline = Timeline()
+            self._timeline.is_enabled = not self._arguments.barebones
+        return self._timeline
+
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
         return self._metrics.metric_step(name)
@@ -1010,6 +1056,7 @@ class Trainer:
             self.fabric.precision.convert_module(module).load_state_dict(checkpoint["state_dict"])
             self.progress.load_state_dict(result["progress"])
             self.stream_state = result["stream"]
+            self._timeline = result["timeline"]
             self._spawned_checkpoint = checkpoint
         self._spawned_module = module
         self.state.fn, self.state.status = result["state"]
@@ -1154,6 +1201,11 @@ class Trainer:
     def interrupted(self) -> bool:
         """Whether the last run failed or was interrupted."""
         return self.state.status == "interrupted"
+
+    @property
+    def guard(self) -> Guard:
+        """What watches the present run for signals, or watched the last one: callbacks may ask it to end the run."""
+        return self._guard
 
     @property
     def is_last_batch(self) -> bool:

@@ -16,8 +16,9 @@ LAYERS = (
     {"strategies"},
     {"checkpoint", "data"},
     {"fabric"},
-    {"callbacks", "loggers", "profilers"},
+    {"callbacks", "loggers", "profilers", "report"},
     {"trainer"},
+    {"tuner"},
     {"cli"},
     {"__main__"},
 )
@@ -26,6 +27,8 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # Imports within a function that go to the side or up: (file, imported part) and why.
 DOCUMENTED = {
     ("checkpoint/rebuild.py", "data"): "puts saved hyperparameters into the module that it builds",
+    ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",
+    ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",
     ("data/module.py", "checkpoint"): "DataModule.load_from_checkpoint reads a checkpoint",
 }
 

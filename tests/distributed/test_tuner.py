@@ -74,6 +74,26 @@ def test_the_tuner_before_fit_finds_the_same_on_all_ranks() -> None:
     assert first[0] == 16
 
 
+def test_what_started_processes_found_comes_back() -> None:
+    torch.manual_seed(1)
+    module = Searched()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    plan = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_fork", "limit_val_batches": 0, "max_epochs": 1}
+    silent = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    tuner = Tuner(lw.Trainer(**plan, **silent))
+    assert tuner.scale_batch_size(module) == module.batch_size == 16
+    curve = tuner.lr_find(module, num_training=15)
+    assert curve is not None
+    assert module.lr == curve.suggestion()
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    finders = [BatchSizeFinder(max_val=8), LearningRateFinder(num_training_steps=15)]
+    trainer = lw.Trainer(**plan, **silent, callbacks=finders)
+    trainer.fit(module)
+    assert trainer.global_step == 4
+    assert module.batch_size == finders[0].optimal_batch_size == 8
+    assert module.lr == finders[1].optimal_lr.suggestion()
+
+
 class Smaller(Searched):
     """Rank 1 has less memory than rank 0."""
 
@@ -108,11 +128,10 @@ class FailsOnOne(Searched):
 def failing(rank: int, size: int, *, in_fit: bool) -> str:
     torch.manual_seed(1)
     module = FailsOnOne(rank)
+    trainer = make_trainer(size, *([BatchSizeFinder()] if in_fit else []))
+    search = trainer.fit if in_fit else Tuner(trainer).scale_batch_size
     with pytest.raises((KeyError, lw.RankFailure)) as caught:
-        if in_fit:
-            make_trainer(size, BatchSizeFinder()).fit(module)
-        else:
-            Tuner(make_trainer(size)).scale_batch_size(module)
+        search(module)
     return type(caught.value).__name__
 
 

@@ -4,9 +4,17 @@ import logging
 from pathlib import Path
 
 import pytest
+from toys import Net, loader, net, quiet
 
 from loopwright.errors import ConfigError
-from loopwright.profilers import PassThroughProfiler, Profiler, SimpleProfiler, resolve_profiler
+from loopwright.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+    resolve_profiler,
+)
 
 
 class Recorder(Profiler):
@@ -97,15 +105,14 @@ def test_none_and_instances_are_taken_as_they_are() -> None:
     assert resolve_profiler(profiler) is profiler
 
 
-@pytest.mark.parametrize("value", ["advanced", "PyTorch", "xla"])
-def test_later_profilers_say_so(value: str) -> None:
-    with pytest.raises(ConfigError, match="not in this version"):
-        resolve_profiler(value)
+@pytest.mark.parametrize(("value", "kind"), [("advanced", AdvancedProfiler), ("PyTorch", PyTorchProfiler)])
+def test_others_by_name(value: str, kind: type) -> None:
+    assert type(resolve_profiler(value)) is kind
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("simpel", "did you mean 'simple'"), ("", "expected 'simple'"), (True, "expected 'simple'"), (3, "expected")],
+    [("simpel", "did you mean 'simple'"), ("", "expected 'advanced'"), (True, "expected 'advanced'"), (3, "expected")],
 )
 def test_unknown_profilers_are_errors(value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -115,3 +122,76 @@ def test_unknown_profilers_are_errors(value: object, message: str) -> None:
 def test_a_class_is_not_an_instance() -> None:
     with pytest.raises(ConfigError, match="an instance"):
         resolve_profiler(SimpleProfiler)
+
+
+# --- a window of steps, and chosen ranks ----------------------------------------------------------------------------
+
+
+def windowed(**options: object) -> Recorder:
+    profiler = Recorder()
+    Profiler.__init__(profiler, **options)  # type: ignore[arg-type]
+    profiler.setup("fit", local_rank=1)
+    for _ in range(4):
+        with profiler.profile("run_training_step"), profiler.profile("a"):
+            pass
+    return profiler
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"), [((1, 2), 2), ("1-2", 2), ("3", 1), ("2-9", 2), ("7-9", 0), ([0, 3], 4), (None, 4)]
+)
+def test_a_window_of_steps_is_profiled_whole(steps: object, count: int) -> None:
+    activity = ["start run_training_step", "start a", "stop a", "stop run_training_step"]
+    assert windowed(steps=steps).events == activity * count
+
+
+@pytest.mark.parametrize(("ranks", "count"), [([0], 0), ([0, 1], 4), (1, 4), (None, 4)])
+def test_ranks_can_be_chosen(ranks: object, count: int) -> None:
+    assert windowed(ranks=ranks).events.count("start a") == count
+
+
+def test_a_window_counts_from_the_beginning_of_each_run() -> None:
+    profiler = windowed(steps="0")
+    profiler.setup("fit")
+    with profiler.profile("run_training_step"):
+        pass
+    assert profiler.events.count("start run_training_step") == 2
+
+
+@pytest.mark.parametrize("steps", ["a-b", "5-3", (1,), 7, (-1, 2), ""])
+def test_a_wrong_window_is_an_error(steps: object) -> None:
+    with pytest.raises(ConfigError, match="no window of steps"):
+        SimpleProfiler(steps=steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [[], [-1], ["0"], [True]])
+def test_wrong_ranks_are_an_error(ranks: object) -> None:
+    with pytest.raises(ConfigError, match="no ranks"):
+        SimpleProfiler(ranks=ranks)  # type: ignore[arg-type]
+
+
+def test_a_window_of_a_trainer_holds_those_steps_only() -> None:
+    profiler = SimpleProfiler(steps=(2, 3))
+    quiet(max_epochs=1, profiler=profiler, accumulate_grad_batches=2).fit(net(), loader(20))
+    counts = {name: len(times) for name, times in profiler.recorded_durations.items()}
+    assert counts["run_training_step"] == 2
+    assert counts["[Strategy]SingleDeviceStrategy.training_step"] == 4
+    assert counts["[Strategy]SingleDeviceStrategy.optimizer_step"] == 2
+
+
+def test_a_profiler_knows_the_module_and_hears_of_a_failure() -> None:
+    class Watching(Recorder):
+        module: object = None
+
+        def watch(self, module: object) -> None:
+            self.module = module
+
+    class Failing(Net):
+        def training_step(self, batch: object, batch_idx: int) -> None:
+            raise KeyError("planned")
+
+    profiler, module = Watching(), net(Failing)
+    with pytest.raises(KeyError, match="planned"):
+        quiet(max_epochs=1, profiler=profiler).fit(module, loader())
+    assert profiler.module is module
+    assert profiler.events[-1] == "teardown fit"

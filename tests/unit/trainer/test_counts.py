@@ -171,6 +171,7 @@ def test_a_step_takes_at_most_twenty_five_python_calls_more_than_the_hand_writte
 
         return python_calls(run)
 
+    trained(1)  # imports what a first fit needs, which is no part of a step
     ours = (trained(60) - trained(20)) / 40
     theirs = (by_hand(60) - by_hand(20)) / 40
     assert ours - theirs <= 25

@@ -1,0 +1,147 @@
+"""Finds the batch size at the beginning of a verb. The search itself is the tuner's (tuner/batch_size.py)."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+__all__ = ["BatchSizeFinder"]
+
+_log = logging.getLogger(__name__)
+
+
+class BatchSizeFinder(Callback):
+    """Search for the largest batch size that fits into memory, when a verb begins, and use it.
+
+    The search runs copies and leaves nothing behind. A resumed training takes the size that the first run found; each
+    validate, test and predict searches for itself. To search at other moments of fit, override
+    `on_train_epoch_start` and call `scale_batch_size` there.
+
+    Args:
+        mode: "power" doubles until memory is used up; "binsearch" then halves the gap.
+        steps_per_trial: Steps of each trial.
+        init_val: First size.
+        max_trials: Most sizes to try.
+        batch_arg_name: Attribute or hyperparameter of module or data module with which their loaders are built.
+        margin: "binsearch": share of the size found that is left free, where memory was the limit.
+        max_val: Largest size to try; the number of samples is another bound.
+        keep_global_batch: Whether a step shall have as many samples as before: the size divides the present one times
+            `accumulate_grad_batches`, which is raised accordingly. Training is then the same, but for rounding.
+
+    Attributes:
+        optimal_batch_size: What was found; `init_val` before.
+
+    Raises:
+        ConfigError: The arguments make no sense; when the verb begins: loaders were passed to it, no such attribute,
+            or nothing fits.
+    """
+
+    SUPPORTED_MODES = ("power", "binsearch")
+    runs_first = True
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+        *,
+        keep_global_batch: bool = False,
+    ) -> None:
+        from ..tuner.batch_size import Search  # not imported by those who use other callbacks
+
+        self._search = Search(
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, keep_global_batch
+        )  # fmt: skip
+        self.optimal_batch_size = init_val
+        self._accumulate: int | None = None
+        self._has_searched = False
+
+    @property
+    def state_key(self) -> str:
+        """Depends on the attribute."""
+        return self._generate_state_key(batch_arg_name=self._search.batch_arg_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what fit searched for and found."""
+        if not self._has_searched:
+            return {}
+        return {"optimal_batch_size": self.optimal_batch_size, "accumulate_grad_batches": self._accumulate}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what an earlier run found."""
+        self.optimal_batch_size = state_dict["optimal_batch_size"]
+        self._accumulate = state_dict["accumulate_grad_batches"]
+        self._has_searched = True
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Set the size that the saved run found, before loaders are opened: their positions are counted by it."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.state.fn == "fit" and state:
+            self.load_state_dict(state)
+            self.write_found(trainer, (pl_module, trainer.datamodule))
+
+    def write_found(self, trainer: Trainer, owners: tuple[Any, ...]) -> None:
+        """Set what fit found earlier: before a checkpoint, or in the processes that trained.
+
+        Args:
+            trainer: Its accumulation is set, where it keeps the global batch.
+            owners: Module and data module; None in the place of one that there is not.
+        """
+        from ..tuner.setting import write_setting
+
+        if self._has_searched:
+            write_setting(owners, self._search.batch_arg_name, self.optimal_batch_size)
+            if self._accumulate is not None:
+                trainer.accumulate_grad_batches = self._accumulate
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Search for validate, test and predict: their loaders are opened after this."""
+        if stage != "fit":
+            self._search_unless_trial(trainer, stage, is_set_up=False)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Search for fit, unless training is under way already."""
+        if trainer.progress.total_batches or trainer.ckpt_path is not None:
+            if not self._has_searched and trainer.is_global_zero:
+                _log.info("BatchSizeFinder: training is under way, with the batch size that its data began with.")
+            return
+        self._search_unless_trial(trainer, "fit", is_set_up=True)
+
+    def _search_unless_trial(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
+        if trainer.fast_dev_run:
+            warnings.warn("BatchSizeFinder does nothing with fast_dev_run", stacklevel=3)
+            return
+        self._find(trainer, method, is_set_up=is_set_up)
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: Any) -> None:
+        """Search now, within fit, and train with what is found; on every rank, between two epochs or before."""
+        if not trainer.at_step_boundary or trainer.progress.epoch_open:
+            raise ConfigError(
+                "BatchSizeFinder.scale_batch_size was called within an epoch, where the training data is being read.",
+                fix="call it in on_fit_start or on_train_epoch_start.",
+            )
+        self._find(trainer, "fit", is_set_up=True)
+
+    def _find(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
+        from ..tuner.batch_size import find_batch_size_that_fits, set_batch_size
+        from ..tuner.trial import Subject
+
+        subject = Subject.of_run(trainer, is_set_up=is_set_up)
+        found = find_batch_size_that_fits(subject, method, self._search)
+        set_batch_size(subject, method, self._search.batch_arg_name, found)
+        self.optimal_batch_size = found.size
+        if method == "fit":
+            self._has_searched, self._accumulate = True, found.accumulate_grad_batches
+        if trainer.is_global_zero:
+            _log.info("BatchSizeFinder: %s is set to %d.", self._search.batch_arg_name, found.size)

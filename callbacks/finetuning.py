@@ -1,0 +1,396 @@
+"""Fine-tuning: train a part of the module first, and more of it later. Built by users.
+
+A frozen parameter that is unfrozen gets a parameter group of its own. A resumed run has the same groups again before
+the optimizer's state is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import CheckpointError, ConfigError
+from .base import Callback
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..trainer.trainer import Trainer
+
+__all__ = ["BackboneFinetuning", "BaseFinetuning", "multiplicative"]
+
+_log = logging.getLogger(__name__)
+
+Modules = nn.Module | Iterable[Any]  # Any: modules, and iterables of them to any depth
+
+
+def multiplicative(epoch: int) -> float:
+    """Return 2: the factor by which `BackboneFinetuning` raises the backbone's rate at each epoch."""
+    return 2.0
+
+
+class BaseFinetuning(Callback):
+    """Freeze parts of the module before training and unfreeze them later: the base of such callbacks.
+
+    Subclasses define `freeze_before_training` and `finetune_function`. Parameters that are frozen when optimizers are
+    built are best left out of them (`filter(lambda p: p.requires_grad, self.parameters())`); `finetune_function` adds
+    them with `unfreeze_and_add_param_group`.
+
+    ```python
+    class HeadFirst(lw.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.encoder)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 3:
+                self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
+    ```
+
+    Checkpoints hold the names of the parameters of each group. When a run is resumed, groups that were added during
+    training are added again. On several ranks gradients of unfrozen parameters are averaged from the next step on.
+
+    Raises:
+        ConfigError: DeepSpeed, whose optimizers take no further groups.
+        CheckpointError: A parameter of a saved group is not in the module.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, list[list[str]]] = {}  # of the parameters of each group of each optimizer
+        self._counts: dict[int, int] = {}  # of the groups that configure_optimizers made
+        self._untracked: list[str] = []  # batch norms whose running statistics are frozen
+        self._is_resumed = False
+        self._pending: dict[int, Any] = {}  # whole states of optimizers whose groups are still to be added
+
+    # --- what subclasses define ------------------------------------------------------------------------------------
+
+    def freeze_before_training(self, pl_module: nn.Module) -> None:
+        """Freeze what is not to be trained at first; called at the beginning of fit, before optimizers are built."""
+        raise NotImplementedError(f"{type(self).__name__} has to define freeze_before_training(pl_module)")
+
+    def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze what is due; called at the start of each epoch, counted from 0, with each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} has to define finetune_function(pl_module, epoch, optimizer)")
+
+    # --- what they use ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return the modules, within these, that have no children or have parameters of their own."""
+        if isinstance(modules, nn.ModuleDict):
+            modules = modules.values()
+        if isinstance(modules, Iterable):
+            return [one for part in modules for one in BaseFinetuning.flatten_modules(part)]
+        return [one for one in modules.modules() if not list(one.children()) or one._parameters]
+
+    @staticmethod
+    def filter_params(
+        modules: Modules, train_bn: bool = True, requires_grad: bool = True
+    ) -> Generator[nn.Parameter, None, None]:
+        """Give the parameters that are trained, or with requires_grad=False those that are not.
+
+        Args:
+            modules: A module, or any structure of them.
+            train_bn: False leaves batch norms out.
+            requires_grad: Which parameters.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and not train_bn:
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad == requires_grad:
+                    yield parameter
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Let all parameters be trained, and batch norms keep running statistics."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm):
+                module.track_running_stats = True
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad = True
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze a module's own parameters; a batch norm's running statistics stay as they are."""
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze all parameters.
+
+        Args:
+            modules: A module, or any structure of them.
+            train_bn: Leave batch norms trainable.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and train_bn:
+                BaseFinetuning.make_trainable(module)
+            else:
+                BaseFinetuning.freeze_module(module)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that the optimizer does not have yet; warn of the others."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        new: list[nn.Parameter] = []
+        old: list[nn.Parameter] = []
+        for parameter in params:
+            (old if id(parameter) in known else new).append(parameter)
+        if old:
+            warnings.warn(
+                f"{len(old)} parameters that are unfrozen are in {type(optimizer).__name__} already and stay in their "
+                "groups; leave frozen parameters out in configure_optimizers: "
+                "filter(lambda p: p.requires_grad, self.parameters())",
+                stacklevel=3,
+            )
+        return new
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze modules and train them in a parameter group of their own.
+
+        Args:
+            modules: A module, or any structure of them.
+            optimizer: Gets the group.
+            lr: Its learning rate; None: that of the first group divided by `initial_denom_lr`.
+            initial_denom_lr: See lr.
+            train_bn: False leaves parameters of batch norms out of the group.
+        """
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        # Batch norms, say, that were never frozen: they stay where they are, and nobody has to be warned of it.
+        trained = {id(parameter) for parameter in BaseFinetuning.filter_params(modules)} & known
+        BaseFinetuning.make_trainable(modules)
+        first = optimizer.param_groups[0]
+        rate = float(first["lr"]) / initial_denom_lr if lr is None else lr
+        chosen = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        parameters = BaseFinetuning.filter_on_optimizer(optimizer, (one for one in chosen if id(one) not in trained))
+        if parameters:
+            group: dict[str, Any] = {"params": parameters, "lr": rate}
+            if "initial_lr" in first:  # schedules look for it in every group
+                group["initial_lr"] = rate
+            optimizer.add_param_group(group)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Freeze at the beginning of fit."""
+        if stage != "fit":
+            return
+        if str(getattr(trainer.strategy, "strategy_name", "")).startswith("deepspeed"):
+            raise ConfigError(
+                f"{type(self).__name__}: DeepSpeed's optimizers take no parameter groups during training.",
+                fix="use another strategy, or freeze for good with requires_grad=False.",
+            )
+        self._names, self._counts, self._pending, self._is_resumed = {}, {}, {}, False
+        self.freeze_before_training(pl_module)
+        self._untracked = _untracked(pl_module)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Hold back the states of groups that were added during training, until `on_fit_start` has added them."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.state.fn != "fit" or not state:
+            return
+        optimizers = checkpoint.get("optimizer_states", [])
+        for index, count in state["groups_at_start"].items():
+            if index < len(optimizers) and len(optimizers[index]["param_groups"]) > count:
+                self._pending[index] = optimizers[index]
+                optimizers[index] = _first_groups(optimizers[index], count)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep which groups there were, for `on_fit_start`."""
+        self._names = {int(index): names for index, names in state_dict["internal_optimizer_metadata"].items()}
+        self._untracked = list(state_dict["untracked_norms"])
+        self._is_resumed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters' names of each group, how many groups there were at first, and frozen batch norms."""
+        return {
+            "internal_optimizer_metadata": dict(self._names),
+            "groups_at_start": dict(self._counts),
+            "untracked_norms": list(self._untracked),
+        }
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Add the groups that a checkpoint has more than configure_optimizers made, and put their states back."""
+        self._counts = {index: len(optimizer.param_groups) for index, optimizer in enumerate(trainer.optimizers)}
+        if self._is_resumed:
+            self._is_resumed = False
+            for path, module in pl_module.named_modules():
+                if isinstance(module, _BatchNorm):
+                    module.track_running_stats = path not in self._untracked
+        known = dict(pl_module.named_parameters())
+        for index, state in self._pending.items():
+            optimizer = trainer.optimizers[index]
+            for names in self._names[index][self._counts[index] :]:
+                missing = [name for name in names if name not in known]
+                if missing:
+                    raise CheckpointError(
+                        f"{type(self).__name__}: the checkpoint trains parameters that the module has not: "
+                        f"{', '.join(missing)}.",
+                        fix="resume with the module of the run that saved it.",
+                    )
+                optimizer.add_param_group({"params": [known[name] for name in names]})
+            trainer.strategy.load_optimizer_state(optimizer, state, trainer.model)
+        self._pending = {}
+        self._note_groups(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Let the subclass unfreeze, and note which groups there are now."""
+        for optimizer in trainer.optimizers:
+            self.finetune_function(pl_module, trainer.current_epoch, optimizer)
+        self._note_groups(trainer, pl_module)
+
+    def _note_groups(self, trainer: Trainer, module: nn.Module) -> None:
+        name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = {
+            index: [[name_of.get(id(one), "") for one in group["params"]] for group in optimizer.param_groups]
+            for index, optimizer in enumerate(trainer.optimizers)
+        }
+        self._untracked = _untracked(module)
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train the head alone, and from an epoch on `pl_module.backbone` as well, at a rate that rises to the head's.
+
+    Args:
+        unfreeze_backbone_at_epoch: The epoch, counted from 0.
+        lambda_func: `epoch -> factor` by which the backbone's rate is multiplied at the start of each later epoch; gets
+            the number of the epoch counted from 1.
+        backbone_initial_ratio_lr: The backbone's first rate as a part of the head's.
+        backbone_initial_lr: The backbone's first rate; None: by the ratio.
+        should_align: Let the backbone's rate not exceed the head's.
+        initial_denom_lr: Accepted for compatibility; the first rate is never divided by it.
+        train_bn: Train the backbone's batch norms from the beginning.
+        verbose: Say both rates in the log at each epoch.
+        rounding: Digits of the rates in the log.
+
+    Raises:
+        ConfigError: A wrong argument, or the module has no `backbone`.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        problems = []
+        if not isinstance(unfreeze_backbone_at_epoch, int) or unfreeze_backbone_at_epoch < 0:
+            problems.append(f"unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch!r} (expected 0 or more)")
+        if not callable(lambda_func):
+            problems.append(f"lambda_func={lambda_func!r} (expected a function of the epoch)")
+        if backbone_initial_lr is None and not backbone_initial_ratio_lr > 0:
+            problems.append(f"backbone_initial_ratio_lr={backbone_initial_ratio_lr!r} (expected a positive number)")
+        if backbone_initial_lr is not None and not backbone_initial_lr > 0:
+            problems.append(f"backbone_initial_lr={backbone_initial_lr!r} (expected a positive number, or None)")
+        if problems:
+            raise ConfigError(f"BackboneFinetuning: {', '.join(problems)}.", fix="correct these arguments.")
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+        self.previous_backbone_lr: float | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The class and what tells instances apart."""
+        return self._generate_state_key(unfreeze_backbone_at_epoch=self.unfreeze_backbone_at_epoch)
+
+    def freeze_before_training(self, pl_module: nn.Module) -> None:
+        """Freeze the backbone."""
+        backbone = getattr(pl_module, "backbone", None)
+        if not isinstance(backbone, nn.Module):
+            raise ConfigError(
+                f"BackboneFinetuning: {type(pl_module).__name__}.backbone is {type(backbone).__name__}, expected a "
+                "module.",
+                fix="name the part that is to be frozen first `backbone`, or subclass BaseFinetuning.",
+            )
+        self.previous_backbone_lr = None
+        self.freeze(backbone, train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze the backbone when it is time, and raise its rate in later epochs."""
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        backbone: nn.Module = pl_module.backbone  # type: ignore[assignment]  # freeze_before_training has checked it
+        head_lr = float(optimizer.param_groups[0]["lr"])
+        if self.previous_backbone_lr is None:
+            rate = self.backbone_initial_lr
+            rate = head_lr * self.backbone_initial_ratio_lr if rate is None else rate
+            self.previous_backbone_lr = rate
+            self.unfreeze_and_add_param_group(backbone, optimizer, lr=rate, train_bn=self.train_bn)
+        else:
+            group = _group_within(optimizer, backbone)
+            if group is None:  # another optimizer has it, or the user put it into one group with the head
+                return
+            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            rate = min(rate, head_lr) if self.should_align else rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+            self.previous_backbone_lr = rate
+        if self.verbose:
+            _log.info(
+                "epoch %d: learning rate of the head %s, of the backbone %s",
+                epoch,
+                round(head_lr, self.rounding),
+                round(rate, self.rounding),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups and the backbone's rate."""
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put both back."""
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+
+def _first_groups(state: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return an optimizer's state without the groups after the first `count`."""
+    groups = state["param_groups"][:count]
+    kept = {index for group in groups for index in group["params"]}
+    return {**state, "param_groups": groups, "state": {key: one for key, one in state["state"].items() if key in kept}}
+
+
+def _untracked(module: nn.Module) -> list[str]:
+    return [path for path, one in module.named_modules() if isinstance(one, _BatchNorm) and not one.track_running_stats]
+
+
+def _group_within(optimizer: Optimizer, module: nn.Module) -> dict[str, Any] | None:
+    """Return the last group that holds parameters of this module only."""
+    own = {id(parameter) for parameter in module.parameters()}
+    group: dict[str, Any]
+    for group in reversed(optimizer.param_groups):
+        if group["params"] and all(id(parameter) in own for parameter in group["params"]):
+            return group
+    return None

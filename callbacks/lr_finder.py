@@ -1,0 +1,139 @@
+"""Finds the learning rate at the beginning of fit. The search itself is the tuner's (tuner/lr_find.py)."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+    from ..tuner.lr_curve import LearningRateCurve
+
+__all__ = ["LearningRateFinder"]
+
+_log = logging.getLogger(__name__)
+
+
+class LearningRateFinder(Callback):
+    """Search for a learning rate when fit begins, and train with it.
+
+    The search trains a copy and leaves nothing behind. It is done once per training: a resumed run takes the rate that
+    the first one found. To search at other moments, override `on_train_epoch_start` and call `lr_find` there.
+
+    Args:
+        min_lr: First rate of the search.
+        max_lr: Last rate.
+        num_training_steps: Optimizer steps of the search.
+        mode: "exponential" or "linear".
+        early_stop_threshold: Stop when the smoothed loss is so many times the lowest; None never stops early.
+        update_attr: Whether to train with the suggestion: the attribute or hyperparameter is set, and optimizers and
+            schedules are made from it.
+        attr_name: Name of the attribute; "" takes `lr` or `learning_rate`.
+
+    Attributes:
+        optimal_lr: The curve, with its suggestion; None before the search.
+
+    Raises:
+        ConfigError: The arguments make no sense; at the start of fit: several optimizers, or no such attribute.
+    """
+
+    SUPPORTED_MODES = ("linear", "exponential")
+    runs_first = True
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        from ..tuner.lr_find import check_search  # not imported by those who use other callbacks
+
+        check_search(
+            min_lr=min_lr, max_lr=max_lr, num_training=num_training_steps, mode=mode,
+            early_stop_threshold=early_stop_threshold,
+        )  # fmt: skip
+        self._range = (mode, min_lr, max_lr, num_training_steps)
+        self._threshold = early_stop_threshold
+        self._update_attr = update_attr
+        self._attr_name = attr_name
+        self._found: tuple[str, float] | None = None
+        self.optimal_lr: LearningRateCurve | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Depends on the range and the attribute."""
+        return self._generate_state_key(range=self._range, attr_name=self._attr_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve, and what was set."""
+        if self.optimal_lr is None:
+            return {}
+        return {"curve": self.optimal_lr.state_dict(), "found": None if self._found is None else list(self._found)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what an earlier run found."""
+        from ..tuner.lr_curve import LearningRateCurve
+
+        self.optimal_lr = LearningRateCurve.from_state(state_dict["curve"])
+        found = state_dict["found"]
+        self._found = None if found is None else (found[0], found[1])
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Set the rate that the saved run found, before optimizers are made."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.state.fn == "fit" and state:
+            self.load_state_dict(state)
+            self.write_found(trainer, (pl_module, trainer.datamodule))
+
+    def write_found(self, trainer: Trainer, owners: tuple[Any, ...]) -> None:
+        """Set what was found earlier: before a checkpoint, or in the processes that trained.
+
+        Args:
+            trainer: Not used.
+            owners: Module and data module; None in the place of one that there is not.
+        """
+        from ..tuner.setting import write_setting
+
+        if self._found is not None and self._update_attr:
+            write_setting(owners, *self._found)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Search, unless training is under way already."""
+        if trainer.fast_dev_run:
+            warnings.warn("LearningRateFinder does nothing with fast_dev_run", stacklevel=2)
+            return
+        if trainer.progress.total_batches or trainer.ckpt_path is not None:
+            if self.optimal_lr is None and trainer.is_global_zero:
+                _log.info("LearningRateFinder: training is under way, with the learning rate of its optimizer.")
+            return
+        self.lr_find(trainer, pl_module)
+
+    def lr_find(self, trainer: Trainer, pl_module: Any) -> None:
+        """Search now, and train with what is found; on every rank, between two epochs or before the first."""
+        from ..tuner.lr_curve import LearningRateCurve
+        from ..tuner.lr_find import find_learning_rate, name_of_rate, set_learning_rate
+        from ..tuner.trial import Subject
+
+        if not trainer.at_step_boundary or trainer.progress.epoch_open:
+            raise ConfigError(
+                "LearningRateFinder.lr_find was called within an epoch, where the training data is being read.",
+                fix="call it in on_fit_start or on_train_epoch_start.",
+            )
+        subject = Subject.of_run(trainer, is_set_up=True)
+        name = name_of_rate(subject, self._attr_name) if self._update_attr else None
+        curve = find_learning_rate(subject, LearningRateCurve(*self._range), self._threshold)
+        self.optimal_lr = curve
+        lr = curve.suggestion()
+        if lr is not None and name is not None:
+            self._found = (name, lr)
+            set_learning_rate(subject, name, lr)
+            if trainer.is_global_zero:
+                _log.info("LearningRateFinder: %s is set to %.4g.", name, lr)

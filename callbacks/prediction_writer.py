@@ -1,0 +1,132 @@
+"""Write predictions while they are made. Subclassed by users, who say how one batch or all of them are written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..data.batch_indices import IndexRecord, record_indices
+from ..data.move import move_to_device
+from ..errors import ConfigError, ModuleError
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+__all__ = ["BasePredictionWriter"]
+
+_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+
+class BasePredictionWriter(Callback):
+    """Write what `predict_step` returns: override `write_on_batch_end`, `write_on_epoch_end`, or both.
+
+    Both are called on every rank, with that rank's own predictions: name files by `trainer.global_rank`. To write more
+    than fits into memory use write_interval="batch" and `trainer.predict(..., return_predictions=False)`.
+
+    Args:
+        write_interval: "batch", "epoch", or "batch_and_epoch": which of the two methods is called.
+
+    Raises:
+        ConfigError: There is no such interval.
+        ModuleError: At the beginning of predict: the method that the interval calls is not overridden.
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        interval = getattr(write_interval, "value", write_interval)
+        if interval not in _INTERVALS:
+            raise ConfigError(
+                f"{type(self).__name__}: write_interval={write_interval!r}, expected one of {list(_INTERVALS)}.",
+                fix="choose one of them.",
+            )
+        self.interval: str = interval
+        self._on_batch = interval != "epoch"
+        self._on_epoch = interval != "batch"
+        self._records: list[IndexRecord | None] = []
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[list[Any] | None]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        prediction: Any,
+        batch_indices: list[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the prediction of one batch.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            prediction: What `predict_step` returned, on the device.
+            batch_indices: Which samples of the data set the batch has; None where that cannot be known: an iterable
+                data set, batches in a list.
+            batch: The batch, on the device.
+            batch_idx: Its number among those of this rank and loader.
+            dataloader_idx: Number of the loader.
+        """
+        raise NotImplementedError
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: Any, predictions: list[Any], batch_indices: list[list[list[Any] | None]]
+    ) -> None:
+        """Write the predictions of all batches of this rank.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            predictions: What `predict_step` returned for each batch, on the CPU; a list of such lists for several
+                loaders.
+            batch_indices: For each loader, for each batch, what `write_on_batch_end` gets.
+        """
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse a writer that would write nothing."""
+        if stage != "predict":
+            return
+        wanted = {"write_on_batch_end": self._on_batch, "write_on_epoch_end": self._on_epoch}
+        missing = [
+            name for name, is_wanted in wanted.items()
+            if is_wanted and getattr(type(self), name) is getattr(BasePredictionWriter, name)
+        ]  # fmt: skip
+        if missing:
+            raise ModuleError(
+                f"{type(self).__name__}: write_interval={self.interval!r} calls {' and '.join(missing)}, which "
+                "it does not define.",
+                fix=f"define {missing[0]}, or choose another write_interval.",
+            )
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Begin to note which samples the loaders read."""
+        data = trainer.loaders.eval["predict"]
+        self._records = []
+        for number, loader in enumerate(data.loaders):
+            data.loaders[number], record = record_indices(loader)
+            self._records.append(record)
+        self._predictions = [[] for _ in data.loaders]
+        self._indices = [[] for _ in data.loaders]
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write the batch, keep it for the end, or both."""
+        record = self._records[dataloader_idx]
+        indices = record.next() if record is not None else None
+        if self._on_batch:
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self._on_epoch:
+            self._predictions[dataloader_idx].append(move_to_device(outputs, torch.device("cpu")))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write all batches."""
+        if self._on_epoch:
+            predictions: list[Any] = self._predictions
+            one = predictions[0] if len(predictions) == 1 else predictions
+            self.write_on_epoch_end(trainer, pl_module, one, self._indices)
+        self._records, self._predictions, self._indices = [], [], []

@@ -1,0 +1,79 @@
+"""Which samples of the data set each batch of an evaluation is made of. Used by callbacks/prediction_writer.py."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .eval_shard import EvalShard
+from .indexed import is_indexed
+from .steady import SteadyLoader
+from .worker import Numbered
+
+__all__ = ["IndexRecord", "record_indices"]
+
+
+class IndexRecord:
+    """Stands for a sampler or batch sampler, and writes down what it gives to the loader.
+
+    A loader with workers asks for indices before it gives their batches; it gives them in the order in which it asked.
+
+    Args:
+        sampler: What is asked for indices.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._handed: deque[list[Any]] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._handed.clear()
+        # Not within the generator: some samplers draw when iteration begins, and are asked things right after.
+        return self._note(iter(self._sampler))
+
+    def _note(self, given_by_sampler: Iterator[Any]) -> Iterator[Any]:
+        for given in given_by_sampler:
+            index = given.index if isinstance(given, Numbered) else given
+            self._handed.append(list(index) if isinstance(index, list | tuple) else [index])
+            yield given
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_sampler":  # a copy asks before there is anything to ask
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def next(self) -> list[Any] | None:
+        """Return the indices of the next batch that the loader gives; None if it did not ask for any."""
+        return self._handed.popleft() if self._handed else None
+
+
+def record_indices(loader: Any) -> tuple[Any, IndexRecord | None]:  # Any: what an evaluation loop reads
+    """Return a loader that gives the same batches, and the record of their indices in the data set.
+
+    Args:
+        loader: What `shard_eval` or `steady` returned; of a DataLoader the copy is recorded, not the user's own.
+
+    Returns:
+        The loader to read from, and None where indices cannot be known: of an iterable data set, of batches in a list,
+        of a DataLoader that gives batches in another order than it asked for them.
+    """
+    is_ours = isinstance(loader, SteadyLoader | EvalShard)
+    read = loader._copy if is_ours else loader
+    if not isinstance(read, DataLoader) or not is_indexed(loader.loader if is_ours else read):
+        return loader, None
+    if not getattr(read, "in_order", True):
+        return loader, None
+    name = "sampler" if read.batch_sampler is None else "batch_sampler"
+    record = IndexRecord(getattr(read, name))
+    if not is_ours:
+        loader = read = copy.copy(read)
+    object.__setattr__(read, name, record)  # DataLoader refuses plain assignment
+    object.__setattr__(read, "_iterator", None)
+    return loader, record

@@ -1,0 +1,203 @@
+"""CometLogger: an experiment at Comet, online or offline. The library is imported when something is first recorded."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, nearest
+from .base import rank_zero_experiment
+from .hyperparameters import Plain
+from .service import ServiceLogger, require_package
+
+__all__ = ["CometLogger"]
+
+_OPTIONS = (
+    "disabled", "log_code", "log_graph", "parse_args", "display_summary_level", "log_git_metadata", "log_git_patch",
+    "log_env_details", "log_env_gpu", "log_env_host", "log_env_cpu", "log_env_network", "log_env_disk",
+    "auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_log_co2", "auto_metric_step_rate",
+    "auto_histogram_epoch_rate", "auto_histogram_gradient_logging", "auto_histogram_activation_logging",
+    "auto_histogram_tensorboard_logging", "auto_histogram_weight_logging", "offline_directory",
+    "distributed_node_identifier", "name", "tags",
+)  # fmt: skip
+
+
+class CometLogger(ServiceLogger):
+    """Record metrics, hyperparameters, pictures and texts in a Comet experiment.
+
+    The experiment begins with the first record, on rank zero; it ends with fit (or another verb), and a record after
+    that takes it up again under its key. A resumed fit goes on in the checkpoint's experiment. Points that it has
+    already are not sent again; to train another way from an old checkpoint, give another `experiment_key`.
+
+    Args:
+        api_key: Key of the service; None: what comet_ml finds in its configuration.
+        workspace: Name of the workspace; None: the default one.
+        project: Name of the project; None: what comet_ml finds in its configuration.
+        experiment_key: Key of the experiment, 32 to 50 letters and digits; None finds a new one.
+        mode: "get_or_create" (the default), "get" or "create".
+        online: False writes local files only, for `comet upload` later. An experiment that was taken up again has
+            several archives of one key. None is True.
+        prefix: Put before each metric's name, joined by "-".
+        log_model: True uploads the checkpoints that are kept when fit ends, "all" each when it is saved.
+        x_axis: "step", "samples", "time" (whole seconds of training) or the name of a logged metric, such as a count
+            of tokens.
+        kwargs: For `comet_ml.ExperimentConfig`: offline_directory, name, tags, log_code, ...
+
+    Raises:
+        ConfigError: Arguments that cannot work.
+        MissingDependency: comet_ml is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: str | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        log_model: Any = False,  # bool | "all"; checked
+        x_axis: str = "step",
+        **kwargs: Any,
+    ) -> None:
+        wrong = [f"an unknown argument {name!r}{nearest(name, _OPTIONS)}" for name in kwargs if name not in _OPTIONS]
+        if mode not in (None, "get_or_create", "get", "create"):
+            wrong.append(f"mode={mode!r}; expected 'get_or_create', 'get' or 'create'")
+        if experiment_key is not None and not (32 <= len(experiment_key) <= 50 and experiment_key.isalnum()):
+            wrong.append(f"experiment_key={experiment_key!r}; expected 32 to 50 letters and digits")
+        if wrong:
+            raise ConfigError(
+                f"CometLogger got {'; '.join(wrong)}.",
+                fix="beside its own arguments it takes those of comet_ml.ExperimentConfig.",
+            )
+        require_package("comet_ml", package="comet-ml", needed_for="CometLogger", extra="comet")
+        super().__init__(
+            save_dir=kwargs.get("offline_directory") or os.environ.get("COMET_OFFLINE_DIRECTORY") or "comet_logs",
+            run_id=experiment_key,
+            prefix=prefix,
+            x_axis=x_axis,
+            log_model=log_model,
+        )
+        self._project = project
+        self._start: dict[str, Any] = {
+            "api_key": api_key, "workspace": workspace, "project_name": project, "online": online, "mode": mode,
+        }  # fmt: skip
+        self._options = {**kwargs, "offline_directory": self._save_dir}
+        self._experiment: Any = None  # Any: one of comet_ml's experiments; None before it began
+        self._was_begun = False
+
+    @property
+    def name(self) -> str | None:
+        """Name of the project; None if it is comet_ml's configuration that knows."""
+        return self._project
+
+    @property
+    def version(self) -> str | None:
+        """The experiment's key, which is found now if it has none; above rank zero None."""
+        if self._id is None and not self.is_silent:
+            self._id = secrets.token_hex(16)  # not from the generators that a training uses
+        return self._id
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `comet_ml` experiment; the first call begins it."""
+        self._catch_up()
+        with self._lock:
+            if self._experiment is None:
+                self._experiment = self._begin()
+            return self._experiment
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record pictures: one as `key`, several as `key/0`, `key/1`, ...
+
+        Args:
+            key: Name.
+            images: One picture or a list; what counts as one is said at `Logger.log_image`.
+            step: None takes the last recorded step.
+            kwargs: For comet_ml's log_image, each a list with one entry per picture; `caption` becomes metadata.
+
+        Raises:
+            ConfigError: Something is no picture, or a list has another length.
+        """
+        if self.is_silent:
+            return
+        from .pictures import read_pictures, to_png
+
+        pictures = read_pictures(key, images, kwargs)
+        for number, (pixels, options) in enumerate(pictures):
+            caption = options.pop("caption", None)
+            if caption is not None:
+                options["metadata"] = {**(options.get("metadata") or {}), "caption": caption}
+            name = f"{key}/{number}" if len(pictures) > 1 else key
+            # As a file: comet_ml takes an array for a path first, and warns.
+            self.experiment.log_image(io.BytesIO(to_png(pixels)), name=name, step=self._at(step), **options)
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Record text, with its name as metadata.
+
+        Args:
+            key: Name.
+            text: The text.
+            step: None takes the last recorded step.
+        """
+        if not self.is_silent:
+            self.experiment.log_text(text, step=self._at(step), metadata={"name": key})
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the module's layers.
+
+        Args:
+            model: The module.
+            input_array: Not needed.
+        """
+        if not (self.is_silent or self._is_resumed):
+            self.experiment.set_model_graph(f"{model}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the experiment out: the process that unpickles takes it up under its key."""
+        run_id = self.version
+        return {**self.__dict__, "_id": run_id, "_experiment": None}
+
+    def _begin(self) -> Any:
+        import comet_ml
+
+        os.makedirs(self._save_dir, exist_ok=True)
+        start = {key: value for key, value in self._start.items() if value is not None}
+        if self._was_begun or self._is_resumed:
+            start["mode"] = "get"
+        experiment = comet_ml.start(
+            experiment_key=self.version, experiment_config=comet_ml.ExperimentConfig(**self._options), **start
+        )
+        self._was_begun = True
+        return experiment
+
+    def _place_of_run(self) -> dict[str, Plain]:
+        return {"workspace": self._start["workspace"], "project": self._project}
+
+    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        epoch = points.get("epoch")
+        others = {name: value for name, value in points.items() if name != "epoch"}
+        if others:
+            self.experiment.log_metrics(others, step=step, epoch=None if epoch is None else int(epoch))
+
+    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+        self.experiment.log_parameters(dict(flat), nested_support=False)
+
+    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+        name = os.path.splitext(os.path.basename(path))[0]
+        self.experiment.log_model(
+            name, path, overwrite=True, metadata={k: v for k, v in facts.items() if v is not None}
+        )
+
+    def _end(self, *, is_success: bool) -> None:
+        if self._experiment is not None:
+            if not is_success:
+                self._experiment.log_other("loopwright_status", "failed")
+            self._experiment.end()
+            self._experiment = None

@@ -1,0 +1,250 @@
+"""JSONLinesLogger: one JSON object per line in metrics.jsonl. Append only, no columns to know, exact after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import DataError
+from .base import rank_zero_experiment, scalars
+from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
+from .hyperparameters import plain_hyperparameters
+
+__all__ = ["JSONLinesLogger", "LineWriter", "read_json_lines"]
+
+_AXES = ("step", "epoch", "samples", "wall_s")
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JSONLinesLogger(FolderLogger):
+    """Write metrics to `save_dir/name/version_N/metrics.jsonl` and hyperparameters to `hparams.yaml` beside it.
+
+    One line per `log_metrics` call: `{"step": 50, "epoch": 0, "samples": 1600, "wall_s": 3.2, "loss": 0.25}`, that is
+    where training stands, so that a reader chooses the x axis, and then the metrics in the order in which they came.
+    Numbers have every digit they have. JSON knows no NaN: not finite numbers are the texts "NaN", "Infinity" and
+    "-Infinity", and `read_json_lines` gives numbers back. A line is on its way to the disk when `log_metrics` returns.
+
+    Args:
+        save_dir: Directory for all runs, on this machine.
+        name: Name of the experiment; None or "" leaves the level out.
+        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+        prefix: Put before each metric's name, joined by "-".
+        root_dir: The same as `save_dir`.
+    """
+
+    writes_behind = True
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = DEFAULT_NAME,
+        version: int | str | None = None,
+        prefix: str = "",
+        *,
+        root_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
+        self._writer: LineWriter | None = None
+        self._made_at = time.monotonic()
+        self._was_told_time = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> LineWriter:
+        """The object that appends to the file."""
+        self._catch_up()
+        with self._lock:
+            if self._writer is None:
+                self._writer = LineWriter(self.log_dir)
+            return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Append one line.
+
+        Args:
+            metrics: Name to number (or a tensor of one element, which is copied to the host). `step`, `epoch`,
+                `samples` and `wall_s` are given back under these very names, without the prefix.
+            step: The line's step. None takes `metrics["step"]` if there is one, else the last line's plus one.
+
+        Raises:
+            ConfigError: A value is not a number; the message names its key. No line is written.
+            OSError: The disk is full, or the file is gone; it keeps whole lines.
+        """
+        if self.is_silent:
+            return
+        with self._lock:
+            places = scalars({key: metrics[key] for key in _AXES if key in metrics})
+            others = {key: value for key, value in metrics.items() if key not in _AXES}
+            row = scalars(others, prefix=self._prefix, group_separator=self.group_separator)
+            if not self._was_told_time:  # without a Trainer, which knows when training began
+                now = time.monotonic()
+                self.wall_s, self._made_at = self.wall_s + now - self._made_at, now
+            places["step"] = self._next_step(metrics.get("step") if step is None else step)
+            places.setdefault("wall_s", round(self.wall_s, 3))
+            self.experiment.write({**{key: places[key] for key in _AXES if key in places}, **row})
+
+    def log_row(self, metrics: Mapping[str, Any], step: int, axes: Mapping[str, float]) -> None:
+        """Append one line with where training stands; called by the Trainer."""
+        self._was_told_time = True
+        self.log_metrics({"samples": int(axes.get("samples", 0)), "wall_s": round(self.wall_s, 3), **metrics}, step)
+
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
+
+        Args:
+            params: A mapping, an `argparse.Namespace`, a dataclass, or None.
+            args: Ignored; here because other loggers take more.
+            kwargs: Ignored.
+        """
+        if not self.is_silent:
+            self.hparams.update(plain_hyperparameters(params))
+            self._write_hparams()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Put the lines on disk durably and return where the file ends, so that a resumed run goes on there."""
+        if self.is_silent:
+            return {}
+        with self._lock:
+            return {
+                "log_dir": os.path.abspath(self.log_dir),
+                "version": self.version,
+                "step": self._step,
+                "wall_s": self.wall_s,
+                **self.experiment.position(),
+            }
+
+    def _close(self) -> None:
+        self._writer = None
+
+    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+        path = os.path.join(log_dir, LineWriter.NAME_METRICS_FILE)
+        size: int = state["size"]
+        if not size:
+            return is_same_place
+        checksum = _checksum(path, size)
+        return checksum is not None and checksum == state["checksum"]
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        self.wall_s, self._made_at = state["wall_s"], time.monotonic()
+        self._writer = LineWriter(self.log_dir, resume_from=state)
+
+
+class LineWriter:
+    """Appends JSON objects to one metrics.jsonl.
+
+    Args:
+        log_dir: Directory of the run; made when the first line is written.
+        resume_from: What `position()` returned: the first write cuts off what came after it.
+    """
+
+    NAME_METRICS_FILE = "metrics.jsonl"
+
+    def __init__(self, log_dir: str, *, resume_from: Mapping[str, Any] | None = None) -> None:
+        self.log_dir = log_dir
+        self.path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        self._size: int = resume_from["size"] if resume_from else 0
+        self._checksum: int = resume_from["checksum"] if resume_from else 0
+        self._is_resumed = resume_from is not None
+        self._is_begun = False
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line; on a failure the file keeps whole lines.
+
+        Raises:
+            OSError: The disk is full, or the file is not writable.
+            TypeError: The row holds something that JSON does not know.
+        """
+        data = f"{_line(row)}\n".encode()
+        if not self._is_begun:
+            self._begin()
+        # Opened for each line, at 20 us: nothing to close, and to lose, in a process that ends as it likes.
+        with open(self.path, "ab", buffering=0) as file:
+            rest = memoryview(data)
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(self._size)  # half a line would damage the next one
+                raise
+        self._size += len(data)
+        self._checksum = zlib.crc32(data, self._checksum)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the file ends, durably, and a checksum by which it is known again."""
+        if self._is_begun and self._size:
+            with open(self.path, "r+b") as file:
+                os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the lines
+        return {"size": self._size, "checksum": self._checksum}
+
+    def _begin(self) -> None:
+        os.makedirs(self.log_dir, exist_ok=True)
+        if os.path.exists(self.path):
+            if self._is_resumed:
+                os.truncate(self.path, self._size)
+            else:
+                keep_old_file(self.path)
+        self._is_begun = True
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics.jsonl, numbers that are not finite among them as numbers.
+
+    A last line without its end, which a writer has not finished or a crash has cut, is left out.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: A line before the last is no JSON object; it is named.
+        OSError: There is no such file.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"line {number} of {os.fspath(path)!r} is no JSON object: {line[:60]!r}.",
+                    fix="remove the line; each line is one row that stands by itself.",
+                )
+            yield {
+                key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()
+            }
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(", ", ": "))
+    except ValueError:  # the rare row with a number that is not finite
+        return json.dumps({key: _finite(value) for key, value in row.items()}, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _checksum(path: str, size: int) -> int | None:
+    """Return the checksum of the file's first bytes; None where it is shorter, or there is none."""
+    checksum, left = 0, size
+    try:
+        with open(path, "rb") as file:
+            while left:
+                data = file.read(min(left, 1 << 20))
+                if not data:
+                    return None
+                checksum, left = zlib.crc32(data, checksum), left - len(data)
+    except OSError:
+        return None
+    return checksum

@@ -1,0 +1,271 @@
+"""MLFlowLogger: a run in an MLflow tracking store, a folder or a server. MLflow is imported when it is first needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .base import rank_zero_experiment
+from .folder import replace_file
+from .hyperparameters import Plain, to_yaml
+from .service import ServiceLogger, require_package
+
+__all__ = ["MLFlowLogger"]
+
+_FORBIDDEN = re.compile(r"[^a-zA-Z0-9_/. -]")
+_LONGEST_VALUE = 250
+_MOST_PARAMS, _MOST_METRICS = 100, 1000  # what the service takes at once
+
+
+class MLFlowLogger(ServiceLogger):
+    """Record metrics, hyperparameters, pictures and texts in an MLflow run.
+
+    The run begins with the first record, on rank zero; it is marked as finished or failed when fit (or another verb)
+    ends. A resumed fit goes on in the checkpoint's run, and asks the store which points that run has already: these
+    are not sent again. To train another way from an old checkpoint, give a `run_id` of another run, or another store.
+
+    Args:
+        experiment_name: Name of the experiment; it is made if there is none.
+        run_name: Name of the run as people see it; None lets MLflow find one.
+        tracking_uri: Where the store is; None: the variable MLFLOW_TRACKING_URI, else the folder `save_dir`.
+        tags: Tags of the run.
+        save_dir: Folder of the store where there is no `tracking_uri`.
+        log_model: True uploads the checkpoints that are kept when fit ends, "all" each when it is saved.
+        prefix: Put before each metric's name, joined by "-".
+        artifact_location: Where artifacts of a new experiment go; None leaves it to the store.
+        run_id: Id of a run to go on in.
+        synchronous: What MLflow's log_batch takes; None waits for the store, on the thread that writes behind.
+        x_axis: "step", "samples", "time" (whole seconds of training) or the name of a logged metric, such as a count
+            of tokens.
+
+    Raises:
+        ConfigError: Arguments that cannot work.
+        MissingDependency: MLflow is not installed.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "loopwright_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] = "./mlruns",
+        log_model: Any = False,  # bool | "all"; checked
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+        *,
+        x_axis: str = "step",
+    ) -> None:
+        if not experiment_name:
+            raise ConfigError("experiment_name is empty.", fix="pass a name, or leave it out.")
+        require_package("mlflow", package="mlflow-skinny", needed_for="MLFlowLogger", extra="mlflow")
+        super().__init__(save_dir=save_dir, run_id=run_id, prefix=prefix, x_axis=x_axis, log_model=log_model)
+        uri = tracking_uri if tracking_uri is not None else os.environ.get("MLFLOW_TRACKING_URI")
+        self._uri = uri or f"file:{os.path.abspath(self._save_dir)}"
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._tags = {key: str(value) for key, value in (tags or {}).items()}
+        self._artifact_location = artifact_location
+        self._synchronous = synchronous
+        self._client: Any = None  # Any: MlflowClient
+        self._experiment_id: str | None = None
+        self._is_running = False
+
+    @property
+    def name(self) -> str | None:
+        """Id of the experiment; None above rank zero."""
+        return self.experiment_id
+
+    @property
+    def version(self) -> str | None:
+        """Id of the run, which begins now if it has not; None above rank zero."""
+        return self.run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """Id of the experiment; None above rank zero."""
+        if not self.is_silent:
+            self._open()
+        return self._experiment_id
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the run, which begins now if it has not; None above rank zero."""
+        if not self.is_silent:
+            self._run()
+        return self._id
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder of the store; None if it is no folder of this machine."""
+        return self._uri.removeprefix("file:").removeprefix("//") if self._uri.startswith("file:") else None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `mlflow.MlflowClient`; it wants `run_id`."""
+        self._catch_up()
+        self._run()
+        return self._client
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record pictures as artifacts `media/<key>/<step>-<number>.png`; captions as `.txt` beside them.
+
+        Args:
+            key: Name.
+            images: One picture or a list; what counts as one is said at `Logger.log_image`.
+            step: None takes the last recorded step.
+            kwargs: `caption` is a list with one text per picture.
+
+        Raises:
+            ConfigError: Something is no picture, or there are not as many captions as pictures.
+            MissingDependency: Pillow is not installed.
+        """
+        if self.is_silent:
+            return
+        from .pictures import read_pictures, to_png
+
+        step = self._at(step)
+        with tempfile.TemporaryDirectory() as folder:
+            for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
+                with open(os.path.join(folder, f"{step}-{number}.png"), "wb") as file:
+                    file.write(to_png(pixels))
+                if options.get("caption"):
+                    replace_file(os.path.join(folder, f"{step}-{number}.txt"), str(options["caption"]))
+            self.experiment.log_artifacts(self._id, folder, f"media/{_clean(key)}")
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Record text as the artifact `media/<key>/<step>.txt`.
+
+        Args:
+            key: Name.
+            text: The text.
+            step: None takes the last recorded step.
+        """
+        if not self.is_silent:
+            step = self._at(step)
+            self.experiment.log_text(self._id, text, f"media/{_clean(key)}/{step}.txt")
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the module's layers as the artifact `model.txt`, once per run.
+
+        Args:
+            model: The module.
+            input_array: Not needed.
+        """
+        if not (self.is_silent or self._is_resumed):
+            self.experiment.log_text(self._id, f"{model}\n", "model.txt")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the client out: the process that unpickles makes its own, and goes on in the same run."""
+        return {**self.__dict__, "_client": None, "_is_running": False}
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._client is None:
+                self._client = _client(self._uri)
+            if self._experiment_id is None:
+                found = self._client.get_experiment_by_name(self._experiment_name)
+                if found is not None and found.lifecycle_stage == "active":
+                    self._experiment_id = found.experiment_id
+                else:
+                    self._experiment_id = self._client.create_experiment(
+                        self._experiment_name, artifact_location=self._artifact_location
+                    )
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._is_running:
+                return
+            if self._id is None:
+                self._open()
+                run = self._client.create_run(self._experiment_id, tags=self._tags, run_name=self._run_name)
+                self._id = run.info.run_id
+            else:
+                if self._client is None:
+                    self._client = _client(self._uri)
+                self._experiment_id = self._client.get_run(self._id).info.experiment_id
+                self._client.update_run(self._id, status="RUNNING")
+            self._is_running = True
+
+    @property
+    def _sent_file(self) -> str | None:
+        return None  # the store knows
+
+    def _sent_by_others(self) -> dict[str, int]:
+        if self._client is None:
+            self._client = _client(self._uri)
+        names = self._client.get_run(self._id).data.metrics
+        histories = {name: self._client.get_metric_history(self._id, name) for name in names}
+        return {name: max(point.step for point in points) for name, points in histories.items() if points}
+
+    def _place_of_run(self) -> dict[str, Plain]:
+        return {"tracking_uri": self._uri, "experiment_name": self._experiment_name}
+
+    def _known_as(self, name: str) -> str:
+        return _clean(name)
+
+    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        sent = [Metric(name, float(value), now_ms, step) for name, value in points.items()]
+        client = self.experiment
+        options = {} if self._synchronous is None else {"synchronous": self._synchronous}
+        for first in range(0, len(sent), _MOST_METRICS):
+            client.log_batch(self._id, metrics=sent[first : first + _MOST_METRICS], **options)
+
+    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+        from mlflow.entities import Param
+
+        client = self.experiment
+        known = client.get_run(self._id).data.params  # the store takes a name once
+        values = {_clean(name): str(value)[:_LONGEST_VALUE] for name, value in flat.items()}
+        sent = [Param(name, value) for name, value in values.items() if name not in known]
+        for first in range(0, len(sent), _MOST_PARAMS):
+            client.log_batch(self._id, params=sent[first : first + _MOST_PARAMS])
+
+    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+        client = self.experiment
+        stem = os.path.splitext(os.path.basename(path))[0]
+        with tempfile.TemporaryDirectory() as folder:
+            replace_file(os.path.join(folder, "metadata.yaml"), to_yaml(facts))
+            aliases: list[Plain] = [name for name in ("best", "last") if facts[f"is_{name}"]]
+            replace_file(os.path.join(folder, "aliases.txt"), f"{aliases}\n")
+            client.log_artifacts(self._id, folder, f"checkpoints/{stem}")
+        if os.path.isdir(path):
+            client.log_artifacts(self._id, path, f"checkpoints/{stem}/{os.path.basename(path)}")
+        else:
+            client.log_artifact(self._id, path, f"checkpoints/{stem}")
+
+    def _end(self, *, is_success: bool) -> None:
+        if self._is_running:
+            self._client.set_terminated(self._id, "FINISHED" if is_success else "FAILED")
+            self._is_running = False
+
+
+def _clean(name: str) -> str:
+    """Return a name that the store takes."""
+    return _FORBIDDEN.sub("_", name)
+
+
+def _client(uri: str) -> Any:
+    """Return a client; MLflow from 3.6 on opens a folder only where the environment allows it."""
+    from mlflow import MlflowClient
+
+    name = "MLFLOW_ALLOW_FILE_STORE"
+    before = os.environ.get(name)
+    if uri.startswith("file:") and before is None:
+        os.environ[name] = "true"
+    try:
+        return MlflowClient(tracking_uri=uri)
+    finally:
+        if before is None:
+            os.environ.pop(name, None)

@@ -1,0 +1,89 @@
+"""What counts as a picture, and how it becomes pixels and PNG bytes. Loggers call it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, MissingDependency
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Picture = tuple[np.ndarray[Any, Any], dict[str, Any]]
+
+__all__ = ["read_pictures", "to_png"]
+
+
+def read_pictures(
+    key: str, images: Any, options: Mapping[str, Any]
+) -> list[tuple[np.ndarray[Any, Any], dict[str, Any]]]:
+    """Return each picture's pixels, shape (height, width, 3 or 4), bytes, and the options that are its own.
+
+    Args:
+        key: Name, for messages.
+        images: One picture or a list or tuple of them.
+        options: Name -> list with one entry per picture, such as `caption`.
+
+    Raises:
+        ConfigError: Something is no picture, or an option has another length.
+    """
+    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    for name, values in options.items():
+        given = [values] if isinstance(values, str) else values
+        if not isinstance(given, (list, tuple)) or len(given) != len(several):
+            raise ConfigError(
+                f"log_image({key!r}, ...) got {len(several)} pictures, and {name}={values!r}.",
+                fix=f"pass {name} as a list with one entry per picture.",
+            )
+    return [
+        (
+            _pixels(key, image),
+            {name: values if isinstance(values, str) else values[number] for name, values in options.items()},
+        )
+        for number, image in enumerate(several)
+    ]
+
+
+def to_png(pixels: np.ndarray[Any, Any]) -> bytes:
+    """Return pixels as a PNG file.
+
+    Raises:
+        MissingDependency: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingDependency("pillow", needed_for="writing pictures") from None
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="png")
+    return file.getvalue()
+
+
+def _pixels(key: str, image: Any) -> np.ndarray[Any, Any]:  # Any: a tensor, an array, a PIL image
+    import numpy as np
+
+    is_tensor = hasattr(image, "detach")
+    try:
+        array = np.asarray(image.detach().cpu().float() if is_tensor and image.is_floating_point() else image)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.empty(0, dtype=object)
+    if is_tensor and array.ndim == 3:
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.dtype == bool:
+        array = array.astype(np.uint8) * 255
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or array.dtype.kind not in "uif" or not array.size:
+        raise ConfigError(
+            f"log_image({key!r}, ...) got {type(image).__name__}"
+            + (f" of shape {tuple(image.shape)}" if hasattr(image, "shape") else "")
+            + ", which is no picture.",
+            fix="pass tensors of shape (C, H, W) or (H, W), arrays of shape (H, W, C) or (H, W), with C = 1, 3 or 4, "
+            "floats from 0 to 1 or bytes, or PIL images.",
+        )
+    if array.dtype.kind == "f":
+        array = np.nan_to_num(array).clip(0.0, 1.0) * 255.0 + 0.5
+    array = array.clip(0, 255).astype(np.uint8)
+    return np.ascontiguousarray(np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array)

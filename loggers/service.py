@@ -1,0 +1,289 @@
+"""What loggers of tracking services have in common: one run, whose id a checkpoint keeps, and no point twice.
+
+Records that went to a service cannot be taken back as lines of a file can. So what a resumed run computes a second
+time, between its checkpoint and where the earlier process came, is not sent again: a point of a name goes out only
+beyond the last step that the name had in the earlier process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from ..errors import ConfigError, MissingDependency
+from .base import Lock, Logger, scalars
+from .folder import replace_file
+from .hyperparameters import Plain, flatten, plain_hyperparameters
+
+__all__ = ["ServiceLogger", "checkpoints_of", "require_package"]
+
+_log = logging.getLogger(__name__)
+
+
+class ServiceLogger(Logger):
+    """A run at a tracking service, which begins when something is first recorded, on rank zero only.
+
+    Args:
+        save_dir: Directory for local files, on this machine.
+        run_id: Id of the run; None lets the logger find a new one.
+        prefix: Put before each metric's name, joined by "-".
+        x_axis: What a point's x is: "step", "samples", "time" (whole seconds of training) or the name of a metric.
+        log_model: False: checkpoints are not uploaded; True: those that are kept, at the end; "all": each, when saved.
+
+    Raises:
+        ConfigError: `log_model` or `x_axis` is none of these, or `save_dir` is a URL.
+    """
+
+    writes_behind = True
+
+    def __init__(
+        self,
+        *,
+        save_dir: str | os.PathLike[str],
+        run_id: str | None,
+        prefix: str | None,
+        x_axis: str,
+        log_model: Any = False,
+    ) -> None:
+        directory = os.path.expandvars(os.path.expanduser(os.fspath(save_dir))).removeprefix("file://")
+        wrong = []
+        if "://" in directory:
+            wrong.append(f"save_dir={directory!r} is a URL; expected a local directory")
+        if not isinstance(x_axis, str) or not x_axis:
+            wrong.append(f"x_axis={x_axis!r}; expected 'step', 'samples', 'time' or the name of a metric")
+        if log_model not in (True, False, "all"):
+            wrong.append(f"log_model={log_model!r}; expected True, False or 'all'")
+        if wrong:
+            raise ConfigError(
+                f"{type(self).__name__} got {'; '.join(wrong)}.", fix="change or leave out what is named."
+            )
+        self.x_axis = x_axis
+        self.hparams: dict[str, Plain] = {}
+        self._save_dir = directory
+        self._asked_id = self._id = run_id
+        self._prefix = prefix or ""
+        self._log_model = log_model
+        self._lock = Lock()
+        self._step = -1
+        self._is_resumed = False
+        self._sent: dict[str, int] = {}  # name -> last step
+        self._sent_before: dict[str, int] = {}  # by the process that a resumed run goes on from
+        self._uploaded: dict[str, float] = {}  # path -> time of change
+        self._checkpoint_callback: Any = None
+
+    @property
+    def save_dir(self) -> str | None:
+        """Directory for local files."""
+        return self._save_dir
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None before it has one."""
+        return self._id
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record one point per metric.
+
+        Args:
+            metrics: Name to number (or a tensor of one element, which is copied to the host).
+            step: The points' x. None takes the last one plus one.
+
+        Raises:
+            ConfigError: A value is not a number; the message names its key. Nothing is recorded.
+        """
+        if not self.is_silent:
+            self._record(metrics, self._step + 1 if step is None else int(step), {})
+
+    def log_row(self, metrics: Mapping[str, Any], step: int, axes: Mapping[str, float]) -> None:
+        """Record one row of the Trainer; called by it."""
+        if not self.is_silent:
+            self._record(metrics, self._place(step, axes), {"trainer/global_step": step})
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Record hyperparameters, nested names joined by "/"; those that the run has already are not sent again.
+
+        Args:
+            params: A mapping, an `argparse.Namespace`, a dataclass, or None.
+            args: Ignored; here because other loggers take more.
+            kwargs: Ignored.
+        """
+        if self.is_silent:
+            return
+        self._catch_up()
+        before = flatten(self.hparams)
+        self.hparams.update(plain_hyperparameters(params))
+        changed = {key: value for key, value in flatten(self.hparams).items() if before.get(key) != value}
+        if changed:
+            self._send_hyperparameters(changed)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Upload checkpoints, now or at the end, as `log_model` says.
+
+        Args:
+            checkpoint_callback: The callback that saved one.
+        """
+        if self._log_model and not self.is_silent:
+            self._checkpoint_callback = checkpoint_callback
+            if self._log_model == "all" or getattr(checkpoint_callback, "save_top_k", 1) == -1:
+                self._upload_checkpoints()
+
+    def finalize(self, status: str) -> None:
+        """Upload what `log_model` asks for, and end the run; something recorded later takes it up again.
+
+        Args:
+            status: "success", "finished" or "failed".
+        """
+        if self.is_silent:
+            return
+        with self._lock:
+            if self._checkpoint_callback is not None and status != "failed":
+                self._upload_checkpoints()
+            self._checkpoint_callback = None
+            self._end(is_success=status != "failed")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's id and the last step of each name."""
+        if self.is_silent or self._id is None:
+            return {}
+        return {
+            "id": self._id,
+            "step": self._step,
+            "wall_s": self.wall_s,
+            "sent": dict(self._sent),
+            **self._place_of_run(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the run that `state_dict` was taken in, unless this logger was told another id or another place."""
+        if not state_dict or self.is_silent:
+            return
+        run_id: str = state_dict["id"]
+        place = {key: state_dict.get(key) for key in self._place_of_run()}
+        if (self._asked_id is not None and self._asked_id != run_id) or place != self._place_of_run():
+            _log.info(
+                "%s begins a run of its own: it was told another id or place than those of the checkpoint's run %r",
+                type(self).__name__, run_id,
+            )  # fmt: skip
+            return
+        with self._lock:
+            if self._id != run_id:
+                self._end(is_success=True)
+            earlier = self._sent if self._id == run_id else {}
+            self._id = run_id
+            self._is_resumed = True
+            self._step = state_dict["step"]
+            self.wall_s = state_dict["wall_s"]
+            self._sent = dict(state_dict["sent"])
+            for sent in (earlier, self._sent_by_others()):
+                for name, step in sent.items():
+                    self._sent[name] = max(step, self._sent.get(name, step))
+            self._sent_before = dict(self._sent)
+
+    def _record(self, metrics: Mapping[str, Any], step: int, extra: Mapping[str, int]) -> None:
+        with self._lock:
+            numbers = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
+            points = {self._known_as(name): value for name, value in numbers.items()}
+            before = self._sent_before
+            if before:
+                points = {name: value for name, value in points.items() if step > before.get(name, step - 1)}
+            self._step = max(self._step, step)
+            if points:
+                self._sent.update(dict.fromkeys(points, step))
+                self._note_sent()
+                self._send(points, step, extra)
+
+    @property
+    def _sent_file(self) -> str | None:
+        """Where the last step of each name is noted, for the process after a crash; None where the service is asked."""
+        return None if self._id is None else os.path.join(self._save_dir, f"{self._id}.sent.json")
+
+    def _note_sent(self) -> None:
+        # Before the points go out: after a crash in between they are missing, where otherwise they would come twice.
+        path = self._sent_file
+        if path is not None:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            replace_file(path, json.dumps(self._sent))
+
+    def _sent_by_others(self) -> dict[str, int]:
+        """Return the last step of each name in this run, whichever process sent it."""
+        path = self._sent_file
+        if path is None or not os.path.exists(path):
+            return {}
+        with open(path, encoding="utf-8") as file:
+            sent: dict[str, int] = json.load(file)
+        return sent
+
+    def _known_as(self, name: str) -> str:
+        """Return the name that a metric has at the service."""
+        return name
+
+    def _at(self, step: int | None) -> int:
+        self._catch_up()
+        return max(self._step, 0) if step is None else int(step)
+
+    def _upload_checkpoints(self) -> None:
+        for path, facts in checkpoints_of(self._checkpoint_callback).items():
+            changed = os.path.getmtime(path)
+            if self._uploaded.get(path) != changed:
+                self._upload(path, facts)
+                self._uploaded[path] = changed
+
+    @abstractmethod
+    def _place_of_run(self) -> dict[str, Plain]:
+        """Return what else than the id says which run it is, such as the project."""
+
+    @abstractmethod
+    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        """Send points of one x."""
+
+    @abstractmethod
+    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+        """Send hyperparameters that the run does not have yet."""
+
+    @abstractmethod
+    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+        """Upload a checkpoint: a file or a folder."""
+
+    @abstractmethod
+    def _end(self, *, is_success: bool) -> None:
+        """End the run at the service, if it was begun here."""
+
+
+def checkpoints_of(callback: Any) -> dict[str, dict[str, Plain]]:
+    """Return the checkpoints that a ModelCheckpoint keeps: path to what is worth knowing about each.
+
+    Args:
+        callback: The callback; what it does not have is taken as absent.
+    """
+    scores: dict[str, Any] = dict(getattr(callback, "best_k_models", None) or {})
+    best = str(getattr(callback, "best_model_path", "") or "")
+    last = str(getattr(callback, "last_model_path", "") or "")
+    scores.setdefault(best, getattr(callback, "best_model_score", None))
+    scores.setdefault(last, getattr(callback, "current_score", None))
+    found: dict[str, dict[str, Plain]] = {}
+    for path, score in scores.items():
+        if path and os.path.exists(path):
+            found[path] = {
+                "score": None if score is None else float(score),
+                "monitor": getattr(callback, "monitor", None),
+                "mode": getattr(callback, "mode", None),
+                "is_best": path == best,
+                "is_last": path == last,
+                "original_filename": os.path.basename(path),
+            }
+    return found
+
+
+def require_package(module: str, *, package: str, needed_for: str, extra: str) -> None:
+    """Raise unless a module can be imported; nothing is imported.
+
+    Raises:
+        MissingDependency: It is not installed.
+    """
+    if find_spec(module) is None:
+        raise MissingDependency(package, needed_for=needed_for, extra=extra)

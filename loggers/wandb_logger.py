@@ -1,0 +1,357 @@
+"""WandbLogger: a run at Weights & Biases, online or offline. The library is imported with the first record."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .base import rank_zero_experiment
+from .hyperparameters import Plain
+from .pictures import read_pictures
+from .service import ServiceLogger, require_package
+
+__all__ = ["WandbLogger"]
+
+_log = logging.getLogger(__name__)
+
+
+class WandbLogger(ServiceLogger):
+    """Record metrics in a Weights & Biases run, whose x axis is `trainer/global_step`, or what `x_axis` says.
+
+    The run begins with the first record, on rank zero; it ends with fit (or another verb), and a record after that
+    takes it up again under its id. A run that the program has begun itself (`wandb.init`, as sweeps need it) is used,
+    and not ended. A resumed fit goes on in the checkpoint's run. Points that the run has already are not sent again;
+    to train another way from an old checkpoint, give another `id`.
+
+    Args:
+        name: Name of the run as people see it; None lets the service find one.
+        save_dir: Directory for local files.
+        version: The same as `id`.
+        offline: Write local files only, for `wandb sync` later. A run that was taken up again has several folders of
+            one id, for `wandb sync --append`.
+        dir: The same as `save_dir`.
+        id: Id of the run, by which it can be taken up; None finds a new one.
+        anonymous: None, or what `wandb.init(anonymous=...)` takes, in versions of wandb that have it.
+        project: Name of the project; None: the environment variable WANDB_PROJECT, else "loopwright_logs".
+        log_model: True uploads the checkpoints that are kept when fit ends, "all" each when it is saved.
+        experiment: A run that was begun already; it is not ended.
+        prefix: Put before each metric's name, joined by "-".
+        checkpoint_name: Name of the artifact that holds checkpoints; None: "model-<id>".
+        add_file_policy: "mutable" lets wandb copy a checkpoint before it uploads it, "immutable" does not.
+        x_axis: "step", "samples", "time" (seconds of training) or the name of a logged metric, such as a count of
+            tokens.
+        kwargs: For `wandb.init`: entity, group, tags, notes, settings, ...
+
+    Raises:
+        ConfigError: Arguments that cannot work.
+        MissingDependency: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        anonymous: bool | str | None = None,
+        project: str | None = None,
+        log_model: Any = False,  # bool | "all"; checked
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: str = "mutable",
+        *,
+        x_axis: str = "step",
+        **kwargs: Any,
+    ) -> None:
+        if version is not None and id is not None and version != id:
+            raise ConfigError(f"version={version!r} and id={id!r} mean the same.", fix="pass one of the two.")
+        if add_file_policy not in ("mutable", "immutable"):
+            raise ConfigError(
+                f"add_file_policy={add_file_policy!r}; expected 'mutable' or 'immutable'.", fix="pass one of the two."
+            )
+        require_package("wandb", package="wandb", needed_for="WandbLogger", extra="wandb")
+        given = id if id is not None else version
+        if given is None and experiment is not None:
+            given = experiment.id
+        super().__init__(
+            save_dir=save_dir if dir is None else dir, run_id=given, prefix=prefix, x_axis=x_axis, log_model=log_model
+        )
+        self._project = project if project is not None else os.environ.get("WANDB_PROJECT", "loopwright_logs")
+        self._checkpoint_name = checkpoint_name
+        self._add_file_policy = add_file_policy
+        self._options: dict[str, Any] = {"name": name, "project": self._project, "reinit": "create_new", **kwargs}
+        if offline:
+            self._options["mode"] = "offline"
+        if anonymous is not None:
+            self._options["anonymous"] = "allow" if anonymous is True else anonymous or None
+        self._run: Any = experiment  # Any: wandb.Run; None before it began
+        self._is_own = experiment is None
+
+    @property
+    def name(self) -> str:
+        """Name of the project."""
+        return self._project
+
+    @property
+    def version(self) -> str | None:
+        """The run's id, which is found now if it has none; above rank zero None."""
+        if self._id is None and not self.is_silent:
+            self._id = secrets.token_hex(4)  # not from the generators that a training uses
+        return self._id
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `wandb.Run`; the first call begins it."""
+        self._catch_up()
+        with self._lock:
+            if self._run is None:
+                self._run = self._begin()
+            return self._run
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record pictures under one name.
+
+        Args:
+            key: Name.
+            images: One picture or a list; what counts as one is said at `Logger.log_image`.
+            step: None takes the last recorded step.
+            kwargs: For `wandb.Image`, each a list with one entry per picture: caption, masks, boxes, ...
+
+        Raises:
+            ConfigError: Something is no picture, or a list has another length.
+        """
+        if self.is_silent:
+            return
+        import wandb
+
+        pictures = [wandb.Image(pixels, **options) for pixels, options in read_pictures(key, images, kwargs)]
+        self._log_media({key: pictures}, step)
+
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record sounds under one name.
+
+        Args:
+            key: Name.
+            audios: Paths or arrays of samples.
+            step: None takes the last recorded step.
+            kwargs: For `wandb.Audio`, each a list with one entry per sound: sample_rate, caption, ...
+
+        Raises:
+            ConfigError: It is no list, or a list has another length.
+        """
+        if not self.is_silent:
+            import wandb
+
+            self._log_media({key: _made(wandb.Audio, "log_audio", key, audios, kwargs)}, step)
+
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record videos under one name.
+
+        Args:
+            key: Name.
+            videos: Paths or arrays.
+            step: None takes the last recorded step.
+            kwargs: For `wandb.Video`, each a list with one entry per video: caption, fps, format, ...
+
+        Raises:
+            ConfigError: It is no list, or a list has another length.
+        """
+        if not self.is_silent:
+            import wandb
+
+            self._log_media({key: _made(wandb.Video, "log_video", key, videos, kwargs)}, step)
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[Any] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Record a table: `columns` with rows of `data`, or a pandas DataFrame.
+
+        Args:
+            key: Name.
+            columns: Names of the columns.
+            data: Rows.
+            dataframe: A `pandas.DataFrame` instead of both.
+            step: None takes the last recorded step.
+        """
+        if not self.is_silent:
+            import wandb
+
+            self._log_media({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_text(
+        self,
+        key: str,
+        text: str | list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        *,
+        columns: list[str] | None = None,
+    ) -> None:
+        """Record text as a table: one cell, or as `log_table` takes it.
+
+        Args:
+            key: Name.
+            text: The text; or, where `data` is given, the names of its columns.
+            data: Rows.
+            dataframe: A `pandas.DataFrame` instead of both.
+            step: None takes the last recorded step.
+            columns: Names of the columns.
+        """
+        if isinstance(text, str):
+            self.log_table(key, ["text"], [[text]], step=step)
+        else:
+            self.log_table(key, columns if text is None else text, data, dataframe, step)
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Do nothing: wandb reads a model's layers from `watch(model, log_graph=True)`."""
+        return
+
+    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+        """Let wandb record histograms of gradients or parameters; it reads them from the device by itself.
+
+        Args:
+            model: The module.
+            log: "gradients", "parameters", "all" or None.
+            log_freq: Every so many batches.
+            log_graph: Whether the layers are recorded.
+        """
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def unwatch(self, model: Any) -> None:
+        """Undo `watch`."""
+        self.experiment.unwatch(model)
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Note that the run uses an artifact, and return it.
+
+        Args:
+            artifact: Its name, "project/name:alias".
+            artifact_type: Its type, if it is to be checked.
+        """
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    def download_artifact(
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool = True,
+    ) -> str:
+        """Download an artifact and return the folder where it lies.
+
+        Args:
+            artifact: Its name, "entity/project/name:alias".
+            save_dir: Folder for it; None leaves it to wandb.
+            artifact_type: Its type, if it is to be checked.
+            use_artifact: Note, where a run is active, that it uses the artifact.
+        """
+        import wandb
+
+        if wandb.run is not None and use_artifact:
+            found = wandb.run.use_artifact(artifact, type=artifact_type)
+        else:
+            found = wandb.Api().artifact(artifact, type=artifact_type)
+        return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the run out: the process that unpickles takes it up under its id."""
+        run_id = self.version
+        return {**self.__dict__, "_id": run_id, "_run": None, "_is_own": True}
+
+    def _begin(self) -> Any:
+        import wandb
+
+        if wandb.run is not None and self._asked_id in (None, wandb.run.id):
+            _log.info(
+                "WandbLogger uses the run %s, which the program has begun already, and does not end it", wandb.run.id
+            )
+            self._is_own = False
+            if self._id not in (None, wandb.run.id):
+                self._sent, self._sent_before = {}, {}
+            run, self._id = wandb.run, wandb.run.id
+        else:
+            os.makedirs(self._save_dir, exist_ok=True)
+            self._is_own = True
+            _wait_for_a_new_folder(os.path.join(self._save_dir, "wandb"), str(self.version))
+            run = wandb.init(dir=self._save_dir, id=self.version, resume="allow", **self._options)
+        # With sync_tensorboard another writer owns wandb's own step, and rules for axes do not hold.
+        if not getattr(run.settings, "sync_tensorboard", False):
+            run.define_metric(self._x_name)
+            run.define_metric("*", step_metric=self._x_name, step_sync=True)
+        return run
+
+    @property
+    def _x_name(self) -> str:
+        if self.x_axis in ("step", "samples", "time"):
+            return {"step": "trainer/global_step", "samples": "trainer/samples", "time": "trainer/seconds"}[self.x_axis]
+        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{self.x_axis}" if self._prefix else self.x_axis
+
+    @property
+    def _sent_file(self) -> str | None:
+        return None if self._id is None else os.path.join(self._save_dir, "wandb", f"{self._id}.sent.json")
+
+    def _place_of_run(self) -> dict[str, Plain]:
+        return {"project": self._project}
+
+    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        self.experiment.log({**points, **extra, self._x_name: step})
+
+    def _log_media(self, media: dict[str, Any], step: int | None) -> None:
+        self.experiment.log({**media, self._x_name: self._at(step)})
+
+    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+        self.experiment.config.update(self.hparams, allow_val_change=True)
+
+    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+        import wandb
+
+        name = self._checkpoint_name or f"model-{self.version}"
+        artifact = wandb.Artifact(name=name, type="model", metadata=dict(facts))
+        if os.path.isdir(path):
+            artifact.add_dir(path, name="model.ckpt")
+        else:
+            artifact.add_file(path, name="model.ckpt", policy=self._add_file_policy)  # type: ignore[arg-type]
+        aliases = ["latest"] if facts["is_last"] else []
+        self.experiment.log_artifact(artifact, aliases=[*aliases, *(["best"] if facts["is_best"] else [])])
+
+    def _end(self, *, is_success: bool) -> None:
+        if self._run is not None and self._is_own:
+            self._run.finish(exit_code=0 if is_success else 1)
+            self._run = None
+
+
+def _wait_for_a_new_folder(folder: str, run_id: str) -> None:
+    """Return when the folder that wandb names after the second and the id is not there yet: it would be overwritten."""
+    while glob.glob(os.path.join(glob.escape(folder), f"*run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
+        time.sleep(1.0 - time.time() % 1.0)
+
+
+def _made(kind: Any, method: str, key: str, items: Any, options: Mapping[str, Any]) -> list[Any]:
+    """Return one media object per item, each with its own entry of every option."""
+    if not isinstance(items, list):
+        raise ConfigError(f"{method}({key!r}, ...) got {type(items).__name__}; expected a list.", fix="pass a list.")
+    for name, values in options.items():
+        if not isinstance(values, (list, tuple)) or len(values) != len(items):
+            raise ConfigError(
+                f"{method}({key!r}, ...) got {len(items)} items, and {name}={values!r}.",
+                fix=f"pass {name} as a list with one entry per item.",
+            )
+    return [
+        kind(item, **{name: values[number] for name, values in options.items()}) for number, item in enumerate(items)
+    ]

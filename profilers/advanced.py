@@ -1,0 +1,155 @@
+"""AdvancedProfiler: which Python functions take the time of each activity, by the standard library's cProfile."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import os
+import pstats
+from collections.abc import Sequence
+
+from ..errors import ConfigError, nearest
+from .base import Profiler
+
+__all__ = ["AdvancedProfiler"]
+
+
+class AdvancedProfiler(Profiler):
+    """Keep one cProfile per activity, and report the functions of each by cumulative time.
+
+    Python has one profiler at a time: while an activity runs inside another, the outer one's is paused, so that every
+    call belongs to the innermost activity. Every Python call becomes slower: compare functions, not runs.
+
+    Args:
+        dirpath: Directory of the files; None takes the run's log directory.
+        filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
+        line_count_restriction: How many functions to report of each activity: a number of lines, or a fraction of them
+            from 0.0 to 1.0.
+        dump_stats: Whether to write `<stage>-<filename>[-<rank>]-<activity>.prof` for each activity too, which
+            `python -m pstats`, snakeviz and others open.
+        steps: Training steps to profile, see `Profiler`.
+        ranks: Ranks to profile, see `Profiler`.
+
+    Raises:
+        ConfigError: `line_count_restriction` is negative or a fraction above 1.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        line_count_restriction: int | float = 1.0,
+        dump_stats: bool = False,
+        *,
+        steps: tuple[int, int] | str | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(dirpath, filename, steps=steps, ranks=ranks)
+        is_fraction = isinstance(line_count_restriction, float)
+        if line_count_restriction < 0 or (is_fraction and line_count_restriction > 1):
+            raise ConfigError(
+                f"line_count_restriction={line_count_restriction!r} is neither a number of lines nor a fraction.",
+                fix="pass an int such as 20, or a float from 0.0 to 1.0.",
+            )
+        self.line_count_restriction = line_count_restriction
+        self.dump_stats = dump_stats
+        self.profiled_actions: dict[str, cProfile.Profile] = {}
+        self._open: list[str] = []  # the innermost last
+        self._is_over = False
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begin a run; what an earlier, ended run recorded is forgotten.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            local_rank: Rank; None if there is one process.
+            log_dir: The run's log directory.
+        """
+        super().setup(stage, local_rank, log_dir)
+        if self._is_over:
+            self.profiled_actions = {}
+            self._is_over = False
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End a run: no profile is active any more; what was recorded stays readable until the next `setup`.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
+        if self._open:
+            self.profiled_actions[self._open[-1]].disable()
+            self._open.clear()
+        self._is_over = True
+
+    def start(self, action_name: str) -> None:
+        """Note that an activity begins, inside the one that is open.
+
+        Args:
+            action_name: Name of the activity.
+
+        Raises:
+            ConfigError: Another tool profiles this process, and this Python allows only one.
+        """
+        if self._open:
+            self.profiled_actions[self._open[-1]].disable()
+        profile = self.profiled_actions.setdefault(action_name, cProfile.Profile())
+        self._open.append(action_name)
+        self._enable(profile)
+
+    def stop(self, action_name: str) -> None:
+        """Note that the activity that began last under this name ends.
+
+        Args:
+            action_name: Name of the activity.
+
+        Raises:
+            ConfigError: No activity of this name is open.
+        """
+        if action_name not in self._open:
+            raise ConfigError(
+                f"profiler.stop({action_name!r}) without a start{nearest(action_name, self._open)}; open are: "
+                f"{self._open}.",
+                fix="call start first, or use `with profiler.profile(name):`, which does both.",
+            )
+        self.profiled_actions[self._open[-1]].disable()
+        last = len(self._open) - 1 - self._open[::-1].index(action_name)
+        del self._open[last]
+        if self._open:
+            self._enable(self.profiled_actions[self._open[-1]])
+
+    def summary(self) -> str:
+        """Return the functions of each activity by cumulative time, activities in the order of their first start."""
+        parts = []
+        for name, profile in self.profiled_actions.items():
+            out = io.StringIO()
+            stats = self._stats(profile, out)
+            if stats is not None:
+                stats.strip_dirs().sort_stats("cumulative").print_stats(self.line_count_restriction)
+                parts.append(f"Profile stats for: {name}\n{out.getvalue().strip()}\n")
+        return "\n".join([f"{(self._stage or '').upper()} Profiler Report".strip(), "", *parts]) if parts else ""
+
+    def describe(self) -> None:
+        """Write the report and, with `dump_stats`, a file for each activity; ends the run."""
+        if self.dump_stats:
+            for name, profile in self.profiled_actions.items():
+                stats = self._stats(profile, io.StringIO())
+                path = self.path_of("prof", name)
+                if stats is not None and path is not None:
+                    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                    stats.dump_stats(path)
+        super().describe()
+
+    def _enable(self, profile: cProfile.Profile) -> None:
+        try:
+            profile.enable()
+        except ValueError as error:  # from Python 3.12 on
+            raise ConfigError(
+                f"profiler='advanced' cannot run: {error}.",
+                fix="do not run under another profiler (python -m cProfile, coverage, a debugger).",
+            ) from error
+
+    @staticmethod
+    def _stats(profile: cProfile.Profile, out: io.StringIO) -> pstats.Stats | None:
+        """Return the statistics; None if nothing was called, which pstats refuses."""
+        profile.create_stats()
+        return pstats.Stats(profile, stream=out) if profile.stats else None

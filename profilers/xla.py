@@ -1,0 +1,80 @@
+"""XLAProfiler: names the activities of a run in the traces of a TPU, by torch_xla's own profiler."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..errors import ConfigError, MissingDependency
+from .base import Profiler
+
+__all__ = ["XLAProfiler"]
+
+
+class XLAProfiler(Profiler):
+    """Serve traces of this process, in which steps and backward passes have names.
+
+    The server starts with the first activity that is recorded. Capture with TensorBoard's profile plugin, or with
+    `torch_xla.debug.profiler.trace(f"localhost:{port}", folder)`. There is no report.
+
+    Args:
+        port: Where the profiler's server listens.
+
+    Raises:
+        ConfigError: `port` is no port.
+        MissingDependency: torch_xla is not installed.
+    """
+
+    STEP_FUNCTIONS = frozenset({"validation_step", "test_step", "predict_step"})
+    RECORD_FUNCTIONS = frozenset({"training_step", "backward", "validation_step", "test_step", "predict_step"})
+
+    def __init__(self, port: int = 9012) -> None:
+        super().__init__()
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+            raise ConfigError(f"XLAProfiler: port={port!r} is no port.", fix="pass a number from 1 to 65535.")
+        try:
+            self._xla: Any = import_module("torch_xla.debug.profiler")
+        except ImportError as error:
+            raise MissingDependency("torch_xla", needed_for="profiler='xla'", extra="xla") from error
+        self.port = port
+        self._server: Any = None
+        self._open: list[tuple[str, Any]] = []
+        self._steps: dict[str, int] = {}
+
+    def start(self, action_name: str) -> None:
+        """Name what follows, if it is a step or a backward pass.
+
+        Args:
+            action_name: Name of the activity.
+        """
+        function = action_name.rpartition(".")[2]
+        is_step = function in self.STEP_FUNCTIONS or action_name == self.STEP_ACTION
+        if function not in self.RECORD_FUNCTIONS and not is_step:
+            return
+        if self._server is None:
+            self._server = self._xla.start_server(self.port)
+        if is_step:
+            number = self._steps.get(function, 0)
+            self._steps[function] = number + 1
+            context = self._xla.StepTrace(function, step_num=number)
+        else:
+            context = self._xla.Trace(function)
+        context.__enter__()
+        self._open.append((action_name, context))
+
+    def stop(self, action_name: str) -> None:
+        """End the name, if the activity has one.
+
+        Args:
+            action_name: Name of the activity.
+        """
+        for index in range(len(self._open) - 1, -1, -1):
+            if self._open[index][0] == action_name:
+                self._open.pop(index)[1].__exit__(None, None, None)
+                return
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_xla": None, "_server": None, "_open": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _xla=import_module("torch_xla.debug.profiler"))

@@ -1,0 +1,194 @@
+"""Which checkpoints a run has kept, and what they say of it: step, score, versions, how much it has seen."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .runs import LoggedRun
+
+__all__ = ["CheckpointFile", "CheckpointReader"]
+
+_SUFFIX = ".ckpt"
+_STEP_IN_NAME = re.compile(r"step[=_-](\d+)")
+_MOST_OPENED = 100  # of a run that keeps them all, the newest are opened, and the names of the others are read
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: A file, or a folder for a sharded one.
+        step: Optimizer steps done; None if neither the content nor the name tells.
+        epoch: Epochs done; None if the content does not tell.
+        size_bytes: Of all its files.
+        modified: Seconds since 1970.
+        roles: "best", "last", ...: what the callbacks that saved it call it.
+        score: What it was chosen by; None if it was not chosen.
+        monitor: Name of the score.
+        problem: Why it cannot be read; "" if it can, or was not opened.
+    """
+
+    path: Path
+    step: int | None
+    epoch: int | None
+    size_bytes: int
+    modified: float
+    roles: tuple[str, ...] = ()
+    score: float | None = None
+    monitor: str | None = None
+    problem: str = ""
+
+
+class CheckpointReader:
+    """Finds checkpoints and opens each one once for every time that it is written."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # Any: what checkpoints hold
+
+    def assign(self, root: Path, runs: Sequence[LoggedRun]) -> None:
+        """Give each of the runs found below a directory its checkpoints."""
+        by_run: dict[int, list[Path]] = {}
+        for path in _find(root):
+            owner = _owner(path, runs)
+            if owner is not None:
+                by_run.setdefault(owner, []).append(path)
+        for number, paths in by_run.items():
+            self._describe(runs[number], paths)
+
+    def _describe(self, run: LoggedRun, paths: list[Path]) -> None:
+        newest_first = sorted(paths, key=_modified, reverse=True)
+        found: list[CheckpointFile] = []
+        newest: dict[str, Any] = {}
+        for number, path in enumerate(newest_first):
+            try:
+                size, modified = _size(path), _modified(path)
+            except OSError:
+                continue  # a run that goes on has removed it
+            said = self._open(path) if number < _MOST_OPENED else {}
+            newest = newest or (said if "problem" not in said else {})
+            named = _STEP_IN_NAME.search(path.name)
+            step = said.get("step", int(named[1]) if named else None)
+            found.append(CheckpointFile(path, step, said.get("epoch"), size, modified, problem=said.get("problem", "")))
+        roles = newest.get("roles", {})
+        marked = [
+            replace(file, roles=tuple(role), score=score, monitor=monitor)
+            for file in found
+            for role, score, monitor in [roles.get(file.path.name, ((), None, None))]
+        ]
+        run.checkpoints = sorted(marked, key=lambda file: (-1 if file.step is None else file.step, file.path.name))
+        for name, value in newest.get("environment", {}).items():
+            run.environment.setdefault(name, value)
+        if not run.config:
+            run.config.update(newest.get("config", {}))
+
+    def _open(self, path: Path) -> dict[str, Any]:
+        try:
+            state = path.stat()
+        except OSError as error:
+            return {"problem": str(error)}
+        stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
+        known = self._known.get(path)
+        if known is None or known[0] != stamp:
+            known = self._known[path] = (stamp, {} if path.is_dir() else _read(path))
+        return known[1]
+
+
+def _find(root: Path) -> list[Path]:
+    found = []
+    for folder, below, files in os.walk(root):
+        found += [Path(folder, name) for name in files if name.endswith(_SUFFIX) and not name.startswith(".")]
+        found += [Path(folder, name) for name in below if name.endswith(_SUFFIX)]
+        below[:] = [name for name in below if not name.startswith(".") and not name.endswith(_SUFFIX)]
+    return found
+
+
+def _owner(path: Path, runs: Sequence[LoggedRun]) -> int | None:
+    """Return the number of the run in whose folder a checkpoint is; with one run only it is that one."""
+    if len(runs) == 1:
+        return 0
+    depth = {
+        number: len(folder.parts) for number, run in enumerate(runs) for folder in run.folders if folder in path.parents
+    }
+    return max(depth, key=lambda number: depth[number], default=None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file says of its run; the tensors stay on disk, and nothing in it is executed."""
+    import pickle
+
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        # Its message may be a page; the first sentence says what is wrong.
+        return {"problem": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
+    if not isinstance(content, dict):
+        return {}
+    said: dict[str, Any] = {"roles": _roles(content.get("callbacks")), "environment": _environment(content)}
+    for ours, its in (("step", "global_step"), ("epoch", "epoch")):
+        if isinstance(content.get(its), int):
+            said[ours] = content[its]
+    parameters = content.get("hyper_parameters")
+    if isinstance(parameters, dict):
+        said["config"] = {str(name): str(value) for name, value in parameters.items()}
+    return said
+
+
+def _roles(callbacks: Any) -> dict[str, tuple[list[str], float | None, str | None]]:
+    """Return by file name what the states of ModelCheckpoint callbacks say; the run may have been moved."""
+    found: dict[str, tuple[list[str], float | None, str | None]] = {}
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if not isinstance(state, Mapping):
+            continue
+        monitor = state.get("monitor")
+        for path, score in (state.get("best_k_models") or {}).items():
+            found[Path(path).name] = ([], _float(score), monitor)
+        for role, key in (("best", "best_model_path"), ("last", "last_model_path")):
+            name = Path(state.get(key) or "").name
+            if name:
+                roles, score, its = found.get(name, ([], None, None))
+                best = _float(state.get("best_model_score")) if role == "best" and score is None else score
+                found[name] = ([*roles, role], best, its or (monitor if role == "best" else None))
+    return found
+
+
+def _environment(content: Mapping[str, Any]) -> dict[str, str]:
+    ours = content.get("loopwright")
+    if not isinstance(ours, dict):
+        version = content.get("pytorch-lightning_version")
+        return {"lightning": str(version)} if version else {}
+    versions = ours.get("versions")
+    found = {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
+    if "world_size" in ours:
+        found["processes"] = str(ours["world_size"])
+    said = ours.get("progress")
+    progress = said if isinstance(said, dict) else {}
+    for name in ("steps", "samples", "tokens"):
+        if progress.get(name):
+            found[f"{name} done"] = f"{progress[name]:,}"
+    return found
+
+
+def _float(value: Any) -> float | None:  # Any: a number, or a tensor of one element
+    return None if value is None else float(value)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return path.stat().st_size

@@ -1,0 +1,175 @@
+"use strict";
+// Draws the charts of the page from the JSON in #data; page.py made both. Plotly is in the page, nothing is fetched.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const controls = Object.fromEntries(["smoothing", "axis", "log", "marks"].map((id) => [id, document.getElementById(id)]));
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const dashes = ["solid", "dash", "dot", "dashdot", "longdash"];
+  const axisTitles = { step: "optimizer steps", time: "training time", epoch: "epochs", samples: "samples", tokens: "tokens" };
+  const hidden = new Set();
+  const drawn = [];
+  let isZooming = false;
+
+  // Plotly reads a little HTML in its texts; names are shown as they are.
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+  function position(axis, step) {
+    const [steps, values] = axis;
+    if (step <= steps[0]) return values[0];
+    let low = 0, high = steps.length - 1;
+    if (step >= steps[high]) return values[high];
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (steps[middle] <= step) low = middle; else high = middle;
+    }
+    return values[low] + ((step - steps[low]) / (steps[high] - steps[low])) * (values[high] - values[low]);
+  }
+
+  function places(run, steps) {
+    if (controls.axis.value === "step") return steps;
+    const axis = run.axes[controls.axis.value];
+    if (!axis) return null; // this run did not log it
+    const scale = controls.axis.value === "time" ? data.time.scale : 1;
+    return steps.map((step) => position(axis, step) * scale);
+  }
+
+  // Exponential moving average without the bias of its start; gaps stay gaps.
+  function smooth(values, weight) {
+    let average = 0, total = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      average = weight * average + (1 - weight) * value;
+      total = weight * total + (1 - weight);
+      return average / total;
+    });
+  }
+
+  function style() {
+    const get = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    return { ink: get("--ink"), dim: get("--dim"), line: get("--line"), card: get("--card") };
+  }
+
+  function traces(chart) {
+    const weight = Number(controls.smoothing.value);
+    const list = [];
+    const inRuns = new Set(chart.curves.map((curve) => curve.run));
+    const names = [...new Set(chart.curves.map((curve) => curve.name))];
+    chart.curves.forEach((curve) => {
+      const run = data.runs[curve.run];
+      if (hidden.has(curve.run)) return;
+      const x = places(run, curve.steps);
+      if (x === null) return;
+      const number = names.indexOf(curve.name);
+      const single = data.runs.length === 1;
+      const color = single ? data.colors[number % data.colors.length] : data.colors[curve.run % data.colors.length];
+      const dash = single ? "solid" : dashes[number % dashes.length];
+      const label = single ? curve.name : names.length > 1 || inRuns.size < 2 ? run.name + " · " + curve.name : run.name;
+      const isSmooth = chart.smooth && weight > 0 && curve.values.length > 12;
+      const few = curve.values.length <= 30;
+      const common = { x, type: "scatter", legendgroup: label, hoverlabel: { namelength: -1 } };
+      if (curve.low) {
+        const quiet = { ...common, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+        list.push({ ...quiet, y: curve.low });
+        list.push({ ...quiet, y: curve.high, fill: "tonexty", fillcolor: color + "22" });
+      }
+      if (isSmooth) {
+        list.push({ ...common, y: curve.values, mode: "lines", line: { color, width: 1, dash }, opacity: 0.3,
+          hoverinfo: "skip", showlegend: false });
+      }
+      list.push({ ...common, name: plain(label), y: isSmooth ? smooth(curve.values, weight) : curve.values,
+        mode: few ? "lines+markers" : "lines", line: { color, width: 2, dash }, marker: { size: 5, color },
+        showlegend: true, connectgaps: false, hovertemplate: "%{y:.6g}" });
+    });
+    return list;
+  }
+
+  function marks() {
+    if (!controls.marks || !controls.marks.checked) return [];
+    const { dim } = style();
+    return data.runs.flatMap((run, number) => {
+      const x = hidden.has(number) ? null : places(run, run.checkpoints);
+      const color = data.runs.length === 1 ? dim : data.colors[number % data.colors.length];
+      return (x || []).map((at) => ({ type: "line", xref: "x", yref: "paper", x0: at, x1: at, y0: 0, y1: 1,
+        layer: "below", line: { color, width: 1, dash: "dot" } }));
+    });
+  }
+
+  function layout(chart) {
+    const { ink, dim, line, card } = style();
+    const axis = controls.axis.value;
+    const frame = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
+    return {
+      margin: { l: 56, r: 12, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: ink, size: 12, family: "system-ui, sans-serif" }, hovermode: "x unified",
+      hoverlabel: { bgcolor: card }, modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink }, shapes: marks(), uirevision: axis,
+      legend: { orientation: "h", yanchor: "top", y: -0.2, x: 0, font: { size: 11 } }, showlegend: true,
+      xaxis: { ...frame, title: { text: axis === "time" ? data.time.title : axisTitles[axis], font: { size: 11 } } },
+      yaxis: { ...frame, type: controls.log.checked ? "log" : "linear", exponentformat: "e", hoverformat: ".6g" },
+    };
+  }
+
+  const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
+
+  function drawChart(chart) {
+    const isNew = !chart.node.data;
+    Plotly.react(chart.node, traces(chart), layout(chart), config);
+    if (isNew) {
+      // Zooming one chart zooms all of them: the same stretch of training is looked at everywhere.
+      chart.node.on("plotly_relayout", (change) => {
+        const isRange = "xaxis.range[0]" in change;
+        if (isZooming || !(isRange || change["xaxis.autorange"])) return;
+        const same = isRange
+          ? { "xaxis.range": [change["xaxis.range[0]"], change["xaxis.range[1]"]] }
+          : { "xaxis.autorange": true };
+        isZooming = true;
+        const others = drawn.filter((other) => other !== chart && other.node.data);
+        Promise.all(others.map((other) => Plotly.relayout(other.node, { ...same }))).finally(() => { isZooming = false; });
+      });
+    }
+  }
+
+  function drawPhases() {
+    const node = document.getElementById("timeline");
+    if (!node) return;
+    const names = [...new Set(data.runs.flatMap((run) => run.phases.map((phase) => phase[0])))];
+    const { ink, dim, line } = style();
+    const bars = names.map((name, number) => ({
+      type: "bar", orientation: "h", name: plain(name), y: data.runs.map((run) => plain(run.name)),
+      x: data.runs.map((run) => 100 * (run.phases.find((phase) => phase[0] === name) || [name, 0])[1]),
+      marker: { color: data.colors[number % data.colors.length] }, hovertemplate: "%{x:.1f} %",
+    }));
+    Plotly.react(node, bars, {
+      barmode: "stack", height: 110 + 36 * data.runs.length, margin: { l: 56, r: 12, t: 8, b: 40 },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12 },
+      legend: { orientation: "h", traceorder: "normal" }, showlegend: true,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink },
+      xaxis: { gridcolor: line, title: { text: "% of the fit" }, range: [0, 100] }, yaxis: { automargin: true },
+    }, config);
+  }
+
+  // One chart at a time, so that the page answers while it draws hundreds of them.
+  let turn = 0;
+  function drawAll() {
+    const mine = ++turn;
+    document.body.dataset.ready = "no";
+    let next = 0;
+    (function step() {
+      if (mine !== turn) return;
+      if (next < drawn.length) { drawChart(drawn[next++]); setTimeout(step, 0); return; }
+      drawPhases();
+      document.body.dataset.ready = "yes";
+    })();
+  }
+
+  data.charts.forEach((chart, number) => drawn.push({ ...chart, node: document.getElementById("chart-" + number) }));
+  document.querySelectorAll("input[data-run]").forEach((box) => box.addEventListener("change", () => {
+    if (box.checked) hidden.delete(Number(box.dataset.run)); else hidden.add(Number(box.dataset.run));
+    drawAll();
+  }));
+  controls.smoothing.addEventListener("input", () => {
+    document.getElementById("smoothed").textContent = Number(controls.smoothing.value).toFixed(2);
+  });
+  Object.values(controls).filter(Boolean).forEach((control) => control.addEventListener("change", drawAll));
+  dark.addEventListener("change", drawAll);
+  drawAll();
+})();

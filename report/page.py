@@ -1,0 +1,352 @@
+"""`write_report`: runs as one HTML page that holds all it needs, also the library that draws; it fetches nothing.
+
+Tables are HTML, made here, and can be read without scripts. Curves are data in the page, drawn by page.js with Plotly.
+"""
+
+from __future__ import annotations
+
+import datetime
+import html
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, MissingDependency
+from .charts import GRADIENTS, METRICS, Chart, extremes, make_charts, not_finite, thin, with_speed
+from .runs import LoggedRun
+
+__all__ = ["duration", "render_page", "write_report"]
+
+# Okabe and Ito's palette, which people see apart whose eyes see fewer colours; yellow is too light for lines.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6ae0", "#8c8c8c")
+_NONE = "&ndash;"
+_MOST_MARKS = 40  # checkpoints drawn as lines
+# No address may be asked for anything, whatever is in the page.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_UNITS = (("s", 1.0, 180.0), ("min", 60.0, 10800.0), ("h", 3600.0, 259200.0), ("days", 86400.0, math.inf))
+
+
+def write_report(
+    runs: Sequence[LoggedRun], path: str | os.PathLike[str], *, title: str | None = None, smoothing: float = 0.6
+) -> Path:
+    """Write the page of some runs; a reader sees the old file or the new one.
+
+    Args:
+        runs: From `read_runs`.
+        path: The HTML file.
+        title: The page's heading; None takes the names of the runs.
+        smoothing: Where the slider stands when the page opens: 0 draws what was logged, 0.99 almost a line.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: The smoothing is out of range, or the path is a directory or in none.
+        MissingDependency: Plotly is not installed.
+    """
+    target = Path(path)
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        problem = "is a directory" if target.is_dir() else "is in a directory that does not exist"
+        raise ConfigError(f"{str(path)!r} {problem}.", fix="pass the path of the HTML file that is to be written.")
+    text = render_page(runs, title=title, smoothing=smoothing)
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, target)
+    return target
+
+
+def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothing: float = 0.6) -> str:
+    """Return the page's text; the arguments are those of `write_report`."""
+    if not 0 <= smoothing < 1:
+        raise ConfigError(f"smoothing={smoothing!r}; expected a number from 0 to below 1.", fix="pass smoothing=0.6.")
+    if not runs:
+        raise ConfigError("There are no runs to report.", fix="pass what read_runs() returned.")
+    library = _plotly()
+    for run in runs:
+        with_speed(run)
+    charts = make_charts(runs)
+    shown_title = title or ", ".join(run.name for run in runs[:4]) + (" and more" if len(runs) > 4 else "")
+    here = Path(__file__).parent
+    body = [
+        _header(runs, shown_title),
+        _controls(runs, smoothing),
+        "<main>",
+        _problems(runs),
+        _chart_sections(charts),
+        _timeline(runs),
+        _numbers(runs, charts),
+        _checkpoints(runs),
+        _compared("Configuration", "configuration", [run.config for run in runs], runs),
+        _compared("Environment", "environment", [run.environment for run in runs], runs),
+        "</main>",
+    ]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
+            f"<title>{html.escape(shown_title)}</title>",
+            f"<style>{(here / 'page.css').read_text(encoding='utf-8')}</style></head><body>",
+            *(part for part in body if part),
+            f'<script type="application/json" id="data">{_json(_data(runs, charts))}</script>',
+            f"<script>{library}</script>",
+            f"<script>{(here / 'page.js').read_text(encoding='utf-8')}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingDependency("plotly", needed_for="`loopwright report`", extra="report") from error
+    return str(get_plotlyjs())
+
+
+# --- what the script draws ------------------------------------------------------------------------------------------
+
+
+def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, Any]:  # Any: what JSON holds
+    drawn = []
+    for chart in charts:
+        curves = []
+        for number, run in enumerate(runs):
+            for name in chart.names:
+                if name in run.series:
+                    curve = thin(run.series[name])
+                    band = {"low": curve.low, "high": curve.high} if curve.is_thinned else {}
+                    curves.append({"run": number, "name": name, "steps": curve.steps, "values": curve.values, **band})
+        drawn.append({"smooth": chart.heading in (METRICS, GRADIENTS), "curves": curves})
+    unit, seconds, _ = _unit(max((run.seconds or 0.0 for run in runs), default=0.0))
+    return {
+        "colors": _COLORS,
+        "time": {"scale": 1 / seconds, "title": f"training time, {unit}"},
+        "charts": drawn,
+        "runs": [
+            {
+                "name": run.name,
+                "axes": {name: _thin_axis(axis) for name, axis in run.axes.items()},
+                "checkpoints": sorted({f.step for f in run.checkpoints if f.step is not None})[-_MOST_MARKS:],
+                "phases": _fractions(run.timeline),
+            }
+            for run in runs
+        ],
+    }
+
+
+def _thin_axis(axis: tuple[list[int], list[float]], most: int = 2000) -> tuple[list[int], list[float]]:
+    steps, values = axis
+    stride = math.ceil(len(steps) / most)
+    chosen = [*range(0, len(steps) - 1, stride), len(steps) - 1]
+    return [steps[index] for index in chosen], [values[index] for index in chosen]
+
+
+def _fractions(timeline: Mapping[str, float]) -> list[tuple[str, float]]:
+    total = sum(timeline.values())
+    return [(name, seconds / total) for name, seconds in timeline.items()] if total > 0 else []
+
+
+def _json(value: object) -> str:
+    # Nothing in it may end the script element that it stands in.
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+# --- what can be read without scripts -------------------------------------------------------------------------------
+
+
+def _header(runs: Sequence[LoggedRun], title: str) -> str:
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    rows = []
+    for number, run in enumerate(runs):
+        folders = "<br>".join(f"<code>{html.escape(str(folder))}</code>" for folder in run.folders)
+        rows.append(
+            [
+                _key(number, runs) + html.escape(run.name),
+                f"{run.last_step + 1:,}" if run.last_step >= 0 else _NONE,
+                duration(run.seconds),
+                str(len(run.checkpoints)),
+                html.escape(", ".join(dict.fromkeys(run.kinds))),
+                folders,
+            ]
+        )
+    table = _table(["run", "steps", "training time", "checkpoints", "read from", "folders"], rows, numbers=(1, 2, 3))
+    return f'<header><h1>{html.escape(title)}</h1><div class="dim">Loopwright report, made {now}</div>{table}</header>'
+
+
+def _controls(runs: Sequence[LoggedRun], smoothing: float) -> str:
+    axes = ["step", *(axis for axis in ("time", "epoch", "samples", "tokens") if any(axis in r.axes for r in runs))]
+    options = "".join(f'<option value="{axis}">{axis}</option>' for axis in axes)
+    parts = [
+        f'<label>Smoothing <input id="smoothing" type="range" min="0" max="0.99" step="0.01" value="{smoothing:.2f}">'
+        f'<output id="smoothed">{smoothing:.2f}</output></label>',
+        f'<label>Horizontal axis <select id="axis">{options}</select></label>',
+        '<label><input id="log" type="checkbox"> logarithmic</label>',
+    ]
+    if any(run.checkpoints for run in runs):
+        parts.append('<label><input id="marks" type="checkbox" checked> checkpoints</label>')
+    for number, run in enumerate(runs) if len(runs) > 1 else ():
+        box = f'<input type="checkbox" checked data-run="{number}">'
+        parts.append(f"<label>{box}{_key(number, runs)}{html.escape(run.name)}</label>")
+    note = '<noscript class="warn">The curves are drawn by a script, which this browser does not run.</noscript>'
+    return f'<div id="controls">{"".join(parts)}{note}</div>'
+
+
+def _problems(runs: Sequence[LoggedRun]) -> str:
+    lines = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    for run in runs:
+        for series in run.series.values():
+            steps = not_finite(series)
+            if steps:
+                more = f", … ({len(steps)} in all)" if len(steps) > 5 else ""
+                lines.append(f"{run.name}: {series.name} is not finite at step {', '.join(map(str, steps[:5]))}{more}")
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f'<h2>To look at</h2><ul class="warn" id="problems">{items}</ul>' if lines else ""
+
+
+def _chart_sections(charts: Sequence[Chart]) -> str:
+    sections = []
+    for heading, group in groupby(enumerate(charts), key=lambda item: item[1].heading):
+        cards = [
+            f'<div class="chart"><h3>{html.escape(chart.title)}</h3><div class="plot" id="chart-{number}"></div></div>'
+            for number, chart in group
+        ]
+        width = "many" if len(cards) > 1 else "one"  # headings with one chart stand beside each other
+        sections.append(
+            f'<section class="{width}"><h2>{heading}</h2><div class="grid">{"".join(cards)}</div></section>'
+        )
+    return f'<div id="charts">{"".join(sections)}</div>'
+
+
+def _timeline(runs: Sequence[LoggedRun]) -> str:
+    if not any(run.timeline for run in runs):
+        return ""
+    total = {name: 0.0 for run in runs for name in run.timeline}
+    for run in runs:
+        for name, fraction in _fractions(run.timeline):
+            total[name] += fraction
+    rows = []
+    for name in sorted(total, key=lambda name: -total[name]):
+        cells = []
+        for run in runs:
+            fraction_of = dict(_fractions(run.timeline)).get(name)
+            cells.append(_NONE if fraction_of is None else f"{run.timeline[name]:.3g} s, {fraction_of:.1%}")
+        rows.append([html.escape(name), *cells])
+    table = _table(["phase", *(html.escape(run.name) for run in runs)], rows, numbers=range(1, len(runs) + 1))
+    notes = "".join(
+        f"<li>{html.escape(f'{run.name}: ' if len(runs) > 1 else '')}{html.escape(note)}</li>"
+        for run in runs
+        for note in run.timeline_notes
+    )
+    return (
+        f'<h2>Where the time went</h2><div class="chart"><div class="plot bars" id="timeline"></div></div>'
+        f'<div id="phases">{table}<ul>{notes}</ul></div>'
+    )
+
+
+def _numbers(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> str:
+    rows = []
+    for name in (name for chart in charts for name in chart.names):
+        for number, run in enumerate(runs):
+            found = extremes(run.series[name]) if name in run.series else None
+            if found is None:
+                continue
+            first = [f"<code>{html.escape(name)}</code>"]
+            if len(runs) > 1:
+                first.append(_key(number, runs) + html.escape(run.name))
+            cells = [f"{value:.6g} <span class=dim>at {step:,}</span>" for value, step in found]
+            rows.append([*first, *cells])
+    head = ["metric", *(["run"] if len(runs) > 1 else []), "last", "smallest", "largest"]
+    width = len(head)
+    return f'<h2>Numbers</h2><div id="numbers">{_table(head, rows, numbers=range(width - 3, width))}</div>'
+
+
+def _checkpoints(runs: Sequence[LoggedRun]) -> str:
+    rows = []
+    for number, run in enumerate(runs):
+        for file in run.checkpoints:
+            shown = _below(file.path, run.folders)
+            score = "" if file.score is None else f"{file.monitor or 'score'} {file.score:.6g}"
+            note = f' <span class="warn">cannot be read: {html.escape(file.problem)}</span>' if file.problem else ""
+            modified = datetime.datetime.fromtimestamp(file.modified).strftime("%Y-%m-%d %H:%M:%S")
+            rows.append(
+                [
+                    *([_key(number, runs) + html.escape(run.name)] if len(runs) > 1 else []),
+                    f"<code>{html.escape(shown)}</code>{note}",
+                    _NONE if file.step is None else f"{file.step:,}",
+                    html.escape(", ".join(file.roles)),
+                    html.escape(score),
+                    f"{file.size_bytes / 1e6:,.1f} MB",
+                    modified,
+                ]
+            )
+    if not rows:
+        return ""
+    head = [*(["run"] if len(runs) > 1 else []), "file", "step", "is", "score", "size", "written"]
+    begin = len(head) - 6
+    table = _table(head, rows, numbers=(begin + 1, begin + 4))
+    return f'<h2>Checkpoints kept</h2><div id="checkpoints">{table}</div>'
+
+
+def _compared(heading: str, name: str, columns: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> str:
+    """Return a table of names and each run's value; rows in which runs differ are marked."""
+    names = sorted({name for column in columns for name in column})
+    if not names:
+        return ""
+    rows, marked = [], []
+    for row, key in enumerate(names):
+        values = [column.get(key) for column in columns]
+        if len(set(values)) > 1:
+            marked.append(row)
+        rows.append([f"<code>{html.escape(key)}</code>", *(_NONE if v is None else html.escape(v) for v in values)])
+    head = ["name", *(html.escape(run.name) for run in runs)] if len(runs) > 1 else ["name", "value"]
+    return f'<h2>{heading}</h2><div id="{name}">{_table(head, rows, marked=marked)}</div>'
+
+
+def _table(
+    head: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = (), marked: Iterable[int] = ()
+) -> str:
+    """Return a table; heads and cells are HTML already."""
+    right, differing = set(numbers), set(marked)
+    lines = []
+    for number, row in enumerate(rows):
+        cells = "".join(
+            f'<td class="number">{cell}</td>' if column in right else f"<td>{cell}</td>"
+            for column, cell in enumerate(row)
+        )
+        lines.append(f'<tr class="differs">{cells}</tr>' if number in differing else f"<tr>{cells}</tr>")
+    heads = "".join(f"<th>{name}</th>" for name in head)
+    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _key(number: int, runs: Sequence[LoggedRun]) -> str:
+    if len(runs) == 1:
+        return ""
+    return f'<span class="key" style="background:{_COLORS[number % len(_COLORS)]}"></span>'
+
+
+def _below(path: Path, folders: Sequence[Path]) -> str:
+    """Return a path as it is seen from what a run's folders have in common with it."""
+    try:
+        common = os.path.commonpath([path.absolute().parent, *(folder.absolute() for folder in folders)])
+    except ValueError:
+        return str(path)  # on another drive
+    return path.absolute().relative_to(common).as_posix()
+
+
+def _unit(seconds: float) -> tuple[str, float, float]:
+    return next(unit for unit in _UNITS if seconds < unit[2])
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in the unit that suits them; a dash for what is not known."""
+    if seconds is None:
+        return "-"
+    unit, scale, _ = _unit(seconds)
+    return f"{seconds / scale:.3g} {unit}"

@@ -1,0 +1,318 @@
+"""`read_runs`: the runs below a directory, each with everything that its loggers and checkpoints say about it.
+
+A run may have been logged by several loggers into several folders. Folders are taken for one run if they hold files of
+different kinds that agree wherever both have a value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DataError
+from .checkpoints import CheckpointFile, CheckpointReader
+from .environment import ENVIRONMENT_FILE
+from .sources import Source, find_sources
+
+__all__ = ["CheckpointFile", "LoggedRun", "RunReader", "Series", "read_runs"]
+
+# Names that count how far a run is; they are axes, not curves.
+AXES = ("epoch", "samples", "tokens")
+_NOT_CURVES = ("wall_s", *AXES)
+_TIMELINE_FILE = "timeline.json"
+_TIMELINE_FACTS = {"optimizer steps": "num_steps", "bottleneck": "bottleneck", "bound by": "bound"}
+_CONFIG_FILES = ("hparams.yaml", "config.yaml")
+_SAME = 1e-5  # relative: TensorBoard keeps 24 bits of a number
+
+
+@dataclass
+class Series:
+    """One metric of one run.
+
+    Attributes:
+        name: As it was logged.
+        steps: Ascending.
+        values: One per step; may be NaN or infinite.
+    """
+
+    name: str
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass
+class LoggedRun:
+    """What is known of one run.
+
+    Attributes:
+        name: What it is called in pictures.
+        folders: Where its loggers wrote.
+        kinds: The formats that were read.
+        series: Its metrics by name, in the order of the alphabet.
+        axes: "time" (seconds), "epoch", "samples", "tokens": step to how far the run was, as ascending lists of both.
+        config: Hyperparameters, nested names joined by "/".
+        environment: What it ran on and with; only what was recorded.
+        checkpoints: Those on disk, by step.
+        timeline: Phase to the seconds it took in the whole fit; empty if `trainer.timeline` was not saved.
+        timeline_notes: What binds the step, and what to do about it.
+        problems: What could not be read.
+    """
+
+    name: str
+    folders: list[Path] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    series: dict[str, Series] = field(default_factory=dict)
+    axes: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    config: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    checkpoints: list[CheckpointFile] = field(default_factory=list)
+    timeline: dict[str, float] = field(default_factory=dict)
+    timeline_notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any metric has; -1 before the first."""
+        return max((series.steps[-1] for series in self.series.values()), default=-1)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the run has taken, without the time between its sessions; None if its loggers did not say."""
+        return self.axes["time"][1][-1] if "time" in self.axes else None
+
+
+def read_runs(directories: Iterable[str | os.PathLike[str]], *, checkpoints: bool = True) -> list[LoggedRun]:
+    """Return the runs that are found at and below directories.
+
+    Args:
+        directories: Each is a run's directory, or one that holds several. "NAME=DIRECTORY" gives its run a name.
+        checkpoints: Whether to look for checkpoints, and into them.
+
+    Raises:
+        ConfigError: A directory does not exist.
+        DataError: Nothing was logged in one of them.
+    """
+    reader = RunReader(directories, checkpoints=checkpoints)
+    runs = reader.read()
+    empty = [str(path) for path in reader.empty_directories()]
+    if empty:
+        raise DataError(
+            f"No logged metrics were found in {', '.join(empty)}: no metrics.csv, metrics.jsonl or TensorBoard file.",
+            fix="pass the directory that a logger wrote to (trainer.log_dir says it), or log with CSVLogger, "
+            "TensorBoardLogger or JSONLinesLogger.",
+        )
+    return runs
+
+
+class RunReader:
+    """Reads directories again and again, and each time only what is new in them.
+
+    Args:
+        directories: As for `read_runs`.
+        checkpoints: Whether to look for checkpoints, and into them.
+
+    Raises:
+        ConfigError: A directory does not exist.
+    """
+
+    def __init__(self, directories: Iterable[str | os.PathLike[str]], *, checkpoints: bool = True) -> None:
+        self._roots = [_named(directory) for directory in directories]
+        missing = [str(path) for _, path in self._roots if not path.is_dir()]
+        if missing or not self._roots:
+            raise ConfigError(
+                f"No such directory: {', '.join(missing)}" if missing else "No directory was given.",
+                fix="pass the directory of a run, as trainer.log_dir says it.",
+            )
+        self._checkpoints = CheckpointReader() if checkpoints else None
+        self._sources: dict[tuple[Path, type], Source] = {}
+
+    def empty_directories(self) -> list[Path]:
+        """Return those of the directories in which nothing was found by the last `read`."""
+        return [root for _, root in self._roots if not any(_is_below(key[0], root) for key in self._sources)]
+
+    def read(self) -> list[LoggedRun]:
+        """Return the runs as they are now; a directory that holds nothing yet gives none."""
+        runs: list[LoggedRun] = []
+        seen: set[Path] = set()
+        for name, root in self._roots:
+            folders = [folder for folder in _folders(root) if folder.resolve() not in seen]
+            seen.update(folder.resolve() for folder in folders)
+            groups = self._groups(folders)
+            found = [_merge(group) for group in groups]
+            for run in found:
+                run.name = name if len(found) == 1 and name else _label(run, root, name, is_alone=len(found) == 1)
+                _read_beside(run, root, is_alone=len(found) == 1)
+            if self._checkpoints is not None:
+                self._checkpoints.assign(root, found)
+            runs += found
+        _make_names_differ(runs)
+        return runs
+
+    def _groups(self, folders: list[Path]) -> list[list[Source]]:
+        groups: list[list[Source]] = []
+        for folder in folders:
+            here: list[Source] = []
+            for source in find_sources(folder):
+                known = self._sources.setdefault((folder, type(source)), source)
+                known.refresh()
+                here.append(known)
+            same = next((group for group in groups if here and _is_same_run(group, here)), None)
+            if same is not None:
+                same += here
+            elif here:
+                groups.append(here)
+        return groups
+
+
+def _named(directory: str | os.PathLike[str]) -> tuple[str, Path]:
+    text = os.fspath(directory)
+    name, equals, path = text.partition("=")
+    if equals and path and not Path(text).exists():
+        return name, Path(path).expanduser()
+    return "", Path(text).expanduser()
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return the directory and those below it, without hidden ones; files in them may change while this looks."""
+    found = []
+    for folder, below, _ in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        found.append(Path(folder))
+    return found
+
+
+def _is_below(folder: Path, root: Path) -> bool:
+    return folder == root or root in folder.parents
+
+
+def _is_same_run(one: Sequence[Source], other: Sequence[Source]) -> bool:
+    """Whether two folders are of one run: no kind of file is in both, and values agree wherever both have one."""
+    if {source.kind for source in one} & {source.kind for source in other}:
+        return False
+    has_common = False
+    for a in one:
+        for b in other:
+            for name in a.points.keys() & b.points.keys():
+                if name in _NOT_CURVES or name.startswith("lr"):
+                    continue  # other runs may well have the same
+                mine, its = a.points[name], b.points[name]
+                common = mine.keys() & its.keys()
+                if not all(_is_close(mine[step], its[step]) for step in common):
+                    return False
+                has_common = has_common or bool(common)
+    # Before both have written a common step, the name of the folder must do.
+    return has_common or one[0].folder.name == other[0].folder.name
+
+
+def _is_close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-37) or (math.isnan(a) and math.isnan(b))
+
+
+def _merge(sources: Sequence[Source]) -> LoggedRun:
+    points: dict[str, dict[int, float]] = {}
+    clock: dict[int, float] = {}
+    by_precision = sorted(sources, key=lambda source: source.precision)
+    for source in by_precision:
+        clock.update(source.clock)
+        for name, by_step in source.points.items():
+            points.setdefault(name, {}).update(by_step)
+    run = LoggedRun(name="")
+    run.folders = list(dict.fromkeys(source.folder for source in sources))
+    run.kinds = [source.kind for source in reversed(by_precision)]
+    run.problems = [problem for source in sources for problem in source.problems]
+    for name in sorted(points):
+        steps = sorted(points[name])
+        values = [points[name][step] for step in steps]
+        if name not in _NOT_CURVES:
+            run.series[name] = Series(name, steps, values)
+        elif name in AXES:
+            _add_axis(run, name, dict(zip(steps, values, strict=True)))
+    _add_axis(run, "time", clock)
+    return run
+
+
+def _add_axis(run: LoggedRun, name: str, positions: Mapping[int, float]) -> None:
+    steps: list[int] = []
+    values: list[float] = []
+    for step in sorted(positions):
+        # Values of one step come at slightly different times, also in the order of two loggers.
+        if math.isfinite(positions[step]) and (not values or positions[step] >= values[-1]):
+            steps.append(step)
+            values.append(positions[step])
+    if steps:
+        run.axes[name] = (steps, values)
+
+
+def _label(run: LoggedRun, root: Path, name: str, *, is_alone: bool) -> str:
+    if is_alone:
+        return root.resolve().name
+    parts = run.folders[0].relative_to(root).parts
+    return "/".join((name or root.resolve().name, *parts))
+
+
+def _make_names_differ(runs: list[LoggedRun]) -> None:
+    """Give runs that have the same name what their paths do not share, in addition."""
+    for name in {run.name for run in runs}:
+        same = [run for run in runs if run.name == name]
+        if len(same) < 2:
+            continue
+        paths = [run.folders[0].resolve() for run in same]
+        shared = os.path.commonpath(paths)
+        for run, path in zip(same, paths, strict=True):
+            run.name = f"{name} ({path.relative_to(shared).as_posix()})"
+
+
+def _read_beside(run: LoggedRun, root: Path, *, is_alone: bool) -> None:
+    """Read what stands beside the logs: configuration, environment, timeline; what is nearer to them wins."""
+    folders: list[Path] = []
+    for folder in run.folders:
+        for place in (folder, *folder.parents):
+            if not _is_below(place, root) or (place == root and not is_alone and place not in run.folders):
+                break
+            folders.append(place)
+    for folder in sorted(set(folders), key=lambda place: len(place.parts)):
+        for name in _CONFIG_FILES:
+            run.config.update(_flat(_load(folder / name, run.problems)))
+        run.environment.update(_flat(_load(folder / ENVIRONMENT_FILE, run.problems)))
+        _read_timeline(run, _load(folder / _TIMELINE_FILE, run.problems))
+
+
+def _load(path: Path, problems: list[str]) -> Mapping[Any, Any]:  # Any: whatever a file holds
+    if not path.is_file():
+        return {}
+    from yaml import YAMLError, safe_load
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else safe_load(text)
+    except (OSError, ValueError, YAMLError) as error:
+        problems.append(f"{path} cannot be read: {str(error).splitlines()[0]}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _flat(content: Mapping[Any, Any], before: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            found.update(_flat(value, f"{before}{key}/"))
+        else:
+            found[f"{before}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return found
+
+
+def _read_timeline(run: LoggedRun, content: Mapping[Any, Any]) -> None:
+    """Take what `trainer.timeline.save()` wrote: seconds of each phase, what binds the step, advice."""
+    phases = content.get("seconds")
+    if not isinstance(phases, dict):
+        return
+    numbers = {str(name): seconds for name, seconds in phases.items() if isinstance(seconds, int | float)}
+    run.timeline = {name: float(seconds) for name, seconds in numbers.items() if math.isfinite(seconds) and seconds > 0}
+    run.timeline_notes = [f"{name}: {content[key]}" for name, key in _TIMELINE_FACTS.items() if content.get(key)]
+    advice = content.get("advice")
+    run.timeline_notes += [str(text) for text in advice] if isinstance(advice, list) else []

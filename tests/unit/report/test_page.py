@@ -1,0 +1,167 @@
+"""What is in the page; test_page_in_browser.py opens it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loopwright.errors import ConfigError
+from loopwright.report.checkpoints import CheckpointFile
+from loopwright.report.page import render_page, write_report
+from loopwright.report.runs import LoggedRun, Series, read_runs
+
+
+class Reader(HTMLParser):
+    """Takes a page apart: texts of elements by tag, attributes that name addresses, and what was left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.data: dict[str, Any] = {}
+        self._id: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "action", "srcset")]
+        self._id = dict(attributes).get("id")
+        if tag not in ("meta", "link", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._id == "data" and self.open[-1] == "script":
+            self.data = json.loads(data)
+        elif self.open and self.open[-1] not in ("script", "style") and data.strip():
+            self.texts.append((self.open[-1], data))
+
+    def all_text(self) -> str:
+        return "\n".join(text for _, text in self.texts)
+
+
+def two_runs() -> list[LoggedRun]:
+    one = LoggedRun("one", [Path("logs/one")], ["CSV"], {"loss": Series("loss", [0, 5], [2.0, 1.0])})
+    two = LoggedRun("two", [Path("logs/two")], ["CSV"], {"loss": Series("loss", [0, 5], [3.0, 0.5])})
+    one.config, two.config = {"lr": "0.1", "width": "8"}, {"lr": "0.2", "width": "8"}
+    return [one, two]
+
+
+def test_the_page_is_whole_and_names_no_address(trained: Path) -> None:
+    page = Reader(render_page(read_runs([trained])))
+    assert page.open == []
+    assert page.addresses == ["data:,"]
+
+
+def test_the_page_forbids_every_request(trained: Path) -> None:
+    text = render_page(read_runs([trained]))
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none';")
+    assert "http" not in policy
+    assert "unsafe-eval" not in policy
+
+
+def test_the_page_holds_the_curves_as_they_were_logged(trained: Path) -> None:
+    (run,) = read_runs([trained])
+    page = Reader(render_page([run]))
+    curves = {curve["name"]: curve for chart in page.data["charts"] for curve in chart["curves"]}
+    for name in ("train_loss", "val_loss", "lr-SGD"):
+        assert curves[name]["steps"] == run.series[name].steps
+        assert curves[name]["values"] == run.series[name].values
+    assert len(page.data["charts"][0]["curves"]) == 2  # both losses in the first
+    assert page.data["runs"][0]["axes"]["time"][0][-1] == 23
+
+
+def test_the_tables_can_be_read_without_scripts(trained: Path) -> None:
+    (run,) = read_runs([trained])
+    text = Reader(render_page([run], title="Line")).all_text()
+    for shown in ("Line", "train_loss", "last.ckpt", "best", "last", "0.1", "torch", "Environment", "Configuration"):
+        assert shown in text
+    assert f"{min(run.series['val_loss'].values):.6g} " in text
+
+
+def test_runs_are_compared_and_differences_marked() -> None:
+    text = render_page(two_runs())
+    marked = re.findall(r'<tr class="differs">(.*?)</tr>', text)
+    assert len(marked) == 1
+    assert "lr" in marked[0]
+    assert "width" not in marked[0]
+    page = Reader(text)
+    assert [curve["run"] for curve in page.data["charts"][0]["curves"]] == [0, 1]
+    assert page.data["runs"][1]["name"] == "two"
+
+
+def test_what_is_not_finite_is_a_gap_and_is_said() -> None:
+    runs = two_runs()
+    runs[0].series["loss"] = Series("loss", list(range(9)), [1.0, math.nan, *[math.inf] * 6, 2.0])
+    page = Reader(render_page(runs))
+    assert page.data["charts"][0]["curves"][0]["values"] == [1.0, *[None] * 7, 2.0]
+    assert "one: loss is not finite at step 1, 2, 3, 4, 5, … (7 in all)" in page.all_text()
+
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028&amp;'\""
+
+
+def test_names_are_shown_as_they_are_whatever_they_hold(tmp_path: Path) -> None:
+    run = LoggedRun(EVIL, [Path(EVIL)], [EVIL], {EVIL: Series(EVIL, [0, 1], [1.0, 2.0])})
+    run.config, run.environment, run.problems = {EVIL: EVIL}, {EVIL: EVIL}, [EVIL]
+    run.timeline, run.timeline_notes = {EVIL: 1.0}, [EVIL]
+    run.checkpoints = [CheckpointFile(Path(EVIL), 1, 0, 10, 0.0, (EVIL,), 1.0, EVIL, EVIL)]
+    for runs in ([run], [run, *two_runs()]):
+        page = Reader(render_page(runs, title=EVIL))
+        assert page.open == []
+        assert page.addresses == ["data:,"]
+        assert page.data["runs"][0]["name"] == EVIL
+        assert page.all_text().count("alert(2)") >= 8
+
+
+def test_a_long_run_makes_no_long_page() -> None:
+    steps = list(range(100_000))
+    run = LoggedRun("long", [Path("x")], ["CSV"], {"loss": Series("loss", steps, [1 / (1 + step) for step in steps])})
+    run.axes["time"] = (steps, [float(step) for step in steps])
+    library = len(render_page(two_runs()))
+    assert len(render_page([run])) < library + 200_000
+
+
+def test_the_timeline_is_shown_as_parts_of_the_whole() -> None:
+    runs = two_runs()
+    runs[0].timeline, runs[0].timeline_notes = {"forward": 3.0, "data wait": 1.0}, ["bound by: compute"]
+    page = Reader(render_page(runs))
+    assert page.data["runs"][0]["phases"] == [["forward", 0.75], ["data wait", 0.25]]
+    assert page.data["runs"][1]["phases"] == []
+    assert "3 s, 75.0%" in page.all_text()
+    assert "bound by: compute" in page.all_text()
+
+
+def test_a_page_is_replaced_in_one_go(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    assert write_report(two_runs(), path) == path
+    assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+@pytest.mark.parametrize("path", ["", "no/such/page.html"])
+def test_a_place_where_no_file_can_be_is_an_error(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="director"):
+        write_report(two_runs(), tmp_path / path)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, math.nan])
+def test_a_smoothing_out_of_range_is_an_error(smoothing: float) -> None:
+    with pytest.raises(ConfigError, match="smoothing="):
+        render_page(two_runs(), smoothing=smoothing)
+
+
+def test_no_runs_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="no runs"):
+        render_page([])

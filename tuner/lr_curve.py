@@ -1,0 +1,130 @@
+"""What a learning-rate search returns: losses by learning rate, a suggestion, and a plot."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from .plots import open_axes, show_figure
+
+__all__ = ["SMOOTHING", "LearningRateCurve"]
+
+SMOOTHING = 0.98
+"""Share of the earlier losses in a smoothed one."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LearningRateCurve:
+    """The loss as the learning rate rises: the result of `Tuner.lr_find`.
+
+    Attributes:
+        mode: "exponential": the rates are evenly spaced in the logarithm; "linear": in the value.
+        lr_min: First rate.
+        lr_max: Last rate, reached if the loss does not explode before.
+        num_training: Steps planned.
+        results: "lr" and "loss": one value per step taken; the losses are smoothed.
+        raw_losses: The losses as they were.
+    """
+
+    mode: str
+    lr_min: float
+    lr_max: float
+    num_training: int
+    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
+    raw_losses: list[float] = field(default_factory=list)
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        share = step / max(1, self.num_training - 1)
+        if self.mode == "linear":
+            return self.lr_min + (self.lr_max - self.lr_min) * share
+        return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
+
+    def suggestion(
+        self, skip_begin: int = 10, skip_end: int = 1, *, method: Literal["steepest", "minimum"] = "steepest"
+    ) -> float | None:
+        """Return the learning rate to train with.
+
+        Args:
+            skip_begin: Steps at the beginning that do not count.
+            skip_end: Steps at the end that do not count.
+            method: "steepest" is where the loss falls fastest; "minimum" a tenth of the rate with the lowest loss.
+
+        Returns:
+            The rate; None where fewer than two finite losses are left (the log says so).
+
+        Source: Smith 2017, section 3.3 (the range test); both rules are common practice in reading its curve.
+        """
+        if method not in ("steepest", "minimum"):
+            raise ConfigError(f"method={method!r}, expected 'steepest' or 'minimum'.", fix="choose one of them.")
+        index = self._index(skip_begin, skip_end, method)
+        if index is None:
+            _log.error("there are too few finite losses to suggest a learning rate; try a wider range or more steps")
+            return None
+        return self.results["lr"][index] / (10.0 if method == "minimum" else 1.0)
+
+    def _index(self, skip_begin: int, skip_end: int, method: str) -> int | None:
+        losses = self.results["loss"]
+        kept = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
+        if len(kept) < 2:
+            return None
+        if method == "minimum":
+            return min(kept, key=lambda i: losses[i])
+        # Neighbours differ by the noise of one batch; over a twentieth of the curve the slope shows.
+        reach = max(1, len(kept) // 20)
+        slopes = []
+        for at, i in enumerate(kept):  # central differences inside, one-sided at both ends
+            before, after = kept[max(at - reach, 0)], kept[min(at + reach, len(kept) - 1)]
+            # The first averages are of few losses and move with each of them; this weighs all steps alike.
+            weight = 1 - SMOOTHING ** (i + 1)
+            slopes.append((weight * (losses[after] - losses[before]) / (after - before), i))
+        return min(slopes)[1]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the losses over the learning rate; a loss that explodes leaves the picture at its upper edge.
+
+        Args:
+            suggest: Whether to mark the suggestion.
+            show: Whether to open a window.
+            ax: Axes of matplotlib to draw on; None makes a figure.
+
+        Returns:
+            matplotlib's figure.
+
+        Raises:
+            MissingDependency: matplotlib is not installed.
+        """
+        figure, axes = open_axes(ax, needed_for="LearningRateCurve.plot", show=show)
+        axes.plot(self.results["lr"], self.results["loss"])
+        if self.mode == "exponential":
+            axes.set_xscale("log")
+        finite = [loss for loss in self.results["loss"] if math.isfinite(loss)]
+        if finite:
+            lowest = finite.index(min(finite))
+            low, high = finite[lowest], max(finite[: lowest + 1])
+            top = high + 0.5 * max(high - low, 0.1 * abs(high))
+            if max(finite) > top:
+                axes.set_ylim(top=top, bottom=low - 0.05 * (top - low))
+        axes.set_xlabel("Learning rate")
+        axes.set_ylabel("Loss (smoothed)")
+        index = self._index(10, 1, "steepest") if suggest else None
+        if index is not None:
+            lr = self.results["lr"][index]
+            axes.plot(lr, self.results["loss"][index], "o", color="tab:red", label=f"suggestion: {lr:.3g}")
+            axes.legend()
+        show_figure(show=show)
+        return figure
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LearningRateCurve:
+        """Return the curve that `state_dict` described."""
+        return cls(**state)

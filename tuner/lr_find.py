@@ -1,0 +1,228 @@
+"""The learning-rate search: train a copy while the rate rises, and watch the loss. Called by Tuner and its callback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..callbacks import Callback
+from ..errors import ConfigError, DataError
+from ..trainer.begin import build_optimizers
+from .lr_curve import SMOOTHING, LearningRateCurve
+from .setting import find_setting, write_setting
+from .trial import Subject, isolated, make_trainer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..trainer.trainer import Trainer
+
+__all__ = ["check_search", "find_learning_rate", "name_of_rate", "set_learning_rate"]
+
+_NAMES = ("lr", "learning_rate")
+# What a parameter group and a schedule of torch keep as rates.
+_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES_OF_SCHEDULES = ("base_lrs", "max_lrs", "_last_lr")
+
+
+def check_search(
+    *, min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
+) -> None:
+    """Refuse a search that makes no sense.
+
+    Raises:
+        ConfigError: Names everything that is wrong.
+    """
+    wrong = []
+    if mode not in ("exponential", "linear"):
+        wrong.append(f"mode={mode!r}, expected 'exponential' or 'linear'")
+    if not 0 < min_lr < max_lr:
+        wrong.append(f"min_lr={min_lr!r} and max_lr={max_lr!r}, expected 0 < min_lr < max_lr")
+    if not isinstance(num_training, int) or num_training < 2:
+        wrong.append(f"num_training={num_training!r}, expected at least 2 steps")
+    if early_stop_threshold is not None and not early_stop_threshold > 1:
+        wrong.append(f"early_stop_threshold={early_stop_threshold!r}, expected None or a factor above 1")
+    if wrong:
+        raise ConfigError(f"learning-rate search: {'; '.join(wrong)}.", fix="correct them; the defaults work for most.")
+
+
+class RisingRate(Callback):
+    """Raises the learning rate step by step in a trial, and keeps the losses.
+
+    Groups keep the ratios of their rates; the largest has the value of the curve. The loss is the mean over the ranks
+    and micro-batches of a step, so that all ranks stop at the same one. Reading it waits for the device at every step.
+
+    Args:
+        curve: Filled by the trial.
+        threshold: Stop when the smoothed loss is above this factor times the lowest; None goes on to the end.
+        check: Called after each step: ends the search where the run around it was asked to end.
+    """
+
+    hears_every_step = True
+
+    def __init__(self, curve: LearningRateCurve, threshold: float | None, check: Callable[[], None]) -> None:
+        self.curve = curve
+        self._check = check
+        self.threshold = threshold
+        self._ratios: list[float] = []
+        self._average = 0.0
+        self._best = math.inf
+        self._is_over = False
+        self._total: Tensor | None = None
+
+    # A trial in processes that were started for it comes back by these.
+    def state_dict(self) -> dict[str, Any]:
+        return {"curve": self.curve.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        loaded = LearningRateCurve.from_state(state_dict["curve"])
+        self.curve.results, self.curve.raw_losses = loaded.results, loaded.raw_losses
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"the learning-rate search needs one optimizer, and configure_optimizers made "
+                f"{len(trainer.optimizers)}.",
+                fix="search with one of them, with automatic optimization, and set the others' rates by hand.",
+            )
+        trainer.lr_scheduler_configs.clear()  # this callback is the schedule
+        rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+        largest = max(rates)
+        self._ratios = [rate / largest if largest > 0 else 1.0 for rate in rates]
+        self._total = torch.zeros(2, device=trainer.fabric.device, dtype=torch.float32)
+        self._set_rate(trainer)
+
+    def _set_rate(self, trainer: Trainer) -> None:
+        lr = self.curve.lr_at(len(self.curve.raw_losses))
+        for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
+            _put(group, "lr", lr * ratio)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._is_over:
+            return
+        assert self._total is not None
+        if outputs is not None and "loss" in outputs:
+            self._total += torch.stack([outputs["loss"].float(), torch.ones_like(self._total[0])])
+        if not trainer.at_step_boundary:
+            return
+        self._check()
+        # Every rank must see the same loss: a lone rank that stops leaves the others waiting.
+        total, count = trainer.fabric.all_reduce(self._total, reduce_op="sum").tolist()
+        self._total.zero_()
+        if count:
+            self._note(trainer, total / count)
+
+    def _note(self, trainer: Trainer, loss: float) -> None:
+        curve = self.curve
+        curve.results["lr"].append(curve.lr_at(len(curve.raw_losses)))
+        curve.raw_losses.append(loss)
+        count = len(curve.raw_losses)
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        smoothed = self._average / (1 - SMOOTHING**count)
+        curve.results["loss"].append(smoothed)
+        # The first losses of small batches scatter: an average of so few neither is the lowest nor ends the search.
+        is_settled = count >= min(10, curve.num_training // 5)
+        has_exploded = self.threshold is not None and is_settled and smoothed > self.threshold * self._best
+        if not math.isfinite(loss) or has_exploded or count >= curve.num_training:
+            self._is_over = trainer.should_stop = True
+            return
+        if is_settled:
+            self._best = min(self._best, smoothed)
+        self._set_rate(trainer)
+
+
+def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: float | None) -> LearningRateCurve:
+    """Run the search and return the curve, filled. On every rank: it communicates.
+
+    Raises:
+        ConfigError: The module has several optimizers, or none.
+        DataError: No step had a loss.
+    """
+    trainer = subject.trainer
+    sweep = RisingRate(curve, threshold, subject.check_signals)
+    with isolated(subject):
+        module, datamodule = subject.twins()
+        scheduler = trainer.accumulation_scheduler
+        accumulate = trainer.accumulate_grad_batches
+        if scheduler is not None:
+            accumulate = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+        trial = make_trainer(
+            subject,
+            trainer.fabric,
+            [sweep],
+            max_epochs=-1,
+            max_steps=curve.num_training,
+            accumulate_grad_batches=accumulate,
+        )
+        trial.fit(module, subject.given.get("train"), datamodule=datamodule)
+        del trial, module, datamodule
+    if not sweep.curve.raw_losses:
+        raise DataError(
+            "the learning-rate search saw no loss: every batch was skipped, or there was none.",
+            fix="let training_step return a loss (in manual optimization too), and look at limit_train_batches.",
+        )
+    return sweep.curve
+
+
+def name_of_rate(subject: Subject, attr_name: str) -> str:
+    """Return the name under which module or data module keep the learning rate.
+
+    Raises:
+        ConfigError: Neither has it; an AttributeError, too.
+    """
+    names = (attr_name,) if attr_name else _NAMES
+    return find_setting(subject.owners, names, asked_by="the learning-rate search (update_attr=True)")[0]
+
+
+def set_learning_rate(subject: Subject, name: str, lr: float) -> None:
+    """Set the rate on the module, and within a run in its optimizer and schedules.
+
+    At the beginning of training they are made anew from the module's attribute; later they keep their states, and all
+    rates in them are scaled, so that the largest of the groups is `lr`.
+    """
+    write_setting(subject.owners, name, lr)
+    run = subject.run
+    if run is None:
+        return
+    if not run.progress.total_batches:
+        build_optimizers(run)
+        return
+    rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
+    largest = max(rates, default=0.0)
+    if largest <= 0:
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                _put(group, "lr", lr)
+        return
+    for optimizer in run.optimizers:
+        _scale_groups(optimizer, lr / largest)
+    for config in run.schedulers:
+        _scale_schedule(config.scheduler, lr / largest)
+
+
+def _put(holder: Any, key: str, value: float) -> None:  # Any: a parameter group
+    """Set a rate; where it is a tensor (capturable optimizers), in place: others hold it, too."""
+    if isinstance(holder[key], Tensor):
+        holder[key].fill_(value)
+    else:
+        holder[key] = value
+
+
+def _scale_groups(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for key in _RATES_OF_GROUPS:
+            if key in group:
+                _put(group, key, float(group[key]) * factor)
+
+
+def _scale_schedule(schedule: Any, factor: float) -> None:  # Any: torch's schedules, and users' own
+    for name in _RATES_OF_SCHEDULES:
+        rates = getattr(schedule, name, None)
+        if isinstance(rates, list):
+            setattr(schedule, name, [float(rate) * factor for rate in rates])
+    for part in getattr(schedule, "_schedulers", ()):
+        _scale_schedule(part, factor)

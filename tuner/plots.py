@@ -1,0 +1,39 @@
+"""Where the tuner's plots are drawn: matplotlib, imported when a plot is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import MissingDependency
+
+__all__ = ["open_axes", "show_figure"]
+
+
+def open_axes(ax: Any, *, needed_for: str, show: bool) -> tuple[Any, Any]:  # Any: matplotlib's figure and axes
+    """Return a figure and its axes: those given, or new ones.
+
+    Without `show` the figure is not registered anywhere, so that a notebook or a later `plt.show()` does not find it.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    if ax is not None:
+        return ax.figure, ax
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingDependency("matplotlib", needed_for=needed_for, extra="plots") from None
+    if show:
+        import matplotlib.pyplot as plt
+
+        return plt.subplots(layout="constrained")
+    figure = Figure(layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def show_figure(*, show: bool) -> None:
+    """Open the window, if it was asked for."""
+    if show:
+        import matplotlib.pyplot as plt
+
+        plt.show()

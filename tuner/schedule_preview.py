@@ -1,0 +1,183 @@
+"""The learning-rate schedule before training: what each step's rate will be, as numbers and as a plot."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import Callback
+from ..errors import ConfigError
+from ..trainer.begin import split_datamodule, unwrapped
+from .plots import open_axes, show_figure
+from .trial import Subject, isolated, make_trainer, single_device_fabric
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..data.module import DataModule
+    from ..trainer.trainer import Trainer
+
+__all__ = ["SchedulePreview", "preview_schedule"]
+
+
+@dataclass(slots=True)
+class SchedulePreview:
+    """The learning rates of a training that has not happened.
+
+    Attributes:
+        lrs: Name of a parameter group -> the rate of each optimizer step.
+        epoch_starts: The steps at which epochs begin.
+        left_out: Schedules that depend on a metric; they are taken as never reducing the rate.
+    """
+
+    lrs: dict[str, list[float]] = field(default_factory=dict)
+    epoch_starts: list[int] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def plot(self, show: bool = False, ax: Any = None) -> Any:
+        """Draw the rates over the steps, with a line where each epoch begins (up to fifty).
+
+        Args:
+            show: Whether to open a window.
+            ax: Axes of matplotlib to draw on; None makes a figure.
+
+        Returns:
+            matplotlib's figure.
+
+        Raises:
+            MissingDependency: matplotlib is not installed.
+        """
+        figure, axes = open_axes(ax, needed_for="SchedulePreview.plot", show=show)
+        for name, rates in self.lrs.items():
+            axes.plot(range(len(rates)), rates, label=name)
+        if len(self.epoch_starts) <= 50:
+            for step in self.epoch_starts[1:]:
+                axes.axvline(step, color="0.85", linewidth=0.8, zorder=0)
+        axes.set_xlabel("Optimizer step")
+        axes.set_ylabel("Learning rate")
+        if len(self.lrs) > 1:
+            axes.legend()
+        show_figure(show=show)
+        return figure
+
+
+class Rehearsal(Callback):
+    """Steps the schedules of a trial through the whole training, at its beginning, and lets nothing be trained."""
+
+    def __init__(self, preview: SchedulePreview, num_steps: int | None, source: Trainer) -> None:
+        self.preview = preview
+        self.num_steps = num_steps
+        self.source = source
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        total = trainer.estimated_stepping_batches if self.num_steps is None else self.num_steps
+        run = trainer.latest_run()
+        assert run is not None
+        trainer.open_training(run)
+        if math.isinf(total):
+            raise ConfigError(
+                "the schedule cannot be previewed to its end: neither max_steps nor the data limit the training.",
+                fix="pass num_steps, or set max_steps or max_epochs.",
+            )
+        with warnings.catch_warnings():
+            # Nothing is trained, so optimizers do not step, which torch warns of.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            warnings.filterwarnings("ignore", message="The epoch parameter in")
+            self._rehearse(trainer, int(total))
+        trainer.fit_loop.max_steps = 0
+
+    def _rehearse(self, trainer: Trainer, total: int) -> None:
+        run = trainer.latest_run()
+        assert run is not None
+        own = run.lifecycle.own("lr_scheduler_step")
+        groups = [
+            (_name(index, number, optimizer, len(trainer.optimizers)), group)
+            for index, optimizer in enumerate(trainer.optimizers)
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        preview = self.preview
+        preview.lrs = {name: [] for name, _ in groups}
+        preview.left_out = [type(c.scheduler).__name__ for c in run.schedulers if c.reduce_on_plateau]
+        due = [config for config in run.schedulers if not config.reduce_on_plateau]
+        batches = trainer.num_training_batches
+        step, epoch = 0, 0
+        while step < total:
+            preview.epoch_starts.append(step)
+            steps_of_epoch = math.inf if math.isinf(batches) else math.ceil(batches / self._window(epoch))
+            ends_at = min(total, step + max(1, steps_of_epoch))
+            is_whole = ends_at == step + steps_of_epoch
+            while step < ends_at:
+                for name, group in groups:
+                    preview.lrs[name].append(float(group["lr"]))
+                step += 1
+                _step(due, "step", step, own)
+            if is_whole:
+                epoch += 1
+                _step(due, "epoch", epoch, own)
+
+    def _window(self, epoch: int) -> int:
+        scheduler = self.source.accumulation_scheduler
+        if scheduler is None:
+            return self.source.accumulate_grad_batches
+        return scheduler.get_accumulate_grad_batches(epoch)
+
+
+def _step(configs: list[Any], interval: str, count: int, own: Any) -> None:
+    from ..trainer.schedule import step_scheduler
+
+    for config in configs:
+        if config.is_due(interval, count):
+            step_scheduler(config, None, own)
+
+
+def _name(index: int, number: int, optimizer: Any, num_optimizers: int) -> str:
+    name = f"lr-{type(optimizer).__name__}" + (f"-{index}" if num_optimizers > 1 else "")
+    group = optimizer.param_groups[number]
+    return name if len(optimizer.param_groups) == 1 else f"{name}/{group.get('name', f'pg{number + 1}')}"
+
+
+def preview_schedule(
+    trainer: Trainer,
+    model: nn.Module,
+    train_dataloaders: Any = None,
+    datamodule: DataModule | None = None,
+    num_steps: int | None = None,
+) -> SchedulePreview:
+    """Return the learning rate of each optimizer step of a training from the start, without training.
+
+    A copy of the module makes its optimizers and schedules, which are stepped as the Trainer steps them. With several
+    ranks, each counts the steps of a training on one: pass `num_steps`.
+
+    Args:
+        trainer: Its limits say how long training is.
+        model: The module.
+        train_dataloaders: Loaders to train with, or a DataModule.
+        datamodule: Brings the loaders instead.
+        num_steps: Show so many steps; None is the whole training.
+
+    Raises:
+        ConfigError: Nothing limits the training.
+    """
+    train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule, "train_dataloaders")
+    given = {"train": train_dataloaders} if train_dataloaders is not None else {}
+    subject = Subject(trainer, unwrapped(model), datamodule, given)
+    preview = SchedulePreview()
+    callbacks: list[Callback] = [Rehearsal(preview, num_steps, trainer)]
+    accumulation: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+    if trainer.accumulation_scheduler is not None:
+        accumulation = {}
+        callbacks.append(trainer.accumulation_scheduler)
+    with isolated(subject):
+        module, twin = subject.twins()
+        trial = make_trainer(
+            subject,
+            single_device_fabric(trainer),
+            callbacks,
+            max_epochs=trainer.max_epochs,
+            max_steps=trainer.max_steps,
+            **accumulation,
+        )
+        trial.fit(module, train_dataloaders, datamodule=twin)
+    return preview

@@ -1,0 +1,78 @@
+"""A value that a search sets: `lr`, `batch_size`, wherever the module or its data keep it. Used by the searches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from ..errors import ConfigError, nearest
+
+__all__ = ["find_setting", "write_setting"]
+
+# Any in this file: modules, data modules and hyperparameters are the user's.
+
+
+def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, asked_by: str) -> tuple[str, Any]:
+    """Return the first of these names that module or data module have, as attribute or hyperparameter, and its value.
+
+    Args:
+        owners: Module and data module; None in the place of one that there is not.
+        names: Names to look for, in order of preference.
+        asked_by: Who needs it, for the error.
+
+    Raises:
+        ConfigError: Nobody has any of them. It is an AttributeError for those who expect one, too.
+    """
+    for name in names:
+        values = [value for _, value in _places(owners, name)]
+        if values:
+            if any(value != values[0] for value in values[1:]):
+                warnings.warn(
+                    f"{asked_by}: {name} has several values, {values}, as attribute and as hyperparameter; all of "
+                    "them will be set",
+                    stacklevel=4,
+                )
+            return name, values[0]
+    known = {name for owner in owners if owner is not None for name in _names(owner)}
+    hints = "".join(nearest(name, known) for name in names[:1])
+    what = " or ".join(repr(name) for name in names)
+    described = " nor ".join(type(owner).__name__ for owner in owners if owner is not None)
+    raise MissingSetting(
+        f"{asked_by} needs an attribute or hyperparameter {what}, and {described} has none{hints}.",
+        fix=f"set self.{names[0]} in __init__ (or call self.save_hyperparameters()) and use it where it counts.",
+    )
+
+
+class MissingSetting(ConfigError, AttributeError):
+    """Neither module nor data module have the value that a search is to set."""
+
+
+def write_setting(owners: tuple[Any, ...], name: str, value: Any) -> None:
+    """Set the value in all places that have it."""
+    for place, _ in list(_places(owners, name)):
+        if isinstance(place, MutableMapping):
+            place[name] = value
+        else:
+            setattr(place, name, value)
+
+
+def _places(owners: tuple[Any, ...], name: str) -> Iterator[tuple[Any, Any]]:
+    """Yield what holds the name, and its value: each owner and its hyperparameters."""
+    for owner in owners:
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            yield owner, getattr(owner, name)
+        hparams = getattr(owner, "hparams", None)
+        if isinstance(hparams, MutableMapping):
+            if name in hparams:
+                yield hparams, hparams[name]
+        elif hparams is not None and hasattr(hparams, name):
+            yield hparams, getattr(hparams, name)
+
+
+def _names(owner: Any) -> set[str]:
+    hparams = getattr(owner, "hparams", None)
+    own = {name for name in vars(owner) if not name.startswith("_")}
+    return own | (set(map(str, hparams)) if isinstance(hparams, MutableMapping) else set())

@@ -1,0 +1,278 @@
+"""A trial: a short run of its own, with a copy of the module, that leaves nothing behind. Used by the searches.
+
+What a trial could change is either copied (module, data module), not there (loggers, callbacks, files), or put back
+(random number generators, positions of loaders, the state of precision and strategy).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
+
+from ..callbacks import Callback
+from ..data.combined import CombinedLoader
+from ..data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
+from ..data.stateful import is_stateful
+from ..data.tree import flatten_loaders, is_collection
+from ..errors import DataError, ModuleError
+from ..loggers import DummyLogger
+from ..strategies import SingleDeviceStrategy
+from ..trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ..data.module import DataModule
+    from ..fabric import Fabric
+    from ..trainer.run import Run
+
+__all__ = ["Subject", "free_memory", "isolated", "kept_weights", "make_trainer", "single_device_fabric"]
+
+_SETUP_HOOKS = ("prepare_data", "setup", "teardown", "configure_model", "configure_sharded_model")
+
+
+@dataclass(slots=True)
+class Subject:
+    """What trials are made of.
+
+    Attributes:
+        trainer: The plan that the trials follow.
+        module: The user's module; trials train copies.
+        datamodule: The user's data module, None for none.
+        given: Loaders that were passed to the verb: stage -> loaders.
+        run: The run within which the search happens; None outside of one.
+        is_set_up: Whether module and data module have been set up, so that copies of them are.
+    """
+
+    trainer: Trainer
+    module: nn.Module
+    datamodule: DataModule | None = None
+    given: dict[str, Any] = field(default_factory=dict)
+    run: Run | None = None
+    is_set_up: bool = False
+
+    @classmethod
+    def of_run(cls, trainer: Trainer, *, is_set_up: bool) -> Subject:
+        """Return what the trainer's present run is about."""
+        run = trainer.latest_run()
+        assert run is not None
+        return cls(trainer, run.module, run.datamodule, trainer.loaders.given, run, is_set_up)
+
+    def check_signals(self) -> None:
+        """End the search where a signal asks the run around it to end; with several ranks it is noticed after it.
+
+        Raises:
+            KeyboardInterrupt, StopBySignal: As between two steps of training.
+        """
+        if self.run is not None and not self.run.has_ranks:
+            self.run.guard.check()
+
+    @property
+    def owners(self) -> tuple[Any, ...]:
+        """Who may hold a value that a search sets."""
+        return (self.module, self.datamodule)
+
+    def twins(self, *, shares_weights: bool = False) -> tuple[nn.Module, DataModule | None]:
+        """Return a copy of the module and of the data module, which may be changed at will.
+
+        Data sets and loaders in their attributes are the originals: they may be large.
+
+        Args:
+            shares_weights: The copy has the original's parameters and buffers, so that a trial takes as much memory as
+                training will; see `kept_weights`.
+
+        Raises:
+            ModuleError: The module cannot be copied.
+        """
+        memo: dict[int, Any] = {id(one): one for one in (self.trainer, self.trainer.fabric, self.datamodule)}
+        for child in self.module.modules():
+            memo.update({id(v): v for v in vars(child).values() if isinstance(v, Dataset | DataLoader)})
+        if shares_weights:
+            memo.update({id(tensor): tensor for tensor in _tensors(self.module)})
+        try:
+            module = copy.deepcopy(self.module, memo)
+        except Exception as error:
+            raise ModuleError(
+                f"{type(self.module).__name__} cannot be copied, and a search must not change the original: "
+                f"{type(error).__name__}: {error}",
+                fix="keep what cannot be copied (open files, locks, results with a graph) out of the module's "
+                "attributes, or define __deepcopy__.",
+            ) from error
+        datamodule = copy.copy(self.datamodule)
+        if datamodule is not None and datamodule._hparams is not None:
+            datamodule._hparams = copy.deepcopy(datamodule._hparams)
+        for child in module.modules():
+            if getattr(child, "_compiled_call_impl", None) is not None:
+                child.__dict__["_compiled_call_impl"] = None  # it would call the original
+        # Callbacks that the module brings would write files.
+        module.__dict__["configure_callbacks"] = _no_callbacks
+        if self.is_set_up:
+            for owner in (module, datamodule):
+                if owner is not None:
+                    owner.__dict__.update(dict.fromkeys(_SETUP_HOOKS, _do_nothing))
+        return module, datamodule
+
+
+def _no_callbacks() -> list[Callback]:
+    return []
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand for a hook that has run for the original."""
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    tensors = chain(module.parameters(), module.buffers())
+    return [tensor for tensor in tensors if not is_lazy(tensor)]
+
+
+def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback], **limits: Any) -> Trainer:
+    """Return a trainer for trials: trains as the original does, and shows, logs, saves and validates nothing.
+
+    Args:
+        subject: Whose plan it follows.
+        fabric: What it runs on.
+        callbacks: All callbacks of the trial.
+        limits: Arguments of the Trainer that differ.
+    """
+    trainer = subject.trainer
+    same = {name: getattr(trainer._arguments, name) for name in _SAME}
+    if trainer.overfit_batches:
+        same["limit_train_batches"] = same["limit_val_batches"] = None  # as many as are overfitted
+    plan: dict[str, Any] = {
+        **same,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "use_distributed_sampler": trainer.use_distributed_sampler,
+        "sync_batchnorm": trainer.sync_batchnorm,
+        "default_root_dir": trainer.default_root_dir,
+        # Steps that write to self.logger find one.
+        "logger": [DummyLogger() for _ in trainer.loggers] or False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 0,
+        "nonfinite_loss": "ignore",
+        "limit_val_batches": 0,
+        "callbacks": list(callbacks),
+        **limits,
+    }
+    trial = Trainer(accelerator="cpu", strategy=SingleDeviceStrategy("cpu"), devices=1, **plan)
+    trial.fabric = fabric
+    trial.is_in_child = trainer.is_in_child
+    return trial
+
+
+_SAME = ("limit_train_batches", "overfit_batches", "deterministic", "benchmark", "inference_mode", "detect_anomaly")
+
+
+def single_device_fabric(trainer: Trainer) -> Fabric:
+    """Return a fabric for this process alone, on its device, with the trainer's precision."""
+    from ..fabric import Fabric
+
+    device = trainer.fabric.device
+    precision = copy.deepcopy(trainer.fabric.precision)
+    return Fabric(accelerator=device.type, strategy=SingleDeviceStrategy(device), devices=1, plugins=[precision])
+
+
+@contextmanager
+def isolated(subject: Subject) -> Iterator[None]:
+    """Put back, after trials: random number generators, positions of loaders, states of precision and strategy.
+
+    Within a run of several ranks it communicates: entered and left on every rank.
+
+    Raises:
+        DataError: A loader can be read once only.
+    """
+    fabric = subject.trainer.fabric
+    _refuse_iterators(subject.given)
+    if fabric.device.type == "cuda":
+        torch.cuda.init()  # else there is no state to put back yet, and the training would draw other numbers
+    rng = capture_rng()
+    roots = {"given": subject.given, "datamodule": subject.datamodule, "module": dict(vars(subject.module))}
+    generators = find_generators(**{name: root for name, root in roots.items() if root is not None})
+    drawn = capture_generators(generators)
+    stateful = [(one, copy.deepcopy(one.state_dict())) for one in _leaves(subject.given) if is_stateful(one)]
+    precision = copy.deepcopy(fabric.precision.state_dict())
+    strategy: Any = fabric.strategy if subject.run is not None and hasattr(fabric.strategy, "state_dict") else None
+    strategy_state = copy.deepcopy(strategy.state_dict()) if strategy is not None else {}
+    try:
+        yield
+        if subject.run is not None:
+            subject.trainer.rejoin_ranks()
+    finally:
+        free_memory(fabric.device)  # copies of the module go before the strategy's state comes back
+        if strategy_state:
+            strategy.load_state_dict(strategy_state)
+        if precision:
+            fabric.precision.load_state_dict(precision)
+        for loader, state in stateful:
+            loader.load_state_dict(state)
+        restore_generators(generators, drawn)
+        restore_rng(rng)
+
+
+def _leaves(given: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for loaders in given.values():
+        if isinstance(loaders, CombinedLoader):
+            found += loaders.flattened
+        elif loaders is not None:
+            found += flatten_loaders(loaders) if is_collection(loaders) else [loaders]
+    return found
+
+
+def _refuse_iterators(given: dict[str, Any]) -> None:
+    for loader in _leaves(given):
+        if hasattr(loader, "__next__"):
+            raise DataError(
+                f"a {type(loader).__name__} was passed as a loader, which can be read once only: a trial would use it "
+                "up.",
+                fix="pass something that can be iterated again and again, such as a DataLoader or a list.",
+            )
+
+
+@contextmanager
+def kept_weights(module: nn.Module) -> Iterator[None]:
+    """Put parameters and buffers back afterwards, bit by bit; meanwhile their values are kept on the host.
+
+    For trials with `twins(shares_weights=True)`, whose training changes them.
+    """
+    tensors = _tensors(module)
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    storages = [tensor.data for tensor in tensors] if all(t.device.type == "cpu" for t in tensors) else None
+    wheres = [(tensor.device, tensor.dtype) for tensor in tensors]
+    flags = [parameter.requires_grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for index, (tensor, value, (device, dtype)) in enumerate(zip(tensors, kept, wheres, strict=True)):
+                if (tensor.device, tensor.dtype) != (device, dtype):  # a trial moved or converted it
+                    tensor.data = storages[index] if storages is not None else value.to(device)
+                tensor.data.copy_(value)
+        for parameter, flag, gradient in zip(parameters, flags, gradients, strict=True):
+            parameter.requires_grad_(flag)
+            parameter.grad = gradient
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what a trial left, so that the next one starts as the first did."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
