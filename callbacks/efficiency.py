@@ -63,7 +63,7 @@ class TrainingEfficiency(Callback):
         tokens_fn: Number of tokens of a batch: an int, or a tensor of one element, which stays on the device.
         batch_size_fn: Number of samples of a batch; None finds it as the trainer does.
         flops: "count", "6n", a number of FLOPs per sample, or None for no FLOPs.
-        peak_flops: Peak FLOP/s of one device; "auto" takes the data sheet's where the chip is known; "measure" times a
+        peak_flops: Peak FLOP/s of one device; "auto" takes the usual figure of a known chip, "measure" times a
             large matrix product before training (0.2 s), which also serves a CPU.
         price_per_hour: Price of one device for an hour, in any currency; None for no cost.
         verbose: Whether to print the summary at the end of fit, on rank 0.

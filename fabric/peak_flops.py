@@ -10,8 +10,9 @@ import torch
 
 __all__ = ["get_available_flops", "measure_peak_flops"]
 
-# Dense peaks in TFLOP/s from the makers' data sheets: without sparsity, with float32 accumulation where the sheet tells
-# them apart. The columns are half (float16 and bfloat16), tf32, float32, float64; 0 where the chip has no such unit.
+# Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They were
+# neither compared with the makers' data sheets yet nor measured: an MFU from "auto" is as good as its row. The columns
+# are half (float16 and bfloat16), tf32, float32, float64; 0 where the chip has no such unit.
 # The first row whose words are all in the device's name holds, so that the narrower name comes first.
 _CUDA = (
     ("b300", 2250, 1125, 75, 1.2),
@@ -61,7 +62,7 @@ _said: set[str] = set()
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype) -> int | None:
-    """Return the device's peak in floating point operations per second, from its maker's data sheet.
+    """Return the device's peak in floating point operations per second, as it is commonly quoted.
 
     float32 counts as tf32 where torch may use it: `torch.get_float32_matmul_precision()` is not "highest".
 
