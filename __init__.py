@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .callbacks import TrainingSpikeException as TrainingSpikeException
     from .callbacks import WeightAveraging as WeightAveraging
     from .callbacks import WeightStatistics as WeightStatistics
+    from .checkpoint import AsyncCheckpointIO as AsyncCheckpointIO
     from .checkpoint import CheckpointIO as CheckpointIO
     from .checkpoint import TorchCheckpointIO as TorchCheckpointIO
     from .checkpoint import Trusted as Trusted
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from .strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from .strategies import DataParallelStrategy as DataParallelStrategy
     from .strategies import DDPStrategy as DDPStrategy
+    from .strategies import FSDPStrategy as FSDPStrategy
     from .strategies import Launcher as Launcher
     from .strategies import LayerSync as LayerSync
     from .strategies import ParallelStrategy as ParallelStrategy
@@ -130,6 +132,7 @@ _HOME = {
     "Accelerator": "accelerators",
     "AcceleratorRegistry": "accelerators",
     "AdvancedProfiler": "profilers",
+    "AsyncCheckpointIO": "checkpoint",
     "BackboneFinetuning": "callbacks",
     "BaseFinetuning": "callbacks",
     "BasePredictionWriter": "callbacks",
@@ -146,6 +149,7 @@ _HOME = {
     "CometLogger": "loggers",
     "ConfigError": "errors",
     "DDPStrategy": "strategies",
+    "FSDPStrategy": "strategies",
     "DataError": "errors",
     "DataModule": "data",
     "DataParallelStrategy": "strategies",

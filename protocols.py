@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-__all__ = ["Loader", "Stateful"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Loader", "Stateful", "StoredTensor"]
 
 
 @runtime_checkable
@@ -27,4 +30,22 @@ class Loader(Protocol):
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a new pass over the data."""
+        ...
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, of which a part can be read."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        ...
+
+    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the box at `offsets` of these sizes, by default all of it, on the CPU with memory of its own."""
         ...

@@ -3,6 +3,9 @@
 What is in a checkpoint and how it is written safely is the trainer's `save_checkpoint`. Each file is complete before an
 older one goes: the books are changed, the file is written (so that it names itself), `last` follows, and only then
 is removed what has lost its place. The books say what that is, so that a kill in between is healed on resume.
+
+If saves go on in the background (AsyncCheckpointIO), what follows a file is left to `trainer.when_saved`; before the
+next one it has been done, or the books are again what they were.
 """
 
 from __future__ import annotations
@@ -252,9 +255,12 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Decide on the folder; the loggers know by now in which version this run goes on."""
-        dirpath = from_rank_zero(
-            trainer, lambda: self._given_dirpath or files.normalized(files.default_dirpath(trainer))
-        )
+
+        def decide() -> tuple[str, CheckpointBooks]:
+            return self._given_dirpath or files.normalized(files.default_dirpath(trainer)), self._books
+
+        # The books, too: a rank that failed alone cannot know what became of the last save in the background.
+        dirpath, self._books = from_rank_zero(trainer, decide)
         self._compare_folders(dirpath)
         self.dirpath = dirpath
 
@@ -346,8 +352,8 @@ class ModelCheckpoint(Checkpoint):
                 ", ".join(map(repr, self._needed_metrics())),
             )
         if self.save_last and self._books.last_step != trainer.global_step:
-            self._write_last(trainer, self._plan_last(trainer), None)
-            self._remove_pending(trainer)
+            self._write_last_alone(trainer)
+        self._finish_before(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save what there is, beside the other checkpoints; none of them is removed or overwritten for it."""
@@ -368,6 +374,7 @@ class ModelCheckpoint(Checkpoint):
         self._written_step = step
         try:
             trainer.save_checkpoint(path, self.save_weights_only)
+            self._finish_before(trainer)
         except (CheckpointError, OSError, RuntimeError):
             _log.exception("ModelCheckpoint: the checkpoint on %s could not be saved.", type(exception).__name__)
             return
@@ -414,8 +421,7 @@ class ModelCheckpoint(Checkpoint):
         self._books.triggered_step = trainer.global_step
         self._books.is_waiting = True
         if not self._save_if_fresh(trainer, strict=strict) and self.save_last:
-            self._write_last(trainer, self._plan_last(trainer), None)
-            self._remove_pending(trainer)
+            self._write_last_alone(trainer)
 
     def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
         """Save unless a metric that it needs is older than this step. `strict`: one that is not there is an error."""
@@ -456,11 +462,18 @@ class ModelCheckpoint(Checkpoint):
             score = self._books.top_k.cleaned(float(metrics[self.monitor]))
             self._books.current_score = score
         is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
+        if is_kept or self.save_last:
+            self._finish_before(trainer)
         last_path = self._plan_last(trainer) if self.save_last else ""
         path = self._write_kept(trainer, metrics, score, last_path) if is_kept else None
         if self.save_last:
             self._write_last(trainer, last_path, path)
-        self._remove_pending(trainer)
+        trainer.when_saved(lambda: self._remove_pending(trainer))
+
+    def _finish_before(self, trainer: Trainer) -> None:
+        """Let the save before be complete, and done what follows it: names and removals of a new one build on that."""
+        if trainer.saves_in_background:
+            trainer.wait_for_save(before_save=self._is_training)
 
     def _write_kept(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], score: float | None, last_path: str
@@ -471,11 +484,18 @@ class ModelCheckpoint(Checkpoint):
         self._books.enter(path, score, keep_all=self.save_top_k == -1)
         if last_path:
             self._books.enter_last(last_path, trainer.global_step)
-        self._write(trainer, path, before)
+        # In the background, a second save would wait for the first: one takes the content to both.
+        is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
+        self._write(trainer, [path, last_path] if is_with_last else [path], before)
         if self.verbose:
-            shown = "" if score is None else f", {self.monitor} = {score:.6g}"
-            _log.info("ModelCheckpoint: step %d%s: saved %s", trainer.global_step, shown, path)
+            shown = f"step {trainer.global_step}" + ("" if score is None else f", {self.monitor} = {score:.6g}")
+            trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
         return path
+
+    def _write_last_alone(self, trainer: Trainer) -> None:
+        self._finish_before(trainer)
+        self._write_last(trainer, self._plan_last(trainer), None)
+        trainer.when_saved(lambda: self._remove_pending(trainer))
 
     def _write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
         """Make `last` the state of now: a link to the file just written if links are wanted, else a file."""
@@ -483,10 +503,18 @@ class ModelCheckpoint(Checkpoint):
         self._books.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
+        if trainer.saves_in_background and kept_path is not None:
+            if self.save_last == "link":
+                trainer.when_saved(lambda: from_rank_zero(trainer, lambda: self._link_or_copy(kept_path, path)))
+            return
         is_link_wanted = self.save_last == "link" and kept_path is not None
         if is_link_wanted and from_rank_zero(trainer, lambda: self._link(str(kept_path), path)):
             return
-        self._write(trainer, path, before)
+        self._write(trainer, [path], before)
+
+    def _link_or_copy(self, target: str, path: str) -> None:
+        if not self._link(target, path):
+            files.copy(target, path)
 
     def _link(self, target: str, path: str) -> bool:
         try:
@@ -496,21 +524,33 @@ class ModelCheckpoint(Checkpoint):
             return False
         return True
 
-    def _write(self, trainer: Trainer, path: str, before: CheckpointBooks) -> None:
+    def _write(self, trainer: Trainer, paths: list[str], before: CheckpointBooks) -> None:
+        written_before = self._written_step
+
+        def take_back() -> None:  # the file is not there: the books must not name it
+            self._books, self._written_step = before, written_before
+
         try:
-            trainer.save_checkpoint(path, self.save_weights_only)
+            if len(paths) == 1:
+                trainer.save_checkpoint(paths[0], self.save_weights_only)
+            else:
+                trainer.save_checkpoint_to(paths, self.save_weights_only)
         except BaseException:
-            self._books = before  # the file is not there: the books must not name it
+            take_back()
             raise
         self._written_step = trainer.global_step
-        self._overwritable.discard(path)
+        self._overwritable.difference_update(paths)
+        trainer.when_saved(lambda: self._tell_loggers(trainer, len(paths)), take_back)
+
+    def _tell_loggers(self, trainer: Trainer, num_files: int) -> None:
         if not trainer.is_global_zero:
             return
-        for logger in trainer.loggers:
-            try:
-                logger.after_save_checkpoint(self)
-            except Exception:  # a logger that fails is said and does not end training
-                _log.exception("%s.after_save_checkpoint failed; training goes on.", type(logger).__name__)
+        for _ in range(num_files):
+            for logger in trainer.loggers:
+                try:
+                    logger.after_save_checkpoint(self)
+                except Exception:  # a logger that fails is said and does not end training
+                    _log.exception("%s.after_save_checkpoint failed; training goes on.", type(logger).__name__)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         """Return what names and scores are made of; with several ranks, rank 0's numbers of what is needed of it."""

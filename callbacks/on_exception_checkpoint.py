@@ -53,6 +53,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return  # after an error the ranks cannot agree on anything: rank 0 saves what it has
         try:
             trainer.save_checkpoint(self.ckpt_path)
+            trainer.wait_for_save()
         except (CheckpointError, OSError, RuntimeError):
             _log.exception("OnExceptionCheckpoint: nothing could be saved on %s.", type(exception).__name__)
             return

@@ -106,6 +106,7 @@ class Preemption(Callback):
             folder = self.dirpath or from_rank_zero(trainer, lambda: files.normalized(files.default_dirpath(trainer)))
             path = os.path.join(folder, f"{self.filename}.ckpt")
             trainer.save_checkpoint(path)
+            trainer.wait_for_save()
         except (CheckpointError, ModuleError, OSError, RuntimeError):
             _log.exception("Preemption: nothing could be saved.")
             return

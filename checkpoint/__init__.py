@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO
 from .plain import Trusted, Untrusted, require_plain, to_plain, untrust
 from .storage import CheckpointNotFound, Verified, load, newest_valid, remove, save, verify
 
+if TYPE_CHECKING:
+    from .background import AsyncCheckpointIO
+
 __all__ = [
+    "AsyncCheckpointIO",
     "CheckpointIO",
     "CheckpointNotFound",
     "TorchCheckpointIO",
@@ -22,3 +28,11 @@ __all__ = [
     "untrust",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:  # Any: a class
+    if name == "AsyncCheckpointIO":  # not imported where nobody saves in the background
+        from .background import AsyncCheckpointIO
+
+        return AsyncCheckpointIO
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

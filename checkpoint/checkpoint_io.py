@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -50,22 +51,42 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """One sealed file per checkpoint, written atomically: what Loopwright does without a plugin."""
+    """One sealed file per checkpoint, written atomically, or a folder if it holds sharded tensors: the default."""
 
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
         path: str | Path,
         storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+        *,
+        group: Any = None,  # Any: ProcessGroup, whose import is heavy
     ) -> None:
-        """Write a checkpoint; see `storage.save`."""
+        """Write a checkpoint; see `storage.save`. With sharded tensors (DTensor) in it, see `sharded.save`.
+
+        Args:
+            checkpoint: Tensors and plain values; with DTensors, called on every rank of the group.
+            path: File, folder or URL.
+            storage_options: Arguments of the remote file system.
+            group: The ranks that save sharded tensors together; None is the default group.
+        """
+        if "torch.distributed.tensor" in sys.modules:  # else there can be no DTensor
+            from . import sharded
+
+            if sharded.holds_sharded(checkpoint):
+                sharded.save(checkpoint, path, storage_options, group=group)
+                return
         storage.save(checkpoint, path, storage_options)
 
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = True
-    ) -> dict[str, Any]:  # Any: as in torch.load
-        """Return the checkpoint at the path; see `storage.load`."""
-        return storage.load(path, map_location=map_location, weights_only=weights_only)
+        self,
+        path: str | Path,
+        map_location: Any = None,  # Any: as in torch.load
+        weights_only: bool | None = True,
+        *,
+        lazy: bool = False,
+    ) -> dict[str, Any]:  # Any: tensors and plain values, nested
+        """Return the checkpoint at the path, of either form; see `storage.load`."""
+        return storage.load(path, map_location=map_location, weights_only=weights_only, lazy=lazy)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path; see `storage.remove`."""

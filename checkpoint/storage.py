@@ -33,6 +33,8 @@ __all__ = [
     "STAGES",
     "CheckpointNotFound",
     "Verified",
+    "cannot_remove",
+    "cannot_write",
     "load",
     "newest_valid",
     "reached",
@@ -91,7 +93,8 @@ def save(
 
     Args:
         checkpoint: Tensors and plain values only, and `Trusted` objects.
-        path: File or URL. Missing folders are made; a link is replaced, not followed.
+        path: File or URL. Missing folders are made; a link is replaced, not followed. A folder, that of a sharded
+            checkpoint too, is refused.
         storage_options: Arguments of the remote file system.
 
     Raises:
@@ -132,25 +135,41 @@ def load(
     mmap: bool = False,
     verify: bool = True,
     storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    *,
+    lazy: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, after comparing the file with its checksums.
+    """Read a checkpoint, a file or the folder of a sharded one, after comparing it with its checksums.
 
     With weights_only=True (or None) nothing in the file can be executed. With False, `Trusted` objects are unpickled,
     and files of other programs that hold arbitrary objects are read with pickle: both can run any code.
 
     Args:
-        path: File or URL; a remote file is copied to a local temporary folder (TMPDIR) first.
+        path: File, folder or URL; a remote file is copied to a local temporary folder (TMPDIR) first.
         map_location: Where tensors go, as in torch.load.
         weights_only: Whether to read tensors and plain values only.
-        mmap: Whether CPU tensors stay on the disk until they are used, as in torch.load.
+        mmap: Whether CPU tensors of a file stay on the disk until they are used, as in torch.load.
         verify: Whether to read the whole file first and compare checksums.
         storage_options: Arguments of the remote file system.
+        lazy: Whether tensors stay on the disk: those of a file as with mmap, the sharded ones of a folder as
+            `sharded.StoredTensor`. Otherwise they are whole tensors in both.
 
     Raises:
         CheckpointNotFound: There is no such file; it is a FileNotFoundError too.
         CheckpointError: The file is damaged, or cannot be read safely; the message says which entry.
     """
     local = as_local(path)
+    if verified.is_folder_checkpoint(path, storage_options):
+        from . import sharded
+
+        return sharded.load(
+            path,
+            lazy=lazy,
+            map_location=map_location,
+            weights_only=weights_only,
+            verify=verify,
+            storage_options=storage_options,
+        )
+    mmap = mmap or lazy
     if local is not None:
         return _load(local, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
     remote = Remote(str(path), storage_options)
@@ -163,13 +182,18 @@ def load(
 
 
 def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
-    """Remove a checkpoint file; nothing happens if there is none.
+    """Remove a checkpoint, a file or the folder of a sharded one; nothing happens if there is none.
 
     Raises:
-        CheckpointError: It is a folder, or the system does not allow it.
+        CheckpointError: It is another folder, or the system does not allow it.
     """
     local = as_local(path)
     try:
+        if verified.is_folder_checkpoint(path, storage_options):
+            from . import sharded
+
+            sharded.remove(path, storage_options)
+            return
         if local is None:
             remote = Remote(str(path), storage_options)
             if remote.exists():
@@ -179,10 +203,31 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(local))
         local.unlink(missing_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint {str(path)!r} cannot be removed: {error.strerror or error}.",
-            fix=_FIXES.get(error.errno or 0, "remove it by hand."),
-        ) from error
+        raise cannot_remove(str(path), error) from error
+
+
+def cannot_remove(shown: str, error: OSError) -> CheckpointError:
+    """Return the error for a checkpoint that the system does not let us remove."""
+    return CheckpointError(
+        f"the checkpoint {shown!r} cannot be removed: {error.strerror or error}.",
+        fix=_FIXES.get(error.errno or 0, "remove it by hand."),
+    )
+
+
+def cannot_write(what: str, error: OSError, size_bytes: int, folder: Path) -> CheckpointError:
+    """Return the error for what the system does not let us write: why, how much it needs, what is free.
+
+    Args:
+        what: Begins the sentence, such as "the checkpoint 'a.ckpt'".
+        error: Of the system.
+        size_bytes: About how much was to be written.
+        folder: On the disk that it was to be written to.
+    """
+    free = _free_bytes(folder)
+    text = f"{what} could not be written: {error.strerror or error}. It needs about {size_bytes:,} bytes"
+    text += f"; {free:,} bytes are free in {str(folder)!r}." if free is not None else "."
+    text += " No unfinished file is left; if there is a file at that path, it is whole."
+    return CheckpointError(text, fix=_FIXES.get(error.errno or 0, "check the disk, or choose another folder."))
 
 
 def _save_remote(checkpoint: dict[str, Any], remote: Remote) -> None:  # Any: see save
@@ -262,14 +307,7 @@ def _raise_explained(
             f"the checkpoint {shown!r} could not be written: {type(error).__name__}: {error}{_shared(checkpoint)}",
             fix="change the named entry, for tensors with .clone(); what was at that path before is whole.",
         ) from error
-    what = f"the checkpoint {shown!r} could not be written: {error.strerror or error}."
-    free = _free_bytes(folder)
-    what += f" It needs about {_size_bytes(checkpoint):,} bytes"
-    what += f"; {free:,} bytes are free in {str(folder)!r}." if free is not None else "."
-    what += " No unfinished file is left; if there is a file at that path, it is whole."
-    raise CheckpointError(
-        what, fix=_FIXES.get(error.errno or 0, "check the disk, or choose another folder.")
-    ) from error
+    raise cannot_write(f"the checkpoint {shown!r}", error, _size_bytes(checkpoint), folder) from error
 
 
 def _load(

@@ -1,4 +1,4 @@
-"""`verify`: whether a checkpoint file is whole. Called by storage.load, and to choose the newest valid checkpoint."""
+"""`verify`: whether a checkpoint is whole. Called by storage.load, and to choose the newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Verified:
     """What `verify` saw of a whole file.
 
     Attributes:
-        sealed: Whether every byte was compared with a checksum. Without a seal (files of torch.save and of other
-            libraries) only the records were, and nothing was in a file of torch's old format.
-        size_bytes: Size of the file.
-        entries: Number of records in the archive; 0 in torch's old format.
+        sealed: Whether every byte was compared with a checksum; always for a folder. Without a seal
+            (files of torch.save and of other libraries) only the records were, and nothing was in a file of torch's old
+            format.
+        size_bytes: Size of the file, or of all files of a folder.
+        entries: Number of records in the archive; 0 in torch's old format. For a folder, the chunks of tensors too.
     """
 
     sealed: bool
@@ -49,17 +50,21 @@ class Verified:
 
 
 def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> Verified:  # Any: fsspec's own
-    """Read a checkpoint file once and compare it with its checksums; nothing in it is executed.
+    """Read a checkpoint once and compare it with its checksums; nothing in it is executed.
 
     Args:
-        path: File or URL.
+        path: File, folder of a sharded checkpoint, or URL.
         storage_options: Arguments of the remote file system.
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointError: The file is truncated or altered, or is no checkpoint; the message says where, with the name
+        CheckpointError: It is truncated or altered, or is no checkpoint; the message says where, with the name
             of the tensor if a tensor is concerned.
     """
+    if is_folder_checkpoint(path, storage_options):
+        from . import sharded
+
+        return sharded.verify(path, storage_options)
     local = as_local(path)
     if local is not None:
         return verify_as(local, str(path))
@@ -69,6 +74,16 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> V
     file, size = remote.open()
     with closing(file):
         return _verify_file(file, size, str(path))
+
+
+def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own
+    """Return whether a path or URL is the folder of a sharded checkpoint; costs a single-file one next to nothing."""
+    local = as_local(path)
+    if not local.is_dir() if local is not None else Remote(str(path), storage_options).exists():
+        return False
+    from . import sharded
+
+    return sharded.is_folder_checkpoint(path, storage_options)
 
 
 def verify_as(path: Path, shown: str) -> Verified:
@@ -85,10 +100,10 @@ def verify_as(path: Path, shown: str) -> Verified:
 def newest_valid(
     paths_newest_first: Iterable[PathT], on_skip: Callable[[PathT, CheckpointError], object]
 ) -> PathT | None:
-    """Return the first path whose file is whole, or None.
+    """Return the first path whose checkpoint is whole, or None.
 
     Args:
-        paths_newest_first: Files or URLs.
+        paths_newest_first: Files, folders or URLs.
         on_skip: Called with each damaged or missing one and the error that says why.
     """
     for path in paths_newest_first:
@@ -118,8 +133,8 @@ def cannot_read(shown: str, error: OSError) -> CheckpointError:
     """Return the error for a file that the system does not let us read."""
     if error.errno == errno.EISDIR:
         return CheckpointError(
-            f"{shown!r} is a folder, and a checkpoint of this version is one file.",
-            fix="pass the path of a .ckpt file in that folder.",
+            f"{shown!r} is a folder without manifest.json: no checkpoint, or one whose save did not finish.",
+            fix="pass the path of a .ckpt file, or of the folder of a sharded checkpoint that was saved whole.",
         )
     return CheckpointError(
         f"the checkpoint {shown!r} cannot be read: {error.strerror or error}.",

@@ -195,6 +195,8 @@ class FabricDataLoader:
             for batch in _batches_of(shard_eval(self.loader, shard, share=fabric.strategy.broadcast)):
                 current.num_batches += 1
                 yield move_to_device(batch, fabric.device) if self._moves else batch
+            if fabric.strategy.shards_parameters and current.lacks_a_batch():
+                fabric.strategy.evaluate_without_data(None)
             current.finish(fabric)
         except GeneratorExit:
             # Left by `break`: others may have no batch in this round, and wait for us.
@@ -262,6 +264,10 @@ class EvaluationPass:
         return bool(self._count % self._size) and (self.num_batches - 1) * self._size + rank >= (
             self._count // self._size * self._size
         )
+
+    def lacks_a_batch(self) -> bool:
+        """Return whether other processes have one batch more than this one."""
+        return self._count is not None and self.num_batches < -(-self._count // self._size)
 
     def finish(self, fabric: Fabric) -> None:
         """Answer the other processes' `gather_for_metrics` with nothing, until they have no batch left either."""

@@ -435,7 +435,8 @@ class Fabric:
         return tuple(self.strategy.setup_optimizer(optimizer) for optimizer in optimizers)
 
     def _convert(self, module: nn.Module, move_to_device: bool) -> nn.Module:
-        module = self.precision.convert_module(module)
+        with self.strategy.change_context(module):
+            module = self.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)
         else:
@@ -750,12 +751,13 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a checkpoint on rank 0, and wait for it on all ranks. Call it on all ranks.
+        """Write a checkpoint, and wait for it on all ranks. Call it on all ranks.
 
-        An error on one rank, a full disk say, is raised on all.
+        Rank 0 writes one file; where the strategy shards, and was not told `state_dict_type="full"`, all ranks write a
+        folder. An error on one rank, a full disk say, is raised on all.
 
         Args:
-            path: The file.
+            path: The file or folder.
             state: Modules, optimizers and other `Stateful` objects are replaced by their state; the rest is plain.
             filter: For a key of `state`, a function of (name, value) that says which entries of its state are kept.
 
@@ -766,7 +768,10 @@ class Fabric:
 
         def write() -> None:
             content = collect_state(self.strategy, state, filter)
-            if self.is_global_zero:
+            has_own_part = self.strategy.saves_shards("sharded")
+            if not has_own_part:
+                content = self.strategy.gather_state(content)
+            if has_own_part or self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(content, path)
 
         self._together(write)
@@ -829,7 +834,14 @@ class Fabric:
         self._together(read)
 
     def _read(self, path: Any, weights_only: bool | None) -> Any:
-        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only is not False)
+        from ..checkpoint.reading import read_checkpoint  # not imported where no file is read
+
+        return read_checkpoint(
+            self.checkpoint_io,
+            path,
+            is_safe=weights_only is not False,
+            by_parts=self.strategy.shards_parameters,
+        )
 
     def _together(self, function: Callable[[], Any]) -> Any:
         """Call the function on every rank; an error on one is raised on all."""

@@ -13,12 +13,14 @@ from .single_device import SingleDeviceStrategy
 if TYPE_CHECKING:
     from .data_parallel import DataParallelStrategy
     from .ddp import DDPStrategy
+    from .fsdp import FSDPStrategy
     from .layer_sync import LayerSync, TorchSyncBatchNorm
 
 __all__ = [
     "STRATEGY_REGISTRY",
     "DDPStrategy",
     "DataParallelStrategy",
+    "FSDPStrategy",
     "Launcher",
     "LayerSync",
     "NoLoss",
@@ -34,6 +36,7 @@ __all__ = [
 _HOME = {
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "data_parallel",
+    "FSDPStrategy": "fsdp",
     "LayerSync": "layer_sync",
     "TorchSyncBatchNorm": "layer_sync",
 }

@@ -80,6 +80,9 @@ class Strategy:
     """
 
     strategy_name: str = "custom"
+    shards_parameters: bool = False
+    """Whether each rank holds a part of every parameter: then evaluation steps communicate, and all ranks must run
+    equally many; and checkpoints are read by parts."""
     launcher: Launcher | None = None
     """How processes start; None: there is only this one."""
 
@@ -244,6 +247,10 @@ class Strategy:
         with self.device, SkipInit() if empty_init else nullcontext():
             yield
 
+    def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which a module that was built in `init_context` may be changed before it is set up."""
+        return nullcontext()
+
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module's parameters and buffers, in place."""
         module.to(self.device)
@@ -312,6 +319,15 @@ class Strategy:
         """
         return None
 
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Take part in an evaluation step for which this rank has no batch, where others have one.
+
+        Called only where `shards_parameters`.
+
+        Args:
+            module: What `setup_module` or `place_module` returned; None for all that are evaluated.
+        """
+
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -321,6 +337,17 @@ class Strategy:
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # Any: arguments of Tensor.backward
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         tensor.backward(*args, **kwargs)
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        """Forget gradients that wait for the end of a window which was broken off.
+
+        Args:
+            module: What `setup_module` returned.
+        """
+
+    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return what this rank has of these tensors, sharing their memory: all of it, unless they are sharded."""
+        return tensors
 
     def clip_gradients_norm(
         self,
@@ -354,11 +381,7 @@ class Strategy:
         except RuntimeError as error:
             if "non-finite" not in str(error):
                 raise
-            raise NonFiniteError(
-                "the norm of the gradients is infinite or NaN, so that they cannot be clipped.",
-                fix="lower the learning rate, look for a division by zero in the loss, or pass "
-                "error_if_nonfinite=False to go on.",
-            ) from error
+            raise non_finite_norm() from error
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
@@ -423,6 +446,18 @@ class Strategy:
 
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
 
+    def saves_shards(self, default: str) -> bool:
+        """Return whether the checkpoint IO is to be called on every rank, with each rank's own parts of tensors.
+
+        Args:
+            default: "full" or "sharded", where the user does not say.
+        """
+        return False
+
+    def gather_state(self, state: Any) -> Any:  # Any: the content of a checkpoint
+        """Return a state with whole tensors on rank 0; on every rank. Nothing is done where no tensor is sharded."""
+        return state
+
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole state of a module, under the names of the module as the user wrote it.
 
@@ -485,6 +520,15 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r})"
+
+
+def non_finite_norm() -> NonFiniteError:
+    """Return the error for gradients that cannot be clipped."""
+    return NonFiniteError(
+        "the norm of the gradients is infinite or NaN, so that they cannot be clipped.",
+        fix="lower the learning rate, look for a division by zero in the loss, or pass error_if_nonfinite=False to go "
+        "on.",
+    )
 
 
 ALONE = Topology()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, LaunchError, ModuleError, nearest
+from ..errors import ConfigError, ModuleError, nearest
 from .averaging import ModelAveraging
 from .base import NoLoss
 from .comm_hooks import CommHook, check_comm_hook
-from .parallel import ParallelStrategy
+from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from .replica import NOTHING, Call, Replica, inside_a_replica, loss_tensor, replace_loss
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy"]
 
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
-UNEVEN = ("stop_all", "cycle", "zero_weight")
-DEFAULT_TIMEOUT = timedelta(seconds=1800)
-MOST_STALL = timedelta(seconds=300)
-
 _OURS = {
     "module": "is what the trainer or `setup_module` is given",
     "device_ids": "follows from devices=",
@@ -46,7 +41,7 @@ _OURS = {
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
-class DDPStrategy(ParallelStrategy):
+class DDPStrategy(ProcessGroupStrategy):
     """Several processes with a copy of the model each, on any kind of device.
 
     Every process computes gradients of its own batches; torch's DistributedDataParallel averages them over the
@@ -104,25 +99,22 @@ class DDPStrategy(ParallelStrategy):
         stall_timeout: timedelta | float | None = None,
         **kwargs: Any,
     ) -> None:
+        problems = _wrong_kwargs(kwargs)
+        problems += check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period)
         super().__init__(
             accelerator,
             parallel_devices,
             cluster_environment,
             checkpoint_io,
             precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
             precision=precision,
+            uneven=uneven,
+            stall_timeout=stall_timeout,
+            problems=problems,
         )
-        problems = [*_wrong_kwargs(kwargs), *_wrong_choice("start_method", start_method, START_METHODS)]
-        problems += _wrong_choice("uneven", uneven, UNEVEN)
-        problems += check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period)
-        self.timeout = _duration(timeout, DEFAULT_TIMEOUT, "timeout", problems)
-        self.stall_timeout = _duration(stall_timeout, min(self.timeout, MOST_STALL), "stall_timeout", problems)
-        if problems:
-            whats, fixes = zip(*problems, strict=True)
-            raise ConfigError(f"DDPStrategy: {'; '.join(whats)}.", fix=f"{'; '.join(dict.fromkeys(fixes))}.")
-        self.start_method = start_method
-        self.uneven = uneven
-        self.process_group_backend = process_group_backend
         self.ddp_comm_state = ddp_comm_state
         self.ddp_comm_hook = ddp_comm_hook
         self.ddp_comm_wrapper = ddp_comm_wrapper
@@ -134,39 +126,6 @@ class DDPStrategy(ParallelStrategy):
         self._pending_state: Mapping[str, Any] | None = None
         # The replica whose training step has run, and whose backward pass comes next.
         self._forwarded: Replica | None = None
-
-    # -- processes -----------------------------------------------------------------------------------------------
-
-    def setup_distributed(self) -> None:
-        """Connect the processes, unless they are connected already.
-
-        Raises:
-            LaunchError: This build of torch cannot communicate, or ranks are missing; names them.
-        """
-        import torch.distributed as dist
-
-        if not dist.is_available():
-            raise LaunchError(
-                "this build of torch has no torch.distributed, which strategy='ddp' needs.",
-                fix="install another build of torch, or train on one device.",
-            )
-        cluster = self.cluster
-        if dist.is_initialized() and (cluster is None or cluster.world_size() == dist.get_world_size()):
-            return
-        if cluster is None:
-            raise LaunchError(
-                "DDPStrategy knows no cluster environment to connect the processes with.",
-                fix="use it through Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
-            )
-        from .rendezvous import connect
-
-        connect(cluster, backend=self._backend(), timeout=self.timeout, device=self.device)
-
-    def _backend(self) -> str:
-        if self.process_group_backend is not None:
-            return self.process_group_backend
-        # Objects and numbers of the host go through gloo, so that they do not wait for the GPU.
-        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -183,7 +142,7 @@ class DDPStrategy(ParallelStrategy):
             return module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return self.place_module(module)
-        self._check_module(module)
+        self.check_module(module)
         # A module that is set up again (by the next verb) has one wrapper only: two would hold the gradients twice.
         for replica in self._live_replicas():
             if replica.original is module:
@@ -211,14 +170,14 @@ class DDPStrategy(ParallelStrategy):
     def place_module(self, module: nn.Module) -> nn.Module:
         """Return the module itself, with the parameters and buffers of rank 0. On every rank: it communicates."""
         if self.is_connected and self.world_size > 1:
-            self._check_module(module)
-            _broadcast([*module.parameters(), *module.buffers()])
+            self.check_module(module)
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Let all ranks have rank 0's buffers, unless broadcast_buffers=False keeps them apart."""
         if self.is_connected and self.world_size > 1 and self.ddp_kwargs.get("broadcast_buffers") is not False:
-            _broadcast(list(self.unwrap(module).buffers()))
+            broadcast_tensors(list(self.unwrap(module).buffers()))
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that no backward pass averaged; see `Strategy.average_gradients`."""
@@ -390,35 +349,6 @@ class DDPStrategy(ParallelStrategy):
             hook.register(replica)
         self.configure_ddp()
 
-    def _check_module(self, module: nn.Module) -> None:
-        """Compare names, shapes and dtypes over the ranks: torch broadcasts by position."""
-        from .comm import host_device, same_everywhere
-        from .layer_sync import check_sync_batchnorm
-
-        check_sync_batchnorm(module, self.device)
-        lazy = [name for name, one in module.named_parameters() if isinstance(one, nn.UninitializedParameter)]
-        if lazy:
-            raise ModuleError(
-                f"{type(module).__name__} has parameters without a shape: {', '.join(lazy)}.",
-                fix="run the lazy modules once on a batch before training, for example in configure_model.",
-            )
-        described = [
-            f"{name}: {tuple(one.shape)} {one.dtype} {'trained' if one.requires_grad else 'frozen'}"
-            for name, one in [*module.named_parameters(), *module.named_buffers()]
-        ]
-        if same_everywhere("\n".join(described), device=host_device(self.device)):
-            return
-        everyone = self.gather_objects(described)
-        lines = []
-        for rank, theirs in enumerate(everyone):
-            strange = [line for line in theirs if any(line not in others for others in everyone)]
-            shown = "; ".join(strange[:5]) or f"{len(theirs)} tensors, in another order"
-            lines.append(f"\n  rank {rank}: {shown}{' ...' if len(strange) > 5 else ''}")
-        raise ModuleError(
-            f"the ranks built different modules from {type(module).__name__}:{''.join(lines)}",
-            fix="build the module from what is equal on all ranks: the same configuration, files and library versions.",
-        )
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r}, world_size={self.world_size})"
 
@@ -447,18 +377,6 @@ def _no_step() -> None:
 def _with_loss(output: Any, loss: Tensor) -> Any:
     """Return the user's output with the loss tensor that came through torch's wrapper."""
     return output if loss_tensor(output) is loss else replace_loss(output, loss)
-
-
-def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with rank 0's."""
-    import torch.distributed as dist
-
-    copies = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
-    for work in [dist.broadcast(dense, src=0, async_op=True) for _, dense in copies]:
-        work.wait()
-    for tensor, dense in copies:
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
 
 
 def _backward_inside() -> ModuleError:
@@ -516,20 +434,3 @@ def _wrong_kwargs(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
                 )
             )
     return problems
-
-
-def _wrong_choice(name: str, value: Any, choices: Sequence[str]) -> list[tuple[str, str]]:
-    if value in choices:
-        return []
-    return [(f"{name}={value!r} is unknown{nearest(str(value), choices)}", f"use one of {', '.join(choices)}")]
-
-
-def _duration(value: Any, default: timedelta, name: str, problems: list[tuple[str, str]]) -> timedelta:
-    if value is None:
-        return default
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-        return timedelta(seconds=value)
-    if isinstance(value, timedelta) and value > timedelta():
-        return value
-    problems.append((f"{name}={value!r} is no positive duration", f"pass {name} as a timedelta or in seconds"))
-    return default

@@ -10,8 +10,6 @@ __all__ = ["PLANNED_STRATEGIES", "STRATEGY_REGISTRY", "StrategyRegistry"]
 PLANNED_STRATEGIES: tuple[str, ...] = (
     "deepspeed",
     *(f"deepspeed_stage_{name}" for name in ("1", "1_offload", "2", "2_offload", "3", "3_offload", "3_offload_nvme")),
-    "fsdp",
-    "fsdp_cpu_offload",
     "single_xla",
     "single_tpu",
     "xla",
@@ -60,4 +58,9 @@ for _name, (_method, _text) in _LAUNCHES.items():
         )
 STRATEGY_REGISTRY.register_lazily(
     "dp", f"{__package__}.data_parallel:DataParallelStrategy", "one process that cuts each batch over several devices"
+)
+_FSDP = f"{__package__}.fsdp:FSDPStrategy"
+STRATEGY_REGISTRY.register_lazily("fsdp", _FSDP, "several processes that share one copy of the model")
+STRATEGY_REGISTRY.register_lazily(
+    "fsdp_cpu_offload", _FSDP, "the same, with parameters and optimizer in the host's memory", cpu_offload=True
 )

@@ -59,6 +59,7 @@ class Entry:
         is_exact: Whether the weights are the same bits as those of one process.
         is_one_recipe: Whether a loop by hand and the Trainer compute the same: "dp" averages the parts' losses in the
             Trainer, and the loop by hand takes the loss of the joined outputs.
+        is_variant: Whether a few cases do: it differs from another entry in one thing.
         precisions: What it claims.
     """
 
@@ -69,6 +70,7 @@ class Entry:
     launcher: str = "ranks"
     is_exact: bool = False
     is_one_recipe: bool = True
+    is_variant: bool = False
     precisions: tuple[str, ...] = tuple(TOLERANCE)
 
     def __str__(self) -> str:
@@ -91,6 +93,24 @@ STRATEGIES = (
     Entry("ddp_fork", size=2, launcher="fork", precisions=("64-true",)),
     Entry("ddp_spawn", size=2, launcher="spawn", precisions=("64-true",)),
     Entry("ddp", size=2, launcher="popen", precisions=("64-true",)),
+    # Units as small as they get, so that there is more than one.
+    Entry("fsdp", size=2, options={"auto_wrap_policy": {"Linear"}}),
+    Entry("fsdp", size=1, precisions=FEW, is_variant=True),
+    Entry("fsdp", size=2, precisions=FEW, is_variant=True),
+    Entry("fsdp", size=3, options={"auto_wrap_policy": {"Linear"}}, precisions=FEW, is_variant=True),
+    Entry(
+        "fsdp",
+        size=4,
+        options={"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+        precisions=FEW,
+        is_variant=True,
+    ),
+    Entry("fsdp", size=2, options={"sharding_strategy": "SHARD_GRAD_OP"}, precisions=FEW, is_variant=True),
+    Entry("fsdp", size=2, options={"sharding_strategy": "NO_SHARD"}, precisions=FEW, is_variant=True),
+    Entry("fsdp", size=2, options={"state_dict_type": "full", "forward_prefetch": 2}, precisions=FEW, is_variant=True),
+    Entry("fsdp", size=2, options={"state_dict_type": "sharded"}, precisions=FEW, is_variant=True),
+    Entry("fsdp", size=2, options={"activation_checkpointing": {"Linear"}}, precisions=FEW, is_variant=True),
+    Entry("fsdp_cpu_offload", size=2, precisions=FEW, is_variant=True),
 )
 
 
@@ -106,8 +126,8 @@ class Case:
 
 
 def cases_for(precision: str) -> list[Case]:
-    """Return all combinations in the precisions in which a mistake shows best, and some in the others."""
-    if precision in ("64-true", "32-true"):
+    """Return all combinations in the precision in which a mistake shows best, and some in the others."""
+    if precision == "64-true":
         combined = itertools.product((1, 3), (None, "norm", "value"), ("sgd", "adam"), (False, True))
         return [Case(precision, *one) for one in combined]
     return [Case(precision, 1), Case(precision, 3, "norm", "sgd", True), Case(precision, 3, "value", "adam")]
@@ -115,9 +135,10 @@ def cases_for(precision: str) -> list[Case]:
 
 def cases_of(entry: Entry, precision: str) -> list[Case]:
     """Return what a strategy is tried with: where each training starts processes of its own, a few cases do."""
-    if entry.launcher == "ranks":
+    if entry.launcher == "ranks" and not entry.is_variant:
         return cases_for(precision)
-    return [Case(precision), Case(precision, 3, "norm", "adam", True)]
+    few = [Case(precision), Case(precision, 3, "norm", "adam", True)]
+    return [*few, Case(precision, 3, "value", "sgd")] if entry.is_variant else few
 
 
 class Net(nn.Module):
@@ -190,7 +211,14 @@ def train(fabric: lw.Fabric, case: Case, folder: str) -> State:
         optimizer.step()
         optimizer.zero_grad()
     fabric.barrier()
-    return {name: value.detach().double().clone() for name, value in model.state_dict().items()}
+    return whole(model)
+
+
+def whole(module: nn.Module) -> State:
+    """Return the weights in float64, whole where they are sharded."""
+    state = module.state_dict()
+    full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {name: value.detach().double().clone() for name, value in full.items()}
 
 
 def train_all(fabric: lw.Fabric, cases: list[Case], folder: str) -> list[State]:
@@ -238,7 +266,7 @@ def train_by_trainer(entry: Entry, case: Case, folder: str) -> State:
     else:
         trainer, module = fit(STEPS)
     assert trainer.global_step == STEPS
-    return {name: value.detach().double().clone() for name, value in module.net.state_dict().items()}
+    return whole(module.net)
 
 
 def train_all_by_trainer(entry: Entry, cases: list[Case], folder: str) -> list[State]:

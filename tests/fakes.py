@@ -113,6 +113,7 @@ class FakeTrainer:
         self.lr_scheduler_configs: list[Any] = []
         self.logged: list[tuple[dict[str, float], int | None]] = []
         self.save_failure: BaseException | None = None
+        self.saves_in_background = False
         self.batch_hook: Callable[[int], None] = lambda step: None
         self._in_exception = False
         self._start_window = 0
@@ -160,6 +161,12 @@ class FakeTrainer:
         temporary = os.path.join(os.path.dirname(filepath), f".{os.path.basename(filepath)}.tmp")
         torch.save(content, temporary)
         os.replace(temporary, filepath)
+
+    def when_saved(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        done()
+
+    def wait_for_save(self) -> None:
+        pass
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:

@@ -7,7 +7,10 @@ the ranks agree on the segment after which they stop. Where nobody asks, a segme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from .guard import FAILED_SAVE
 
 if TYPE_CHECKING:
     from ..fabric.watch import StopGate
@@ -38,7 +41,7 @@ class Agreement:
     @property
     def is_by_signal(self) -> bool:
         """Whether all ranks stopped here because of a signal."""
-        return self._gate.has_stopped and self._gate.reason != "should_stop"
+        return self._gate.has_stopped and self._gate.reason not in ("should_stop", FAILED_SAVE)
 
     def begin_segment(self, *, may_stop: bool = False) -> None:
         """Begin the next segment, or find out that all ranks stop here. On every rank.
@@ -48,15 +51,17 @@ class Agreement:
 
         Raises:
             KeyboardInterrupt, StopBySignal: A signal asked for the end, on this rank or on another.
+            CheckpointError: A save in the background failed, on this rank or on another.
         """
         if self.is_to_stop:
             return
-        if self._guard.requested is not None:  # sooner than the watch's thread would see it
-            self._gate.request(self._guard.requested.name)
+        if self._guard.is_called:  # sooner than the watch's thread would see it
+            requested = self._guard.requested
+            self._gate.request(FAILED_SAVE if requested is None else requested.name)
         elif may_stop and self._trainer.should_stop:
             self._gate.request("should_stop")
         if not self._gate.begin():
-            self._stop()
+            self._stop(self._gate.begin)
 
     def within_segment(self) -> None:
         """Find out whether all ranks stop within the present segment; called between two batches of an evaluation.
@@ -66,7 +71,7 @@ class Agreement:
         """
         # After should_stop, _stop returns: an evaluation is finished before it takes effect.
         if not self.is_to_stop and not self._gate.within():
-            self._stop()
+            self._stop(self._gate.within)
 
     def end_evaluation(self) -> None:
         """Find out whether all ranks stop before the present evaluation has a result; called after its last batch.
@@ -77,9 +82,17 @@ class Agreement:
             KeyboardInterrupt, StopBySignal: As `begin_segment`.
         """
         if not self.is_to_stop and not self._gate.end():
-            self._stop()
+            self._stop(self._gate.end)
 
-    def _stop(self) -> None:
+    def _stop(self, go_on: Callable[[], bool]) -> None:
         if self.is_by_signal:
             self._guard.stop()
+        if self._gate.reason == FAILED_SAVE:
+            self._trainer.wait_for_save()
+            # Nothing was raised: all ranks know of the failure already, from a place that came before this one.
+            self._guard.is_called = self._guard.requested is not None
+            self._gate.reset()
+            if not go_on():
+                self._stop(go_on)
+            return
         self._trainer.should_stop = self.is_to_stop = True

@@ -135,9 +135,10 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
     run = trainer.make_run(module, datamodule)
     _prepare_data(trainer, run)
     run.lifecycle.setup(verb)
-    with trainer.fabric.init_module():
-        for name in ("configure_sharded_model", "configure_model"):
-            if assemble.has_override(module, name):
+    builders = [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
+    if builders:
+        with trainer.fabric.init_module():
+            for name in builders:
                 getattr(module, name)()
     if run.has_ranks:
         from . import ranks  # not imported where there is one process
@@ -169,7 +170,8 @@ def _prepare_data(trainer: Trainer, run: Run) -> None:
 def _place(trainer: Trainer, module: nn.Module) -> nn.Module:
     """Set a module up for evaluation or manual optimization: no backward pass reduces its gradients."""
     fabric = trainer.fabric
-    module = fabric.precision.convert_module(module)
+    with fabric.strategy.change_context(module):
+        module = fabric.precision.convert_module(module)
     fabric.strategy.module_to_device(module)
     return fabric.strategy.place_module(module)
 

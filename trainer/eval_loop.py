@@ -38,6 +38,15 @@ class EvalLoader:
         """Batches of all loaders together."""
         return sum(self.limits)
 
+    def rounds_of(self, index: int) -> int | None:
+        """Return how many batches this rank expects that the rank with the most has; None if it cannot know."""
+        from ..data.eval_shard import count_eval_rounds
+
+        rounds, limit = count_eval_rounds(self.loaders[index]), self.limits[index]
+        if rounds is None:
+            return None
+        return int(min(rounds, limit))
+
     def __iter__(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield the number of each loader and its batches, up to the limit."""
         for index, (loader, limit) in enumerate(zip(self.loaders, self.limits, strict=True)):
@@ -129,8 +138,14 @@ class EvalLoop:
         table = metrics.table_of(f"{stage}_step")
         several = len(data.loaders) > 1
         cpu = torch.device("cpu")
+        strategy = run.fabric.strategy
+        is_together = run.has_ranks and strategy.shards_parameters
         for dataloader_idx, batches in data:
             metrics.select_loader(stage, dataloader_idx, several=several)
+            if is_together:
+                from .eval_together import in_step  # not imported where ranks evaluate for themselves
+
+                batches = in_step(batches, run, data.rounds_of(dataloader_idx))
             for batch_idx, host_batch in enumerate(batches):
                 batch = self._transfer(host_batch, dataloader_idx)
                 metrics.batch = batch
@@ -145,7 +160,9 @@ class EvalLoop:
                     outputs[dataloader_idx].append(move_to_device(output, cpu))
                 if stage != "predict":
                     self._log_step(run)
-                if run.agreement is not None:
+                if is_together:
+                    pass  # a rank that stopped here would leave the others waiting; all stop after the evaluation
+                elif run.agreement is not None:
                     run.agreement.within_segment()
                 elif run.guard.requested is not None:
                     run.guard.check()

@@ -113,6 +113,7 @@ class FitLoop:
             self._epoch(run)
             if agreement is not None:
                 agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+        self._trainer.wait_for_save()  # whoever hears of the end may read the files
         timeline.end(run)
         run.lifecycle.on_train_end()
 
@@ -155,8 +156,9 @@ class FitLoop:
                 self._look_at = self._when_to_look(run)
             if agreement is not None:
                 agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
-            elif run.guard.requested is not None:
+            elif run.guard.is_called:
                 run.guard.check()
+                trainer.wait_for_save()  # no signal: a save failed
             if not size or progress.steps >= self.max_steps != -1 or (trainer.should_stop and self.stops_here):
                 break
             is_skipped = not step(run, size)

@@ -23,9 +23,11 @@ from ..errors import StopBySignal
 if TYPE_CHECKING:
     from ..fabric.watch import StopGate, Watch
 
-__all__ = ["Guard"]
+__all__ = ["FAILED_SAVE", "Guard"]
 
 logger = logging.getLogger(__name__)
+
+FAILED_SAVE = "failed save"  # why all ranks stop, where one of them could not write a checkpoint in the background
 
 
 class Guard:
@@ -38,6 +40,8 @@ class Guard:
     Attributes:
         requested: The signal that asked the run to end, None while there is none.
         requested_at_s: When it first did, in seconds of the monotonic clock.
+        is_called: Whether there is anything to look at between two steps: a signal, or a save in the background that
+            failed. The only thing that a step asks.
         watch: Looks after the other ranks; None with one process.
         gate: Where the ranks agree on where to stop; None with one process.
         heard: How many signals the handler got to see: less than came, while the main thread is in C++.
@@ -47,6 +51,7 @@ class Guard:
         self._requeue = requeue
         self.requested: signal.Signals | None = None
         self.requested_at_s: float | None = None
+        self.is_called = False
         self.watch: Watch | None = None
         self.gate: StopGate | None = None
         self.heard = 0
@@ -78,6 +83,11 @@ class Guard:
         if self.requested is None:
             self.requested_at_s = time.monotonic()
             self.requested = self._requeue or signal.SIGTERM
+            self.is_called = True
+
+    def note_failed_save(self) -> None:
+        """Let the main thread look, between two steps, how a save in the background went. Called from any thread."""
+        self.is_called = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,6 +141,7 @@ class Guard:
             self.requested_at_s = time.monotonic()
         # SIGTERM after Ctrl-C still means that the process is to go.
         self.requested = name
+        self.is_called = True
 
     def check(self) -> None:
         """End the run if a signal asked for it; called between two optimizer steps, where there is one process.
@@ -139,6 +150,7 @@ class Guard:
             KeyboardInterrupt: After Ctrl-C.
             StopBySignal: After SIGTERM; the exit code is 143.
         """
+        self.is_called = False
         if self.requested is None:
             return
         logger.warning("%s: the run ends here, between two steps", self.requested.name)

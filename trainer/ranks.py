@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "meet",
     "ordered",
     "plain",
+    "require_whole",
     "restore_rng_of",
     "separate_generators",
     "share_out",
@@ -264,6 +266,22 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
     if answer is not None:
         raise CheckpointError(
             f"rank 0 could not write {what}: {answer}", fix="look at rank 0's message; the other ranks wrote nothing."
+        )
+
+
+def require_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Refuse a checkpoint of which other ranks have parts, where they do not answer: after an error of this rank alone.
+
+    Raises:
+        CheckpointError: There are such parts.
+    """
+    from ..strategies.shards import has_shards
+
+    if has_shards(checkpoint):
+        raise CheckpointError(
+            f"{path} cannot be saved after an error of one rank: the model is spread over all ranks, and the others do "
+            "not answer.",
+            fix="resume from the last checkpoint that was saved while all ranks were running.",
         )
 
 

@@ -40,6 +40,7 @@ def requeue(trainer: Trainer) -> None:
     number = trainer.strategy.broadcast(max(found, default=0) + 1)
     path = Path(trainer.default_root_dir, f"hpc_ckpt_{number}.ckpt")
     trainer.save_checkpoint(path)
+    trainer.wait_for_save()  # the job ends next
     if not trainer.is_global_zero:
         return
     logger.warning("the run is saved in %s", path)

@@ -206,8 +206,12 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
 
 def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
     """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
-    io = trainer.fabric.strategy.checkpoint_io
-    checkpoint = io.load_checkpoint(path, map_location="cpu", weights_only=not is_trusted)
+    from ..checkpoint.reading import read_checkpoint  # not imported where nothing is resumed
+
+    strategy = trainer.fabric.strategy
+    checkpoint = read_checkpoint(
+        strategy.checkpoint_io, path, is_safe=not is_trusted, by_parts=strategy.shards_parameters
+    )
     content = contents.read(checkpoint, source=path)
     content.extra["__checkpoint__"] = checkpoint
     return content

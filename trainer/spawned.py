@@ -66,7 +66,8 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         run = trainer.latest_run()
         assert run is not None
         # On every rank: taking states may communicate.
-        content["checkpoint"] = move_to_device(snapshot.collect(trainer, run, is_weights_only=False), _CPU)
+        whole = trainer.strategy.gather_state(snapshot.collect(trainer, run, is_weights_only=False))
+        content["checkpoint"] = move_to_device(whole, _CPU)
         content["progress"] = trainer.progress.state_dict()
         content["stream"] = trainer.stream_state
         content["timeline"] = trainer.timeline

@@ -120,7 +120,7 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
     if optimizer is not None:
         factor = None if is_plain else window.gradient_factor()
         if factor is not None:
-            _scale_gradients(optimizer, factor)
+            _scale_gradients(run, optimizer, factor)
         if plan.unscale is not None:
             plan.unscale()
         life.on_before_optimizer_step(optimizer)
@@ -133,9 +133,11 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
     return True
 
 
-def _scale_gradients(optimizer: torch.optim.Optimizer, factor: Tensor | float) -> None:
+def _scale_gradients(run: Run, optimizer: torch.optim.Optimizer, factor: Tensor | float) -> None:
     gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor)
+    parts = run.fabric.strategy.own_parts(gradients)
+    if parts:
+        torch._foreach_mul_(parts, factor)
 
 
 def drop_window(run: Run) -> None:
@@ -143,6 +145,7 @@ def drop_window(run: Run) -> None:
     assert run.plan is not None
     if run.plan.optimizer is not None:
         run.plan.optimizer.zero_grad()
+        run.fabric.strategy.drop_gradients(run.model)
     if run.schedulers:
         step_due_schedules(run, "epoch", run.progress.epochs + 1)
     run.at_boundary = run.progress.epoch_left = True
@@ -234,7 +237,7 @@ def closure_step(run: Run, size: int) -> bool:
         if run.has_ranks:
             total = run.fabric.all_reduce(total)  # the optimizer must decide alike on all ranks
         if factor is not None:
-            _scale_gradients(optimizer, factor)
+            _scale_gradients(run, optimizer, factor)
             total = total * factor
         life.on_before_optimizer_step(optimizer)
         if plan.clip is not None:

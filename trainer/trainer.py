@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..strategies import Strategy
     from .agreement import Agreement
+    from .pending_save import PendingSave
     from .timeline import Timeline
 
 __all__ = ["Trainer"]
@@ -208,6 +209,7 @@ class Trainer:
         self._toggles = manual.Toggles()
         self._results: Mapping[str, float] = {}
         self._is_in_exception = False
+        self._pending_save: PendingSave | None = None
         self.is_in_child = False
         self._revert_layer_sync: Callable[[], Any] | None = None
         self._spawned_module: nn.Module | None = None
@@ -569,8 +571,10 @@ class Trainer:
             add_place(error, self._place(run))
         self._is_in_exception = True
         try:
+            self._finish_save_after(error)
             run.metrics.table = run.metrics.nowhere
             run.lifecycle.on_exception(error)
+            self._finish_save_after(error)
         # The first error is the one to see: whatever a hook raises now is added to it as a note.
         except Exception as second:
             logger_.exception("on_exception failed after %s", type(error).__name__)
@@ -580,6 +584,14 @@ class Trainer:
         self.output.finalize("failed")
         if self.profiler is not None:
             self.profiler.teardown(self.state.fn)
+
+    def _finish_save_after(self, error: BaseException) -> None:
+        """Wait for a save that is on its way; its failure does not hide the error that ends the run."""
+        try:
+            self.wait_for_save()
+        except Exception as second:  # plugins have errors of their own
+            logger_.exception("a checkpoint could not be written in the background, besides %s", type(error).__name__)
+            add_place(error, f"and a save in the background had failed: {type(second).__name__}: {second}")
 
     def _place(self, run: Run) -> str:
         """Return where the run is, for an error's note."""
@@ -594,7 +606,9 @@ class Trainer:
 
     def _finish(self, run: Run) -> None:
         """The regular end of a verb."""
+        self.wait_for_save()
         run.lifecycle.teardown(self.state.fn)
+        self.wait_for_save()
         self.output.finalize("success")
         if self.state.fn == "fit":
             self._describe_run()
@@ -709,12 +723,15 @@ class Trainer:
         self.state.stage = "train"
 
     def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
-        has_compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules())
+        # What a compiled module, or one that gathers parameters, keeps of a step in inference mode cannot be trained.
+        keeps_tensors = self.strategy.shards_parameters or any(
+            getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules()
+        )
         return EvalLoop(
             stage,
             transfer=assemble.transfer_of(run),
             step=assemble.bind_step(run, f"{stage}_step", several_loaders=len(data.loaders) > 1),
-            context=torch.inference_mode if self._arguments.inference_mode and not has_compiled else torch.no_grad,
+            context=torch.inference_mode if self._arguments.inference_mode and not keeps_tensors else torch.no_grad,
             log_every_n_steps=cast(int, self._arguments.log_every_n_steps),
         )
 
@@ -852,6 +869,8 @@ class Trainer:
     ) -> None:
         """Write a checkpoint, atomically. On every rank.
 
+        With `AsyncCheckpointIO` it returns during a run as soon as the state is copied: see `wait_for_save`.
+
         Args:
             filepath: A path, or an fsspec URL.
             weights_only: Leave out optimizers, schedules, callbacks, and everything else that only training needs.
@@ -859,13 +878,18 @@ class Trainer:
 
         Raises:
             CheckpointError: Called between two micro-batches of one window; or it cannot be written, in which case
-                what was at the path before is whole.
+                what was at the path before is whole; or an earlier one could not be written in the background.
         """
+        self.save_checkpoint_to([filepath], weights_only, storage_options)
+
+    def save_checkpoint_to(
+        self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
         run = self._run or self._last_run
         if run is None and self._spawned_checkpoint is not None and not weights_only:
-            self.strategy.checkpoint_io.save_checkpoint(
-                self._spawned_checkpoint, filepath, storage_options=storage_options
-            )
+            self._write_to(filepaths, self._spawned_checkpoint, storage_options)
+            self._begin_wait(filepaths)
             return
         if run is None:
             raise ModuleError(
@@ -880,23 +904,96 @@ class Trainer:
         if not weights_only and not self._is_in_exception and self._arguments.nonfinite_loss == "raise":
             run.watch.look(self.progress)
         self.timeline.timed("checkpoint", run.lifecycle.bracketed(self._write_checkpoint, "save_checkpoint"))(
-            run, filepath, is_weights_only=bool(weights_only), storage_options=storage_options
+            run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options
         )
 
-    def _write_checkpoint(self, run: Run, filepath: str | Path, *, is_weights_only: bool, storage_options: Any) -> None:
+    def _write_checkpoint(
+        self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any
+    ) -> None:
         if self.ranks_answer:
             from . import ranks  # not imported where there is one process
 
             ranks.meet(self, "trainer.save_checkpoint")
+        self.wait_for_save(before_save=True)
         checkpoint = snapshot.collect(self, run, is_weights_only=is_weights_only)
+        has_own_part = self.strategy.saves_shards("full")
+        if run.has_ranks and not self.ranks_answer:
+            from .ranks import require_whole
+
+            require_whole(checkpoint, filepaths[0])
+        elif not has_own_part:
+            checkpoint = self.strategy.gather_state(checkpoint)
 
         def write() -> None:
-            self.strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            self._write_to(filepaths, checkpoint, storage_options)
 
-        if self.ranks_answer:
-            ranks.write_on_rank_zero(self.strategy, write, str(filepath))
+        if has_own_part:
+            write()
+        elif self.ranks_answer:
+            ranks.write_on_rank_zero(self.strategy, write, str(filepaths[0]))
         elif self.is_global_zero:
             write()
+        else:
+            return
+        self._begin_wait(filepaths)
+
+    def _write_to(self, filepaths: Sequence[str | Path], checkpoint: dict[str, Any], storage_options: Any) -> None:
+        io = self.strategy.checkpoint_io
+        if not self.saves_in_background:
+            for filepath in filepaths:
+                io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        io.on_failure = self._guard.note_failed_save
+        more = {"also_to": filepaths[1:]} if len(filepaths) > 1 else {}
+        io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, **more)
+
+    def _begin_wait(self, filepaths: Sequence[str | Path]) -> None:
+        """Note that a save is on its way, on every rank that took part in it, if that is what the plugin does."""
+        if not self.saves_in_background:
+            return
+        from .pending_save import PendingSave  # not imported where saves are complete at once
+
+        self._pending_save = PendingSave(self.strategy.checkpoint_io, str(filepaths[0]))
+        if self._run is None:
+            self.wait_for_save()  # there is no training that could go on, and nobody would come for an error
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether `save_checkpoint` returns before the file is complete."""
+        return bool(getattr(self.strategy.checkpoint_io, "is_background", False))
+
+    def wait_for_save(self, *, before_save: bool = False) -> None:
+        """Return when the last checkpoint is complete, and what follows a save is done. On every rank.
+
+        Nothing to wait for without `AsyncCheckpointIO`. Otherwise the Trainer does this before the next save, at the
+        end of training, before a verb returns, and after an error. Call it to read a checkpoint during a run.
+
+        Args:
+            before_save: Whether the next save is what waits.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        pending = self._pending_save
+        if pending is None:
+            return
+        self.timeline.timed("checkpoint", pending.wait)(before_save=before_save)
+        self._pending_save = None
+        pending.finish(self)
+
+    def when_saved(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Call `done` when the last checkpoint is complete: now, or later in the main thread, on all ranks alike.
+
+        Called by callbacks after `save_checkpoint`, on every rank.
+
+        Args:
+            done: Removes older files, say. May communicate.
+            failed: Called instead if the checkpoint could not be written in the background.
+        """
+        if self._pending_save is None:
+            done()
+        else:
+            self._pending_save.then(done, failed)
 
     @property
     def ranks_answer(self) -> bool:

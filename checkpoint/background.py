@@ -1,0 +1,257 @@
+"""Checkpoints that are written while training goes on. Users pass `plugins=[lw.AsyncCheckpointIO()]`.
+
+    save_checkpoint    main thread: waits for the save before, copies the state to host memory, starts a thread
+    the thread         writes through the wrapped plugin; it alone touches files
+    wait               main thread: returns when the file is complete, or raises what went wrong
+
+The Trainer (trainer/pending_save.py) decides when to wait: all ranks do it at the same places of the program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError
+from .checkpoint_io import CheckpointIO, TorchCheckpointIO
+from .host_copy import HostCopy
+from .plain import require_plain
+
+__all__ = ["AsyncCheckpointIO"]
+
+logger = logging.getLogger(__name__)
+
+_WORTH_SAYING_S = 1.0
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Let `save_checkpoint` return as soon as the state is copied; a thread writes it.
+
+    At most one save is on its way: the next waits for it. The copy takes as much host memory as the state, from the
+    first save to the end of the run.
+
+    A save that failed is raised by the Trainer at the next optimizer step, on all ranks, else at the next save, else
+    when the verb ends; without a Trainer at the next save or in `teardown`, and it is logged at once.
+
+    Args:
+        checkpoint_io: Writes and reads the files; None: as without a plugin.
+
+    Attributes:
+        checkpoint_io: The wrapped plugin.
+        on_failure: Called in the thread when a save failed, so that somebody comes to `wait`; set by the Trainer.
+
+    Raises:
+        ConfigError: `checkpoint_io` is none, or saves in the background itself.
+    """
+
+    is_background = True
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        if checkpoint_io is not None and not callable(getattr(checkpoint_io, "save_checkpoint", None)):
+            raise ConfigError(
+                f"AsyncCheckpointIO was given {checkpoint_io!r}, which is no checkpoint plugin.",
+                fix="pass a CheckpointIO, or nothing.",
+            )
+        if getattr(checkpoint_io, "is_background", False):
+            raise ConfigError(
+                f"AsyncCheckpointIO was given an {type(checkpoint_io).__name__}, which saves in the background itself.",
+                fix="wrap the plugin that writes the files.",
+            )
+        self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
+        self.on_failure: Callable[[], None] | None = None
+        # A plugin of the user's may keep what it is given: that must not be overwritten by the next copy.
+        self._is_ours = type(self.checkpoint_io) is TorchCheckpointIO
+        self._copies = HostCopy(keeps_memory=self._is_ours)
+        self._write: _Write | None = None
+        self._has_said = False
+        self._group: Any = None  # Any: process groups are of the backend's own type
+        self._world: Any = None  # Any: the group that it belongs to
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+        path: str | Path,
+        storage_options: Any = None,  # Any: belongs to the plugin
+        *,
+        also_to: Sequence[str | Path] = (),
+    ) -> None:
+        """Copy a checkpoint and begin to write it. Waits for the save before, and raises what that one met.
+
+        Args:
+            checkpoint: Tensors and plain values; may be changed as soon as this returns. With DTensors, every rank
+                calls this at the same place, and the threads write together.
+            path: File or URL.
+            storage_options: For the wrapped plugin.
+            also_to: Further paths that the same content is written to, in this order, after `path`.
+
+        Raises:
+            CheckpointError: The content is not plain, or cannot be copied; or the save before failed.
+        """
+        from .sharded import holds_sharded
+
+        self.wait(before_save=True)
+        is_sharded = holds_sharded(checkpoint)
+        if self._is_ours and not is_sharded:
+            require_plain(checkpoint)  # here, where the caller is to blame, and not in the thread
+        taken = self._copies.take(checkpoint)
+        arguments = self._group_argument() if is_sharded else {}
+        paths = [path, *also_to]
+
+        def write() -> None:
+            taken.settle()
+            for one in paths:
+                self.checkpoint_io.save_checkpoint(taken.checkpoint, one, storage_options, **arguments)
+
+        self._write = _Write(write, paths, self.on_failure)
+        self._write.start()
+
+    def wait(self, *, before_save: bool = False) -> None:
+        """Return when nothing is on its way any more. On the ranks that save.
+
+        Args:
+            before_save: Whether the next save is what waits: how long it did is logged, once.
+
+        Raises:
+            CheckpointError: The save failed; raised once. Other plugins raise their own errors.
+        """
+        write = self._write
+        if write is None:
+            return
+        began_s = time.monotonic()
+        write.join()  # Ctrl-C may end this: then it is still on its way
+        waited_s = time.monotonic() - began_s
+        self._write = None
+        if before_save and waited_s >= _WORTH_SAYING_S and not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "a save waited %.1f s for %s to be written: training stands still when checkpoints come faster than "
+                "the disk takes them. This is said once.",
+                waited_s,
+                write.paths[0],
+            )
+        if write.error is not None:
+            raise write.error
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = None,  # Any: as in torch.load
+        weights_only: bool | None = True,
+        *,
+        lazy: bool = False,
+    ) -> dict[str, Any]:  # Any: tensors and plain values, nested
+        """Return the checkpoint at the path, after waiting for what is on its way.
+
+        Args:
+            path: File, folder or URL.
+            map_location: Where tensors go, as in torch.load.
+            weights_only: Whether to read tensors and plain values only.
+            lazy: See `storage.load`; left out if the wrapped plugin does not know it.
+
+        Raises:
+            CheckpointError: The save to this path failed; or see the wrapped plugin.
+        """
+        write = self._write
+        if write is not None:
+            write.join()
+            if any(_same_place(path, one) for one in write.paths):
+                self.wait()
+        load = self.checkpoint_io.load_checkpoint
+        options = {"lazy": True} if lazy and "lazy" in inspect.signature(load).parameters else {}
+        return load(path, map_location=map_location, weights_only=weights_only, **options)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove the checkpoint at the path, after waiting for what is on its way."""
+        if self._write is not None:
+            self._write.join()
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for what is on its way, and give memory back; called when a run ends.
+
+        Raises:
+            CheckpointError: The save failed. While another error is on its way, this one is logged instead.
+        """
+        outer = sys.exc_info()[1]
+        try:
+            self.wait()
+        except Exception:
+            if outer is None:
+                raise
+            logger.exception("a checkpoint could not be written, besides %s", type(outer).__name__)
+        finally:
+            self._copies.forget()
+            self.on_failure = None
+            if hasattr(self.checkpoint_io, "teardown"):
+                self.checkpoint_io.teardown()
+
+    def _group_argument(self) -> dict[str, Any]:  # Any: see __init__
+        """Return the process group of the threads, as an argument; on every rank, in the main thread.
+
+        On the group of the training, the collectives of both threads would meet in any order, and abort the process.
+        """
+        if "group" not in inspect.signature(self.checkpoint_io.save_checkpoint).parameters:
+            return {}
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return {}
+        if self._group is None or self._world is not dist.group.WORLD:
+            self._group, self._world = dist.new_group(backend="gloo"), dist.group.WORLD
+        return {"group": self._group}
+
+
+class _Write(threading.Thread):
+    """Writes one checkpoint. No daemon: an interpreter that ends waits for it.
+
+    Attributes:
+        paths: Where to.
+        error: What went wrong, when the thread has ended; None if nothing did.
+    """
+
+    def __init__(
+        self, write: Callable[[], None], paths: Sequence[str | Path], on_failure: Callable[[], None] | None
+    ) -> None:
+        super().__init__(name="loopwright-checkpoint", daemon=False)
+        self.paths = paths
+        self.error: Exception | None = None
+        self._write: Callable[[], None] | None = write
+        self._on_failure = on_failure
+
+    def run(self) -> None:
+        """Write, and keep the error."""
+        assert self._write is not None
+        try:
+            self._write()
+        except BaseException as error:  # whatever it is, the main thread is to know
+            self._fail(error)
+        finally:
+            self._write = None  # with it goes the copy
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):  # torch's CheckpointException; what ends a program is not for the caller
+            cause, error = (
+                error,
+                CheckpointError(
+                    f"{str(self.paths[0])!r} could not be written: {type(error).__name__}: {error}",
+                    fix="look at the plugin that writes it.",
+                ),
+            )
+            error.__cause__ = cause
+        error.add_note(f"This was met while {str(self.paths[0])!r} was saved in the background (AsyncCheckpointIO).")
+        self.error = error
+        if self._on_failure is not None:
+            self._on_failure()
+        else:  # without a Trainer, nobody may ask before the program ends
+            logger.error("%s could not be saved in the background", self.paths[0], exc_info=error)
+
+
+def _same_place(one: str | Path, other: str | Path) -> bool:
+    return str(one) == str(other) or os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,74 @@
+"""Sharded checkpoints: a folder that all ranks write, each its own shards; any process reads it, without a group.
+
+    name.ckpt/
+      manifest.json                                   the commit mark: without it the folder is no checkpoint
+      state-<token>.ckpt                              all that is not sharded: a sealed file (storage.py), by rank 0
+      shard-<token>-00000-of-00002.safetensors        one per rank that has something to write
+
+storage.py and verified.py call this for a folder, CheckpointIO for a checkpoint that holds sharded tensors (DTensor).
+Saving needs torch.distributed.checkpoint, which takes most of a second to import; reading does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .manifest import FileEntry, Manifest, TensorEntry
+from .places import is_folder_checkpoint, remove
+from .reader import StoredTensor, load, read_manifest, verify
+from .tree import holds_sharded
+
+__all__ = [
+    "FileEntry",
+    "Manifest",
+    "StoredTensor",
+    "TensorEntry",
+    "holds_sharded",
+    "is_folder_checkpoint",
+    "load",
+    "read_manifest",
+    "remove",
+    "save",
+    "verify",
+]
+
+
+def save(
+    checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+    path: str | Path,
+    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    *,
+    group: Any = None,  # Any: ProcessGroup, whose import is heavy
+) -> None:
+    """Write a checkpoint as a folder, each rank its own shards, so that it is whole at the path when this returns.
+
+    Called on every rank of the group with the same structure: it communicates. What is not sharded is taken from rank
+    0. A replicated shard is written once. No copy is made in memory, except of one tensor at a time that is on a device
+    or not contiguous.
+
+    A checkpoint folder at the path stays whole until the new manifest takes the place of the old one, in one step; so
+    there must be room for both. A link is replaced, not followed. A single-file checkpoint at the path, and a folder
+    with other files in it, are refused before anything is written: no system call could replace them in one step.
+
+    If a rank is killed, the path has the old checkpoint or the new one. What the killed save has left is removed by the
+    next sharded save into the same parent folder (temporary folders) or over the same folder (files), once no process
+    holds its lock. At a URL there are no locks: the next save over the folder removes every file of ours that
+    its manifest does not name, so that only one program may save to an address at a time.
+
+    Args:
+        checkpoint: Tensors, DTensors and plain values, and `Trusted` objects.
+        path: Folder or URL, seen by all ranks; rank 0's counts. Missing parents are made.
+        storage_options: Arguments of the remote file system.
+        group: Ranks that save, on a backend for CPU objects; None is the default group. Without torch.distributed, one
+            process saves.
+
+    Raises:
+        CheckpointError: Some rank could not write, or the content is not plain; raised on all ranks, names the ranks.
+            Unless the commit was done already (its message then comes from fsync or from removing old files), the old
+            checkpoint is whole and nothing unfinished is left.
+        RuntimeError: torch.distributed's own: a rank has died. The old checkpoint or the new one is whole.
+    """
+    from .writer import save as save_on_all_ranks
+
+    save_on_all_ranks(checkpoint, path, storage_options, group=group)

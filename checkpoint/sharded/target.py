@@ -1,0 +1,240 @@
+"""Where a sharded save goes: what rank 0 does before the ranks write and after. Called by writer.py.
+
+On disk, a save is known by its token, the end of the name of a locked file beside the folder. All that it makes bears
+the token: its files, and the temporary folder, if there is no checkpoint folder at the path yet. What bears the
+token of no locked file, and is in no manifest, was left by a killed save and is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from .. import disk, storage
+from ..remote import as_local
+from . import stages
+from .manifest import MANIFEST, Manifest, decode, encode
+from .places import OWN_NAME, LocalPlace, RemotePlace
+
+__all__ = ["LocalTarget", "RemoteTarget", "target_of"]
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = ".folder"
+
+
+def target_of(path: str | Path, options: dict[str, Any] | None) -> LocalTarget | RemoteTarget:  # Any: fsspec's own
+    """Return where a save to a path or URL goes. Nothing is written yet.
+
+    Raises:
+        CheckpointError: A file is there, or a folder that is no checkpoint.
+    """
+    local = as_local(path)
+    if local is None:
+        remote = RemoteTarget(str(path), options)
+        if remote.place.remote.exists():
+            raise _in_the_way(str(path), "a file")
+        _refuse_foreign(str(path), remote.place.names())
+        return remote
+    target = LocalTarget(local.absolute())
+    if target.is_new and target.path.exists() and not target.path.is_symlink():
+        raise _in_the_way(str(path), "a file")
+    if not target.is_new:
+        _refuse_foreign(str(path), target.place.names())
+    return target
+
+
+def _refuse_foreign(shown: str, names: set[str]) -> None:
+    foreign = sorted(name for name in names if not OWN_NAME.fullmatch(name) and not name.startswith("."))
+    if foreign and MANIFEST not in names:
+        raise _in_the_way(shown, f"a folder without {MANIFEST} that holds {foreign[0]!r}")
+
+
+def _in_the_way(shown: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the sharded checkpoint {shown!r} could not be written: there is {what} at that path, and a folder "
+        "cannot take its place in one step.",
+        fix="remove it first, or save under another name.",
+    )
+
+
+class LocalTarget:
+    """A path on disk.
+
+    Attributes:
+        path: Where the folder shall be.
+        token: Of this save; "" before `prepare`.
+        place: Where the ranks write: the folder itself if it is there, else a temporary one beside it.
+        is_committed: Whether the new checkpoint is at the path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.token = ""
+        self.is_committed = False
+        # A link is replaced, not followed: what it leads to is another checkpoint.
+        self.is_new = path.is_symlink() or not path.is_dir()
+        self.place = LocalPlace(path)
+        self._lock: FileIO | None = None
+        self._lock_path = path
+
+    def prepare(self) -> None:
+        """Lock, remove what killed saves have left, and make the folder to write to."""
+        parent = self.path.parent
+        disk.make_folder(parent)
+        disk.remove_stale(parent)
+        self._lock, self._lock_path = disk.open_temporary(self.path)
+        if self.is_new:
+            self.place = LocalPlace(parent / (self._lock_path.name + _FOLDER))
+        self.token = self._lock_path.name.rpartition(".tmp-")[2]
+        for name in os.listdir(parent):
+            is_temporary = name.startswith(".") and ".tmp-" in name and name.endswith(_FOLDER)
+            if is_temporary and not (parent / name.removesuffix(_FOLDER)).exists():
+                shutil.rmtree(parent / name, ignore_errors=True)  # another save may be at it as well
+                logger.info("removed %s, which an interrupted save had left", parent / name)
+        if self.is_new:
+            self.place.folder.mkdir()
+            return
+        disk.remove_stale(self.path)
+        old = _read_manifest(self.place)
+        if old is not None or MANIFEST not in self.place.names():
+            self._remove_unlocked(set(old.files) if old is not None else set())
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the folder a checkpoint: its manifest takes the place of the old one, or the folder its name."""
+        old = _read_manifest(self.place)
+        folder = self.place.folder
+        disk.sync_folder(folder)
+        file, temporary = disk.open_temporary(folder / MANIFEST)
+        try:
+            with file:
+                content = memoryview(encode(manifest))
+                while content:
+                    content = content[file.write(content) :]
+                disk.sync_file(file.fileno())
+                stages.reached("manifest-synced")
+                os.replace(temporary, folder / MANIFEST)
+        except BaseException:
+            disk.remove_quietly(temporary)
+            raise
+        self.is_committed = not self.is_new
+        stages.reached("manifest-renamed")
+        disk.sync_folder(folder)
+        if self.is_new:
+            if self.path.is_symlink():
+                self.path.unlink()  # what it led to stays
+            os.rename(folder, self.path)
+            self.is_committed = True
+            self.place = LocalPlace(self.path)
+            stages.reached("folder-renamed")
+            disk.sync_folder(self.path.parent)
+        if old is not None:
+            self.place.remove({name for name in old.files if OWN_NAME.fullmatch(name)} - set(manifest.files))
+        if not self.is_new:
+            self._remove_unlocked(set(manifest.files))
+        stages.reached("cleaned")
+
+    def abort(self) -> None:
+        """Remove all that this save has written; no rank may be writing any more."""
+        if self.is_committed or not self.token:
+            return
+        if self.is_new:
+            shutil.rmtree(self.place.folder, ignore_errors=True)
+        else:
+            self.place.remove({name for name in self.place.names() if f"-{self.token}" in name})
+
+    def close(self) -> None:
+        """Give up the lock."""
+        if self._lock is not None:
+            disk.remove_quietly(self._lock_path)
+            self._lock.close()
+            self._lock = None
+
+    def explained(self, error: OSError, size_bytes: int) -> CheckpointError:
+        """Return a CheckpointError for an error of the system on this rank."""
+        return storage.cannot_write(f"the checkpoint {str(self.path)!r}", error, size_bytes, self.path.parent)
+
+    def _remove_unlocked(self, keep: set[str]) -> None:
+        """Remove files of saves that no process holds the lock of."""
+        stale = set()
+        for name in self.place.names() - keep:
+            own = OWN_NAME.fullmatch(name)
+            if own and not self._lock_path.with_name(self._lock_path.name.replace(self.token, own["token"])).exists():
+                stale.add(name)
+        self.place.remove(stale)
+
+
+class RemoteTarget:
+    """A URL: the ranks write to the folder itself, since a remote store cannot rename one. See LocalTarget."""
+
+    def __init__(self, url: str, options: dict[str, Any] | None) -> None:  # Any: fsspec's own
+        self.path = url
+        self.token = ""
+        self.is_committed = False
+        self.place = RemotePlace(url, options)
+
+    def prepare(self) -> None:
+        """Choose a token. What a killed save has left stays until the commit: there are no locks to ask."""
+        self.token = f"{os.getpid()}-{os.urandom(4).hex()}"
+
+    def commit(self, manifest: Manifest) -> None:
+        """Put the manifest over the old one, then remove all files of ours that it does not name."""
+        content = encode(manifest)
+        old = self.place.read(MANIFEST) if MANIFEST in self.place.names() else None
+        stages.reached("manifest-synced")
+        try:
+            self.place.put(MANIFEST, content)
+        except BaseException:
+            self._put_back(old)
+            raise
+        self.is_committed = True
+        stages.reached("manifest-renamed")
+        stale = {name for name in self.place.names() if OWN_NAME.fullmatch(name)} - set(manifest.files)
+        try:
+            self.place.remove(stale)
+        except Exception as error:  # each remote store has errors of its own; the checkpoint is whole without this
+            logger.warning("cannot remove the files of an older save from %s: %s", self.path, error)
+        stages.reached("cleaned")
+
+    def abort(self) -> None:
+        """Remove all that this save has written; no rank may be writing any more."""
+        if self.is_committed or not self.token:
+            return
+        try:
+            self.place.remove({name for name in self.place.names() if f"-{self.token}" in name})
+        except Exception as error:  # as in commit; another error is on its way
+            logger.warning("cannot remove the files of an unfinished save from %s: %s", self.path, error)
+
+    def close(self) -> None:
+        """Do nothing: there is no lock."""
+
+    def _put_back(self, manifest: bytes | None) -> None:
+        try:
+            if manifest is None:
+                self.place.remove({MANIFEST})
+            else:
+                self.place.put(MANIFEST, manifest)
+        except Exception as error:  # as in commit; another error is on its way
+            logger.warning("cannot put back the manifest of the older checkpoint %s: %s", self.path, error)
+
+    def explained(self, error: OSError, size_bytes: int) -> CheckpointError:
+        """Return a CheckpointError for an error of the store on this rank."""
+        return CheckpointError(
+            f"the checkpoint {self.path!r} could not be written: {error}. It needs about {size_bytes:,} bytes. "
+            "What was there before is whole.",
+            fix="check the address, the credentials (storage_options) and the network, and save again.",
+        )
+
+
+def _read_manifest(place: LocalPlace) -> Manifest | None:
+    """Return the manifest of what is there now; None if there is none, or a damaged one."""
+    try:
+        return decode(place.read(MANIFEST), str(place.folder))
+    except (OSError, CheckpointError) as error:
+        logger.debug("no manifest of an older save in %s: %s", place.folder, error)
+        return None

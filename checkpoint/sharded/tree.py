@@ -1,0 +1,161 @@
+"""Taking sharded tensors out of a checkpoint and putting them back: paths and placeholders. Called by writer, reader.
+
+A path names a place in the nested checkpoint: the steps, joined by "/". A step of digits is an int (a key, or a
+position in a list); every other step is a string, in which "%", "/" and lone surrogates are percent-encoded. A string
+that reads as an int has its first character encoded; a key of another type is "%!" and its repr.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["PLACEHOLDER_KEY", "Split", "holds_sharded", "put_back", "take_out"]
+
+PLACEHOLDER_KEY = "__loopwright_tensor__"
+
+_RESERVED = re.compile(r"-?[0-9]+|__metadata__")  # the latter is a name that safetensors keeps for itself
+_ENCODED = re.compile("[%/\ud800-\udfff]")
+_DICTS = (dict, OrderedDict, Counter)
+
+
+@dataclass(slots=True)
+class Split:
+    """A checkpoint in two parts.
+
+    Attributes:
+        rest: The checkpoint with a placeholder for each sharded tensor; its containers are copies, its tensors are not.
+        tensors: The sharded tensors by path.
+        clashes: Paths of dicts of the user that look like placeholders, so that the checkpoint cannot be saved.
+    """
+
+    rest: Any = None  # Any: a nested checkpoint
+    tensors: dict[str, DTensor] = field(default_factory=dict)
+    clashes: list[str] = field(default_factory=list)
+
+
+def holds_sharded(tree: Any) -> bool:  # Any: a nested checkpoint
+    """Return whether a DTensor is among the values. Without torch.distributed.tensor imported, there can be none."""
+    kind = _sharded_type()
+    if kind is None:
+        return False
+    queue = [tree]
+    seen: set[int] = set()
+    for item in queue:  # grows while it is read
+        if isinstance(item, kind):
+            return True
+        if isinstance(item, dict | list | tuple) and id(item) not in seen:
+            seen.add(id(item))
+            queue.extend(item.values() if isinstance(item, dict) else item)
+    return False
+
+
+def take_out(checkpoint: dict[str, Any]) -> Split:  # Any: a nested checkpoint
+    """Return the checkpoint without its sharded tensors, and these by path; the checkpoint is not changed."""
+    split = Split()
+    split.rest = _copy(checkpoint, "", _sharded_type(), split, {})
+    return split
+
+
+def put_back(
+    tree: Any, tensors: Mapping[str, Any], used: set[str], unknown: list[str]
+) -> Any:  # Any: a nested checkpoint; what stands for its tensors
+    """Replace placeholders by what `tensors` has for them, in place; return the tree, new where it is a tuple.
+
+    Args:
+        tree: What the state file holds.
+        tensors: By path.
+        used: Receives the paths that were found.
+        unknown: Receives the paths that `tensors` lacks.
+    """
+    return _fill(tree, tensors, used, unknown, set())
+
+
+def step_of(key: object) -> str:
+    """Return a key of a dict, or a position in a list, as a step of a path."""
+    if type(key) is int:
+        return str(key)
+    text = key if type(key) is str else f"!{key!r}"
+    encoded = _ENCODED.sub(lambda found: _percent(found[0]), text)
+    if type(key) is not str:
+        return "%" + encoded  # no encoded text begins like this
+    return _percent(encoded[0]) + encoded[1:] if _RESERVED.fullmatch(encoded) else encoded
+
+
+def _percent(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def _sharded_type() -> type[DTensor] | None:
+    kind: type[DTensor] | None = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind
+
+
+def _copy(
+    value: Any, path: str, kind: type[DTensor] | None, split: Split, copies: dict[int, Any]
+) -> Any:  # Any: a nested checkpoint
+    if kind is not None and isinstance(value, kind):
+        split.tensors[path] = value
+        return {PLACEHOLDER_KEY: path}
+    if id(value) in copies:
+        return copies[id(value)]
+    new: Any
+    if type(value) in _DICTS:
+        if len(value) == 1 and PLACEHOLDER_KEY in value:
+            split.clashes.append(path)
+        new = copies[id(value)] = type(value)()
+        for key, item in value.items():
+            new[key] = _copy(item, _join(path, key), kind, split, copies)
+        if type(value) is not dict:  # state_dict()._metadata
+            new.__dict__.update(value.__dict__)
+        return new
+    if type(value) is list:
+        new = copies[id(value)] = []
+        new.extend(_copy(item, _join(path, index), kind, split, copies) for index, item in enumerate(value))
+        return new
+    if type(value) is tuple:
+        new = tuple(_copy(item, _join(path, index), kind, split, copies) for index, item in enumerate(value))
+        copies[id(value)] = new
+        return new
+    return value
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}/{step_of(key)}" if path else step_of(key)
+
+
+def _fill(
+    value: Any, tensors: Mapping[str, Any], used: set[str], unknown: list[str], seen: set[int]
+) -> Any:  # Any: see put_back
+    if isinstance(value, dict):
+        if len(value) == 1 and isinstance(path := value.get(PLACEHOLDER_KEY), str):
+            if path not in tensors:
+                unknown.append(path)
+                return value
+            used.add(path)
+            return tensors[path]
+        entries: Any = list(value.items())  # Any: keys of a dict or positions of a list
+    elif isinstance(value, list) or type(value) is tuple:
+        entries = list(enumerate(value))
+    else:
+        return value
+    if id(value) in seen:
+        return value
+    seen.add(id(value))
+    changed = {}
+    for key, item in entries:
+        new = _fill(item, tensors, used, unknown, seen)
+        if new is not item:
+            changed[key] = new
+    if isinstance(value, tuple):
+        return tuple(changed.get(index, item) for index, item in enumerate(value)) if changed else value
+    for key, item in changed.items():
+        value[key] = item
+    return value

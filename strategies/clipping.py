@@ -1,0 +1,83 @@
+"""The norm of gradients of which each rank has a part. Called by strategies that shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .shards import is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["scale_to_norm", "total_norm"]
+
+
+def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients as one vector; on every rank, where it communicates once for each axis.
+
+    Args:
+        gradients: Sharded, or whole and then equal on all ranks; may be empty.
+        norm_type: Order of the norm; may be infinity.
+
+    Returns:
+        Shape (), float32 or the gradients' wider dtype, on their device, equal on all ranks.
+
+    Source: the shards' norms to the power p are added, and the root is taken of the sum; of infinite order, the
+        largest counts.
+    """
+    import torch.distributed as dist
+
+    is_max = math.isinf(norm_type)
+    combine = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(_where(gradient), []).append(gradient)
+    totals = []
+    for (mesh, axes), members in groups.items():
+        total = _powered(members, norm_type)
+        if mesh is not None:
+            for axis in axes:
+                dist.all_reduce(total, combine, group=mesh.get_group(axis))
+        totals.append(total)
+    if not totals:
+        return torch.zeros(())
+    device = totals[0].device
+    stacked = torch.stack([total.to(device) for total in totals])
+    return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
+
+
+def scale_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients in place so that a norm that is above `max_norm` becomes that.
+
+    Source: Pascanu et al. 2013, eq. 7; torch's small constant keeps a norm of 0 from dividing.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in local(gradients):
+        by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
+
+
+def _where(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Return the mesh of a gradient and the axes over which it is sharded."""
+    if not is_sharded(gradient):
+        return None, ()
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    return gradient.device_mesh, axes
+
+
+def _powered(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return this rank's share: the sum of |x|^p over its parts, or their largest |x|."""
+    parts = local(gradients)
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    if not parts:
+        first = gradients[0]
+        return torch.zeros((), dtype=dtype, device=first.device)
+    norms = torch.stack([norm.to(parts[0].device) for norm in torch._foreach_norm(parts, norm_type, dtype=dtype)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -1,0 +1,551 @@
+"""Sharded training: every process holds a part of each parameter, its gradient and its optimizer state.
+
+Made by name ("fsdp", "fsdp_cpu_offload") or by the user; called by Fabric. The engine is torch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ModuleError
+from .base import NoLoss, non_finite_norm
+from .fsdp_arguments import ShardingPlan, check_mesh, read_arguments
+from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from .replica import Call, loss_tensor
+from .shards import as_shards, fits, gather_whole, is_sharded, local, read_whole
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from ..accelerators import Accelerator
+    from ..precision import Precision
+    from .sharded_root import ShardedRoot
+
+__all__ = ["FSDPStrategy"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: what users give for torch's own types, and what their steps take and return.
+
+# Optimizers whose arithmetic needs whole parameters, with what is wrong.
+_NEEDS_WHOLE = {
+    "Adafactor": "it changes norms over a whole parameter in place",
+    "LBFGS": "it computes with all parameters as one vector",
+    "SparseAdam": "it needs sparse gradients",
+    "ZeroRedundancyOptimizer": "it shards optimizer state by itself",
+    "PostLocalSGDOptimizer": "it averages whole parameters",
+}
+
+
+class FSDPStrategy(ProcessGroupStrategy):
+    """Several processes that share one copy of the model, on any kind of device.
+
+    Before a unit of the model (a block, say) runs, its parameters are gathered; afterwards they are given back. The
+    backward pass leaves each process with its share of the averaged gradients, and the optimizer steps that share. For
+    models and optimizers that do not fit one device; also for saving memory with those that do.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices of this node's processes; None lets Fabric choose.
+        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
+        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
+        cpu_offload: Keep parameters, gradients and optimizer state in the host's memory; True, False, or torch's
+            CPUOffload or CPUOffloadPolicy.
+        mixed_precision: Torch's MixedPrecision or MixedPrecisionPolicy in the place of what follows from `precision=`.
+        auto_wrap_policy: Which modules are units of their own: a set of classes (or of their names), a function of a
+            module, or one of torch's policies. None: repeated blocks and very large modules.
+        activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,
+            classes, or a function of a module.
+        activation_checkpointing_policy: Another name for it.
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole between forward and backward pass;
+            "HYBRID_SHARD" shards within a group and has copies over the groups (by default a node is a group);
+            "NO_SHARD" has a copy on every process.
+        state_dict_type: "full": one file, written by rank 0; "sharded": a folder, written by all ranks. None: "full" in
+            the Trainer, "sharded" in `Fabric.save`. Both load everywhere.
+        device_mesh: (copies, shards) for "HYBRID_SHARD", or a DeviceMesh.
+        backward_prefetch: Accepted; the next unit is gathered during the backward pass of the present one.
+        forward_prefetch: Gather the next unit of the forward pass ahead, on the CPU's side.
+        limit_all_gathers: Accepted; it is always so.
+        use_orig_params: Accepted; parameters are always the user's own.
+        param_init_fn: Fills the parameters of a module that was built on the meta device.
+        sync_module_states: Begin with rank 0's values on all ranks. None is True.
+        precision: Another name for `precision_plugin`.
+        start_method: How processes start where nobody else starts them: "popen", "spawn", "fork", "forkserver".
+        uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
+            "cycle" lets the shorter ones begin again.
+        stall_timeout: A run in which nothing moves for so long says where every rank is.
+        kwargs: Further arguments of torch's fully_shard and FullyShardedDataParallel: ignored_modules, ...
+
+    Raises:
+        ConfigError: An argument is unknown or cannot be honoured; every problem is named.
+    """
+
+    strategy_name = "fsdp"
+    uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in gathering
+    shards_parameters = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Any = None,
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        backward_prefetch: Any = None,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        sync_module_states: bool | None = None,
+        *,
+        precision: Precision | None = None,
+        start_method: str = "popen",
+        uneven: str = "stop_all",
+        stall_timeout: timedelta | float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        problems: list[tuple[str, str]] = []
+        plan: ShardingPlan | None = None
+        try:
+            plan = read_arguments(
+                cpu_offload=cpu_offload,
+                mixed_precision=mixed_precision,
+                auto_wrap_policy=auto_wrap_policy,
+                activation_checkpointing=activation_checkpointing,
+                activation_checkpointing_policy=activation_checkpointing_policy,
+                sharding_strategy=sharding_strategy,
+                state_dict_type=state_dict_type,
+                device_mesh=device_mesh,
+                backward_prefetch=backward_prefetch,
+                forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
+                use_orig_params=use_orig_params,
+                param_init_fn=param_init_fn,
+                sync_module_states=sync_module_states,
+                **kwargs,
+            )
+        except ConfigError as error:
+            problems.append((error.what, error.fix))
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            precision=precision,
+            uneven=uneven,
+            stall_timeout=stall_timeout,
+            problems=problems,
+        )
+        assert plan is not None
+        self.plan = plan
+        self._has_told = False
+        self._mesh: DeviceMesh | None = None
+        self._roots: list[weakref.ref[ShardedRoot]] = []
+        # By the id of a parameter that was replaced: it (to know that the id is still its own) and the one that is
+        # sharded. For optimizers that were made before.
+        self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The processes as a grid: one axis, "shard", or two, "replicate" and "shard". On every rank: communicates."""
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if self._mesh is None:
+            size = self.world_size
+            sizes = check_mesh(self.plan, size, self._num_nodes())
+            kind = self.device.type
+            if isinstance(self.plan.mesh, DeviceMesh):
+                self._mesh = self.plan.mesh
+            elif sizes is None:
+                self._mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+            else:
+                self._mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
+        return self._mesh
+
+    def _num_nodes(self) -> int:
+        nodes = self.gather_objects(self.topology.node_rank)
+        return len(set(nodes))
+
+    def teardown(self) -> None:
+        """Give back devices and connections after a run."""
+        super().teardown()
+        self._mesh = None
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Return a context in which a module is built without memory; `setup_module` gives it values unit by unit.
+
+        Args:
+            empty_init: True: values will be loaded from a checkpoint, nothing is initialised. None: they will be those
+                that the module's constructors gave it, bit for bit. False builds it whole, on the CPU.
+        """
+        if empty_init is False:
+            yield
+            return
+        from .deferred import DeferredInit
+
+        with DeferredInit(empty=bool(empty_init)):
+            yield
+
+    def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which changes of a module without values are made when it gets them."""
+        if not any(one.is_meta for one in [*module.parameters(), *module.buffers()]):
+            return nullcontext()
+        from .deferred import DeferredInit
+
+        return DeferredInit()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the module where it is: `setup_module` moves it unit by unit."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module's parameters, in place, and return what runs it. On every rank: it communicates.
+
+        A module that is sharded already is run as it is.
+
+        Raises:
+            ModuleError: The ranks built different modules, or the module cannot be sharded; says why.
+        """
+        from .sharded_root import root_of
+
+        root = root_of(module)
+        if root is None:
+            root = self._shard(module)
+        else:
+            self._check_mesh_of(root)
+        if all(one() is not root for one in self._roots):
+            self._roots = [one for one in self._roots if one() is not None]
+            self._roots.append(weakref.ref(root))
+        return root
+
+    place_module = setup_module
+
+    def _shard(self, module: nn.Module) -> ShardedRoot:
+        from .sharding import shard
+
+        self.check_module(module)
+        if self.is_global_zero and not self._has_told:
+            for note in self.plan.notes:
+                logger.warning("%s: %s", type(self).__name__, note)
+        self._has_told = True
+        before = list(module.named_parameters(remove_duplicate=False))
+        root = shard(
+            module,
+            self.plan,
+            self.mesh,
+            device=self.device,
+            precision=self.precision.policy,
+            # In manual optimization a step calls parts of the module, and backward, by itself.
+            is_by_parts=not getattr(module, "automatic_optimization", True),
+            is_rank_zero=self.is_global_zero,
+        )
+        after = dict(module.named_parameters(remove_duplicate=False))
+        for name, old in before:
+            if after[name] is not old:
+                self._replaced[id(old)] = (weakref.ref(old), after[name])
+        return root
+
+    def _check_mesh_of(self, root: ShardedRoot) -> None:
+        mine, theirs = self.mesh, root.mesh
+        if mine.mesh.tolist() != theirs.mesh.tolist():
+            raise ModuleError(
+                f"{type(root.module).__name__} is sharded over {theirs} already, and this strategy's processes are "
+                f"{mine}.",
+                fix="build the module anew and load its weights from a checkpoint.",
+            )
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Let all ranks have rank 0's buffers."""
+        if self.world_size > 1:
+            broadcast_tensors([one for one in self.unwrap(module).buffers() if not is_sharded(one)])
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients of those parameters that are whole on every rank; backward did so for sharded ones."""
+        whole = [one for one in parameters if not is_sharded(one)]
+        if whole and self.world_size > 1:
+            from .gradients import average_gradients
+
+            average_gradients(whole)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the module that the user wrote."""
+        from .sharded_root import ShardedRoot
+
+        return module.module if isinstance(module, ShardedRoot) else module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Set up a module and its optimizers, which may have been made before it was sharded."""
+        return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer, with sharded parameters in the place of those that were replaced.
+
+        Raises:
+            ConfigError: It needs whole parameters.
+            ModuleError: It has state for a parameter that was replaced and that does not fit the sharded one.
+        """
+        name = type(optimizer).__name__
+        if name in _NEEDS_WHOLE:
+            raise ConfigError(
+                f"{name} cannot be used with {type(self).__name__}: {_NEEDS_WHOLE[name]}.",
+                fix="use an optimizer that computes element by element, such as AdamW or SGD; or strategy='ddp'.",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._current(optimizer, parameter) for parameter in group["params"]]
+        return optimizer
+
+    def _current(self, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+        known = self._replaced.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            return parameter
+        sharded = known[1]
+        state = optimizer.state.pop(parameter, None)
+        if state is not None:
+            optimizer.state[sharded] = _state_for(sharded, state)
+        return sharded
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs `module.<name>` while parameters are gathered, on every rank at the same time.
+
+        A pass without gradients leaves no parameter gathered.
+        """
+        from .sharded_root import ShardedRoot
+
+        original = self.unwrap(module)
+        step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
+        if not isinstance(module, ShardedRoot):
+            return step
+        is_training = name == "training_step" and not module.is_by_parts
+        return self._bound_training(module, step) if is_training else _bound(module, step)
+
+    def _bound_training(self, root: ShardedRoot, step: Callable[..., Any]) -> Callable[..., Any]:
+        call = Call(step, is_training=True)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = root.take_output(root(call, *args, **kwargs))
+            if output.__class__ is not Tensor:
+                self._check_loss(output)
+            return output
+
+        return run
+
+    def _check_loss(self, output: Any) -> None:
+        loss = loss_tensor(output)
+        if self.world_size > 1 and (loss is None or not loss.requires_grad):
+            raise ModuleError(
+                f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and under "
+                f"{type(self).__name__} the backward passes of the other ranks wait for this one.",
+                fix="return lw.Loss(loss_sum, weight=0) or the loss times 0 for a batch that is not to count; or train "
+                "with strategy='ddp', where None skips a batch.",
+            )
+
+    def without_data(self, module: nn.Module) -> NoLoss | None:
+        """Refuse: a rank without a batch cannot take part in a training step.
+
+        Raises:
+            ModuleError: Always.
+        """
+        raise ModuleError(
+            f"rank {self.global_rank} has no training batch, and {type(self).__name__} needs one on every rank.",
+            fix="give all ranks equally many batches, or pass uneven='stop_all' or 'cycle'.",
+        )
+
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Take part in an evaluation step for which this rank has no batch, where others have one.
+
+        The units are gathered in the order of this rank's last evaluation step, before its first in the order in which
+        the module has them.
+        """
+        from .sharded_root import ShardedRoot, run_empty
+
+        roots = [module] if module is not None else [one for one in (reference() for reference in self._roots) if one]
+        # A loop by hand may have set up modules that it does not evaluate.
+        evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
+        for root in evaluated or roots[:1]:
+            if isinstance(root, ShardedRoot):
+                run_empty(root)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes add to whole gradients on this rank only, if enabled."""
+        from .sharded_root import ShardedRoot
+
+        return _unsynchronised(module) if enabled and isinstance(module, ShardedRoot) else nullcontext()
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
+        tensor.backward(*args, **kwargs)
+        for reference in self._roots:
+            root = reference()
+            if root is not None and root.replicated and root.synchronises and not root.is_by_parts:
+                self.average_gradients(root.replicated)
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        """Forget gradients that wait for the end of their window; `zero_grad` does not know of them."""
+        from .sharded_root import ShardedRoot, forget_gradients
+
+        if isinstance(module, ShardedRoot):
+            forget_gradients(module)
+
+    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return this rank's parts of tensors, sharing their memory, without empty ones."""
+        return local(tensors)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients of the optimizer's parameters in place so that their total norm is at most `max_norm`.
+
+        On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
+        """
+        from .clipping import scale_to_norm, total_norm
+
+        gradients = _gradients(optimizer)
+        norm = total_norm(gradients, norm_type).to(self.device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise non_finite_norm()
+        scale_to_norm(gradients, max_norm, norm)
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
+        for part in local(_gradients(optimizer)):
+            part.clamp_(-clip_val, clip_val)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def saves_shards(self, default: str) -> bool:
+        """Return whether all ranks write checkpoints, each its own parts; `default` where the user is silent."""
+        return (self.plan.state_dict_type or default) == "sharded"
+
+    def gather_state(self, state: Any) -> Any:
+        """Return a state with whole tensors on rank 0's CPU; None stands for them elsewhere. On every rank."""
+        return gather_whole(state, keep=self.is_global_zero)
+
+    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of a module, under the user's names; sharded tensors share memory with the parameters."""
+        return super().module_state_dict(self.unwrap(module))
+
+    get_module_state_dict = module_state_dict
+
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        original = self.unwrap(module)
+        return super().load_module_state_dict(original, _fitted(super().module_state_dict(original), state), strict)
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
+    ) -> None:
+        """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        super().load_optimizer_state(optimizer, _fitted_optimizer(optimizer, state), module)
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+def _bound(root: ShardedRoot, step: Callable[..., Any]) -> Callable[..., Any]:
+    from .sharded_root import reshard
+
+    call = Call(step, is_training=False)
+    has_order = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_order
+        if torch.is_grad_enabled():
+            return step(*args, **kwargs) if root.is_by_parts else root(call, *args, **kwargs)
+        with nullcontext() if has_order else root.recording():
+            output = step(*args, **kwargs) if root.is_by_parts else root(call, *args, **kwargs)
+        has_order = True
+        reshard(root)
+        return output
+
+    return run
+
+
+@contextmanager
+def _unsynchronised(root: ShardedRoot) -> Iterator[None]:
+    root.set_sync(False)
+    try:
+        yield
+    finally:
+        root.set_sync(True)
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return [one.grad for one in parameters if one.grad is not None]
+
+
+def _fitted(target: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with tensors cut as the module's are; what does not fit stays whole, and torch complains."""
+    fitted = {}
+    for name, value in state.items():
+        own = target.get(name)
+        if is_sharded(own) and fits(value, own.shape):
+            fitted[name] = as_shards(value, own)
+        else:
+            fitted[name] = read_whole(value)
+    return fitted
+
+
+def _fitted_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with tensors that have their parameter's shape cut as it is."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(parameters) != len(numbers):
+        return {**state}  # the optimizer says what does not fit
+    parameter_of = dict(zip(numbers, parameters, strict=True))
+    entries = {
+        number: _state_for(parameter_of[number], own) if number in parameter_of else own
+        for number, own in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _state_for(parameter: Tensor, state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        key: as_shards(value, parameter)
+        if is_sharded(parameter) and parameter.ndim and fits(value, parameter.shape)
+        else read_whole(value)
+        for key, value in state.items()
+    }
