@@ -244,7 +244,7 @@ class DealtSource(IndexedSource):
             left_out = f"{min(samples, used) - read * self._index.sampler.batch_size} of {samples} samples are"
         log.warning(
             "%s left out of each epoch: %d batches do not go round %d processes. To use them, pass "
-            "uneven='zero_weight' (or 'cycle') to the strategy.",
+            "uneven='cycle' to the strategy, or 'zero_weight' where it has that (ddp).",
             left_out,
             batches,
             shard.size,

@@ -199,5 +199,5 @@ def advise_smaller_batches(loader: Any, shard: Shard) -> str | None:
         return None
     return (
         f"the loader has {length} batches for {shard.size} processes: pass a smaller batch_size, fewer processes, or "
-        "uneven='zero_weight' (or 'cycle') to the strategy."
+        "uneven='cycle' to the strategy, or 'zero_weight' where it has that (ddp)."
     )

@@ -174,7 +174,7 @@ def _settings(
         "mesh": mesh,
         # None: kept whole for the outermost module only, which the backward pass needs first.
         "reshard_after_forward": None if plan.reshard_after_forward is True else plan.reshard_after_forward,
-        "mp_policy": _mixed_precision(plan, precision),
+        "mp_policy": _mixed_precision(plan, precision, device),
     }
     if plan.offload:
         pins = plan.pin_memory if plan.pin_memory is not None else device.type != "cpu"
@@ -186,7 +186,7 @@ def _settings(
     return settings
 
 
-def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy) -> MixedPrecisionPolicy:
+def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: torch.device) -> MixedPrecisionPolicy:
     """Return the user's own mixed precision, or what follows from `precision=`."""
     own = plan.mixed_precision
     if own is not None:
@@ -196,8 +196,9 @@ def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy) -> MixedPre
             output_dtype=own.output_dtype,
             cast_forward_inputs=own.cast_forward_inputs,
         )
-    # Autocast casts inputs where an operation wants it: a regression's targets keep their digits.
-    is_mixed = precision.compute_dtype != precision.param_dtype
+    # Autocast casts inputs where an operation wants it: a regression's targets keep their digits. On the CPU it leaves
+    # norms alone, which refuse half weights with float32 inputs: there parameters are gathered as they are.
+    is_mixed = precision.compute_dtype != precision.param_dtype and device.type != "cpu"
     return MixedPrecisionPolicy(
         param_dtype=precision.compute_dtype if is_mixed else None,
         reduce_dtype=precision.reduce_dtype if is_mixed else None,

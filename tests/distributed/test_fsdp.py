@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import loopwright as lw
 from loopwright.strategies import FSDPStrategy
+from loopwright.strategies.replay import is_deferred
 
 # Any in this file: results that travel between processes.
 
@@ -295,6 +296,48 @@ def test_what_cannot_be_sharded_is_refused_with_the_reason() -> None:
             assert words in text
     with pytest.raises(lw.ConfigError, match="zero_weight"):
         FSDPStrategy(uneven="zero_weight")
+
+
+class BuiltLate(Fitted):
+    """Builds its layers in configure_model, with initial values of its own, and a table that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.before: dict[str, Tensor] = {}
+        self.largest = 0
+
+    def configure_model(self) -> None:
+        torch.manual_seed(11)
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, 3))
+        self.net.register_buffer("table", torch.arange(4.0).outer(torch.ones(2)).cos())
+        for layer in self.net:
+            nn.init.trunc_normal_(layer.weight, std=0.5)
+        self.net[1].weight = self.net[0].weight
+        self.largest = max(
+            (one.untyped_storage().nbytes() for one in self.parameters() if not is_deferred(one)), default=0
+        )
+
+    def on_fit_start(self) -> None:
+        self.before = whole(self)
+
+
+def fit_built_late(rank: int, size: int) -> Any:
+    trainer, module = trainer_for(size, max_steps=2, limit_val_batches=0), BuiltLate()
+    data = TensorDataset(*(torch.cat(many) for many in zip(*(batch(n) for n in range(2)), strict=True)))
+    trainer.fit(module, DataLoader(data, batch_size=12 // size))
+    return module.largest, module.before, whole(module)
+
+
+def test_a_model_of_configure_model_has_the_same_values_and_is_never_whole() -> None:
+    ((largest, before, after),) = run_ranks(fit_built_late, 1, connect=False)
+    assert largest == 4 * 4 * 8  # one process builds it as it is
+    for none, found_before, found_after in run_ranks(fit_built_late, 2, connect=False):
+        assert none == 0
+        assert found_before.keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in found_before.items())
+        for name, value in after.items():
+            torch.testing.assert_close(found_after[name], value, rtol=1e-10, atol=1e-12)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------

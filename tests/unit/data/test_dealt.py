@@ -474,7 +474,7 @@ def test_stop_all_says_how_much_it_leaves_out(caplog: pytest.LogCaptureFixture) 
     texts = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(texts) == 1
     assert "3 of 11 samples are left out of each epoch: 6 batches do not go round 4 processes" in texts[0]
-    assert "uneven='zero_weight'" in texts[0]
+    assert "uneven='cycle'" in texts[0]
 
 
 def test_what_goes_round_is_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,6 @@ def test_every_name_of_the_field_is_known() -> None:
     known = {*PLANNED_STRATEGIES, *STRATEGY_REGISTRY.available_strategies()}
     assert {"ddp", "ddp_spawn_find_unused_parameters_true", "dp", "deepspeed_stage_3_offload_nvme"} <= known
     assert {"fsdp_cpu_offload", "xla_debug", "xla_fsdp", "single_tpu", "single_device"} <= known
-    assert len(PLANNED_STRATEGIES) == 15
     assert len(known) == 29
 
 
