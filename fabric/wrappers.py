@@ -298,6 +298,9 @@ class FabricOptimizer:
         if window is not None and window.has_gradients and self.__dict__["_done"] is not window:
             return
         self._without_fabric.zero_grad(set_to_none)
+        strategy = self._fabric.strategy
+        if strategy.shards_parameters:  # gradients that were not reduced yet are not in the optimizer's sight
+            strategy.drop_gradients(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""

@@ -338,11 +338,11 @@ class Strategy:
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         tensor.backward(*args, **kwargs)
 
-    def drop_gradients(self, module: nn.Module) -> None:
+    def drop_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of a window which was broken off.
 
         Args:
-            module: What `setup_module` returned.
+            module: What `setup_module` returned; None for all modules.
         """
 
     def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:

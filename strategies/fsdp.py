@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ModuleError
 from .base import NoLoss, non_finite_norm
+from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
 from .fsdp_arguments import ShardingPlan, check_mesh, read_arguments
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from .replica import Call, loss_tensor
-from .shards import as_shards, fits, gather_whole, is_sharded, local, read_whole
+from .shards import gather_whole, is_sharded, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -333,8 +334,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         sharded = known[1]
         state = optimizer.state.pop(parameter, None)
         if state is not None:
-            optimizer.state[sharded] = _state_for(sharded, state)
+            optimizer.state[sharded] = fit_state_of(sharded, state)
         return sharded
+
+    def _live_roots(self) -> list[ShardedRoot]:
+        return [root for root in (reference() for reference in self._roots) if root is not None]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -392,7 +396,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         from .sharded_root import ShardedRoot, run_empty
 
-        roots = [module] if module is not None else [one for one in (reference() for reference in self._roots) if one]
+        roots = [module] if module is not None else self._live_roots()
         # A loop by hand may have set up modules that it does not evaluate.
         evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
         for root in evaluated or roots[:1]:
@@ -408,17 +412,17 @@ class FSDPStrategy(ProcessGroupStrategy):
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
         tensor.backward(*args, **kwargs)
-        for reference in self._roots:
-            root = reference()
-            if root is not None and root.replicated and root.synchronises and not root.is_by_parts:
-                self.average_gradients(root.replicated)
+        for root in self._live_roots():
+            if root.synchronises:
+                root.has_unreduced = False
+                if root.replicated and not root.is_by_parts:
+                    self.average_gradients(root.replicated)
 
-    def drop_gradients(self, module: nn.Module) -> None:
-        """Forget gradients that wait for the end of their window; `zero_grad` does not know of them."""
-        from .sharded_root import ShardedRoot, forget_gradients
-
-        if isinstance(module, ShardedRoot):
-            forget_gradients(module)
+    def drop_gradients(self, module: nn.Module | None) -> None:
+        """Forget gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
+        for root in self._live_roots():
+            if root.has_unreduced and module in (None, root):
+                root.forget_gradients()
 
     def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return this rank's parts of tensors, sharing their memory, without empty ones."""
@@ -469,13 +473,15 @@ class FSDPStrategy(ProcessGroupStrategy):
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
         """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         original = self.unwrap(module)
-        return super().load_module_state_dict(original, _fitted(super().module_state_dict(original), state), strict)
+        return super().load_module_state_dict(
+            original, fit_module_state(super().module_state_dict(original), state), strict
+        )
 
     def load_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
     ) -> None:
         """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
-        super().load_optimizer_state(optimizer, _fitted_optimizer(optimizer, state), module)
+        super().load_optimizer_state(optimizer, fit_optimizer_state(optimizer, state), module)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------
@@ -512,40 +518,3 @@ def _unsynchronised(root: ShardedRoot) -> Iterator[None]:
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     parameters = (one for group in optimizer.param_groups for one in group["params"])
     return [one.grad for one in parameters if one.grad is not None]
-
-
-def _fitted(target: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with tensors cut as the module's are; what does not fit stays whole, and torch complains."""
-    fitted = {}
-    for name, value in state.items():
-        own = target.get(name)
-        if is_sharded(own) and fits(value, own.shape):
-            fitted[name] = as_shards(value, own)
-        else:
-            fitted[name] = read_whole(value)
-    return fitted
-
-
-def _fitted_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with tensors that have their parameter's shape cut as it is."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    if len(parameters) != len(numbers):
-        return {**state}  # the optimizer says what does not fit
-    parameter_of = dict(zip(numbers, parameters, strict=True))
-    entries = {
-        number: _state_for(parameter_of[number], own) if number in parameter_of else own
-        for number, own in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-def _state_for(parameter: Tensor, state: Any) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-    return {
-        key: as_shards(value, parameter)
-        if is_sharded(parameter) and parameter.ndim and fits(value, parameter.shape)
-        else read_whole(value)
-        for key, value in state.items()
-    }

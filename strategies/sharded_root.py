@@ -20,7 +20,7 @@ from .replica import NOTHING, Call, loss_tensor, replace_loss
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ROOT", "ShardedRoot", "forget_gradients", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
+__all__ = ["ROOT", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
 
 # Any in this file: what the user's steps take and return.
 
@@ -39,6 +39,7 @@ class ShardedRoot(nn.Module):
         replicated: Parameters that are whole on every rank, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         synchronises: Whether the next backward pass averages gradients.
+        has_unreduced: Whether there may be gradients that no backward pass has averaged yet.
         is_by_parts: Whether the user's module is not run as a whole (manual optimization): each of its children is
             sharded for itself, and this object does nothing.
     """
@@ -51,6 +52,7 @@ class ShardedRoot(nn.Module):
         self.module = module
         self.is_by_parts = is_by_parts
         self.synchronises = True
+        self.has_unreduced = False
         self.output: Any = None
         # Order in which the units were gathered in the last evaluation step; None before the first.
         self.evaluated: list[FSDPModule] | None = None
@@ -82,8 +84,21 @@ class ShardedRoot(nn.Module):
     def set_sync(self, enabled: bool) -> None:
         """Let backward passes average gradients, or add to whole ones on this rank only."""
         self.synchronises = enabled
+        self.has_unreduced = self.has_unreduced or not enabled
         for unit in units_of(self):
             unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def forget_gradients(self) -> None:
+        """Drop gradients that were not averaged yet, and what a broken-off pass has left."""
+        self.has_unreduced = False
+        for unit in units_of(self):
+            for group in groups_of(unit):
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    whole = getattr(parameter, "_unsharded_param", None)
+                    if whole is not None:
+                        whole.grad = None
+            unit.reshard()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -121,18 +136,6 @@ def run_empty(root: ShardedRoot) -> None:
 def reshard(root: ShardedRoot) -> None:
     """Give back whole parameters that a pass without a backward pass has left."""
     for unit in units_of(root):
-        unit.reshard()
-
-
-def forget_gradients(root: ShardedRoot) -> None:
-    """Drop gradients that were not averaged yet, and what a broken-off pass has left."""
-    for unit in units_of(root):
-        for group in groups_of(unit):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                whole = getattr(parameter, "_unsharded_param", None)
-                if whole is not None:
-                    whole.grad = None
         unit.reshard()
 
 

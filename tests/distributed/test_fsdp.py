@@ -483,11 +483,23 @@ def count(rank: int, size: int) -> dict[str, Any]:
         with Collectives() as mode, fabric.no_backward_sync(model, enabled=deferred):
             fabric.backward(nn.functional.mse_loss(model(x) * 1, y))
         counts[name] = mode.counts
+    optimizer = fabric.setup_optimizers(torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1))
+    grads = []
+    for is_broken_off in (False, True):
+        optimizer.zero_grad()
+        if is_broken_off:
+            with fabric.no_backward_sync(model):
+                fabric.backward(nn.functional.mse_loss(model(x) * 3, y))
+            optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x) * 1, y))
+        grads.append([p.grad.to_local().clone() for p in model.parameters() if hasattr(p.grad, "to_local")])
+    counts["is_clean"] = all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
     return counts
 
 
-def test_gradients_are_reduced_at_the_last_micro_batch_only() -> None:
+def test_gradients_are_reduced_at_the_last_micro_batch_only_and_zero_grad_forgets_those_that_are_not() -> None:
     (counts, *_) = run_ranks(count, 2, connect=False)
+    assert counts.pop("is_clean")
     reductions = {name: sum(n for op, n in one.items() if "reduce" in op) for name, one in counts.items()}
     assert reductions["deferred"] == 0
     assert reductions["last"] == reductions["first"] == 5  # three units; the parameter without a dimension twice
