@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fsdp import MODES, NAMES
 from steps import per_value
 
 
@@ -216,6 +217,135 @@ def _launch(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _fsdp(numbers: dict[str, Any]) -> list[str]:
+    sizes = numbers["sizes"]
+    different = [
+        f"{name} ({size['elements']:,})"
+        for size in sizes
+        for mode, name in zip(MODES, NAMES, strict=True)
+        if not size["modes"][mode]["weights_equal"]
+    ]
+    calls = sizes[0]["calls"]
+    return [
+        "## A sharded step on two ranks",
+        "Two processes with gloo, eight blocks that are units of their own, AdamW, batches of 8 in memory; medians of "
+        "single steps; CPU time is that of rank 0, all threads. The ratio is to torch's `fully_shard` in a loop by "
+        "hand. Aim: 1.05 in wall time.",
+        table(
+            ("", "elements of a block", "wall ms", "ratio", "CPU ms", "ratio"),
+            (
+                (
+                    name,
+                    f"{size['elements']:,}",
+                    f"{1e-3 * size['modes'][mode]['wall_us']:.1f}",
+                    f"**{size['modes'][mode]['wall_us'] / size['modes']['hand']['wall_us']:.2f}**",
+                    f"{1e-3 * size['modes'][mode]['cpu_us']:.1f}",
+                    f"{size['modes'][mode]['cpu_us'] / size['modes']['hand']['cpu_us']:.2f}",
+                )
+                for size in sizes
+                for mode, name in zip(MODES, NAMES, strict=True)
+            ),
+        ),
+        "The weights at the end equal those of the loop by hand, bit for bit"
+        + (f", EXCEPT in: {', '.join(different)}." if different else "."),
+        "Calls of Python functions + of C functions in the step that has the fewest.",
+        table(
+            ("", "calls", "added"),
+            (
+                (
+                    name,
+                    f"{calls[mode][0]:.0f} + {calls[mode][1]:.0f}",
+                    f"**{calls[mode][0] - calls['hand'][0]:+.0f} {calls[mode][1] - calls['hand'][1]:+.0f}**",
+                )
+                for mode, name in zip(MODES, NAMES, strict=True)
+            ),
+        ),
+        *_memory(numbers["memory"]),
+    ]
+
+
+def _memory(rows: list[dict[str, Any]]) -> list[str]:
+    count, unit = rows[0]["parameters"], rows[0]["unit"]
+    mib = 4 / 2**20  # of one element in float32
+
+    def process(row: dict[str, Any], name: str) -> str:
+        return f"{row[name] / 2**20:.1f}" if name in row else "unknown"
+
+    return [
+        "### Memory of a rank",
+        f"{count * mib:.1f} MiB of parameters in units of {unit * mib:.1f} MiB, Adam, activations of next to nothing; "
+        "MiB on rank 0. Between two steps there are parameters and Adam's two states, 3 P / N. At the peak of a step, "
+        "gradients come to that, P / N, and at most four units U: gathered parameters and gradients, and what is sent. "
+        "Tensors are those that operations made or took; the process is its highest memory over that before the step, "
+        "and before the model was built with `init_module`.",
+        table(
+            (
+                "ranks",
+                "between, 3P/N",
+                "tensors",
+                "peak, 4P/N + 4U",
+                "tensors",
+                "step adds, process",
+                "building, P/N + U",
+                "process",
+            ),
+            (
+                (
+                    row["ranks"],
+                    f"{3 * count / row['ranks'] * mib:.1f}",
+                    f"**{row['resting_bytes'] / 2**20:.1f}**",
+                    f"{(4 * count / row['ranks'] + 4 * unit) * mib:.1f}",
+                    f"**{row['peak_bytes'] / 2**20:.1f}**",
+                    process(row, "step_process_bytes"),
+                    f"{(count / row['ranks'] + unit) * mib:.1f}",
+                    process(row, "build_process_bytes"),
+                )
+                for row in rows
+            ),
+        ),
+    ]
+
+
+def _sharded_saves(numbers: dict[str, Any]) -> list[str]:
+    stall = numbers["stall"]
+    return [
+        "## Sharded checkpoints",
+        f"{numbers['speed'][0]['size_bytes'] / 2**20:.0f} MiB of sharded parameters, saved and loaded back into the "
+        "module, medians in turns; until the last rank is done. Fabric compares checksums of all bytes when it "
+        "loads, torch.distributed.checkpoint does not.",
+        table(
+            ("", "ranks", "save, s", "MiB/s", "load, s", "MiB/s"),
+            (
+                (
+                    row["name"],
+                    speed["ranks"],
+                    f"{row['save_s']:.2f}",
+                    f"**{speed['size_bytes'] / 2**20 / row['save_s']:.0f}**",
+                    f"{row['load_s']:.2f}",
+                    f"**{speed['size_bytes'] / 2**20 / row['load_s']:.0f}**",
+                )
+                for speed in numbers["speed"]
+                for row in speed["rows"]
+            ),
+        ),
+        f"What a training on {stall['ranks']} ranks sees of a save of {stall['megabytes']} MiB (parameters and Adam's "
+        "states, a folder): how long it stands still, and its steps while the file is written.",
+        table(
+            ("", "stands still, s", "the first save, s", "median step, s", "slowest step, s"),
+            (
+                (
+                    row["name"],
+                    f"**{row['stall_s']:.2f}**",
+                    f"{row['first_stall_s']:.2f}",
+                    f"{row['step_s']:.3f}",
+                    f"{row['slowest_step_s']:.3f}",
+                )
+                for row in stall["rows"]
+            ),
+        ),
+    ]
+
+
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "steps": _steps,
     "calls": _calls,
@@ -226,4 +356,6 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "logging": _logging,
     "ranks": _ranks,
     "launch": _launch,
+    "fsdp": _fsdp,
+    "sharded-saves": _sharded_saves,
 }

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsdp import measure_fsdp
 from log_queue import time_logging
 from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
 from saving import time_saves
+from sharded_saves import measure_sharded_saves
 from startup import time_first_steps, time_imports
 from steps import count_calls, count_reads, time_steps
 
@@ -30,10 +32,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, as a test")
     parser.add_argument(
-        "--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="leave out the other parts"
+        "--only",
+        nargs="+",
+        type=_parts,
+        default=[list(SECTIONS)],
+        metavar="PART",
+        help=f"leave out the other parts; of {', '.join(SECTIONS)}",
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md")
     return parser.parse_args()
+
+
+def _parts(text: str) -> list[str]:
+    """Return the names in a list with commas."""
+    unknown = set(text.split(",")) - set(SECTIONS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; use some of {', '.join(SECTIONS)}")
+    return text.split(",")
 
 
 def environment() -> dict[str, Any]:
@@ -79,12 +94,16 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
         elif part == "launch":
             with tempfile.TemporaryDirectory() as folder:
                 results[part] = time_launches(processes=1 if is_quick else 5, folder=Path(folder))
+        elif part == "fsdp":
+            results[part] = measure_fsdp(num_steps=10 if is_quick else 15, rounds=1 if is_quick else 2)
+        elif part == "sharded-saves":
+            results[part] = measure_sharded_saves(megabytes=24 if is_quick else 256, rounds=1 if is_quick else 3)
     return results
 
 
 def main() -> None:
     args = parse_arguments()
-    results = measure(args.only, is_quick=args.quick)
+    results = measure([part for parts in args.only for part in parts], is_quick=args.quick)
     text = describe(results)
     print(text)
     folder = args.output / "results"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..data import NO_BATCH
 from ..data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ..errors import DataError
+from .sharded_pass import gathered
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
@@ -95,8 +96,8 @@ def _own_step(module: nn.Module) -> Callable[[Any, int], Any]:  # Any: batches a
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1:
-        return step
-    return lambda batch, _: step(batch)
+        return gathered(module, step)
+    return gathered(module, lambda batch, _: step(batch))
 
 
 def _combine(trainer: Trainer, norms: Sequence[Any], counts: list[Tensor]) -> list[Tensor]:

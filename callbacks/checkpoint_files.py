@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ __all__ = [
     "is_inside",
     "is_local",
     "link",
+    "make_way",
     "missing_metric",
     "modified_ns",
+    "move",
     "normalized",
     "remove",
     "remove_unfinished",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _COUNTERS = ("epoch", "step")
+_MANIFEST = "manifest.json"  # checkpoint/sharded/manifest.py's, which is not imported for a name
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
 
 
@@ -176,9 +180,18 @@ def _walk_local(folder: str, extension: str) -> Iterator[str]:
 
 def _walk_remote(folder: str, extension: str) -> Iterator[str]:
     filesystem, root = _filesystem(folder)
+    root = root.rstrip("/")
+    seen = set()
     for path in filesystem.find(root):
-        if path.endswith(extension) and not os.path.basename(path).startswith("."):
-            yield filesystem.unstrip_protocol(path)
+        below = path[len(root) :].lstrip("/").split("/")
+        # A sharded checkpoint is a folder: the outermost name counts. Without a manifest it is an unfinished write.
+        depth = next((depth for depth, name in enumerate(below) if name.endswith(extension)), None)
+        if depth is None or any(name.startswith(".") for name in below[: depth + 1]):
+            continue
+        found = path[: len(path) - len("/".join(below[depth + 1 :]))].rstrip("/")
+        if found not in seen:
+            seen.add(found)
+            yield filesystem.unstrip_protocol(found)
 
 
 def is_local(path: str) -> bool:
@@ -220,28 +233,87 @@ def is_inside(path: str, folder: str) -> bool:
 def modified_ns(path: str) -> int:
     """Return the modification time in nanoseconds; of what a link leads to.
 
+    That of a sharded checkpoint is its manifest's: a folder changes, too, when a save into it is broken off.
+
     Raises:
-        FileNotFoundError: Nothing is there.
+        FileNotFoundError: Nothing is there, or at a URL a folder whose save did not finish.
     """
     if is_local(path):
-        return os.stat(path).st_mtime_ns
+        manifest = os.path.join(path, _MANIFEST)
+        return os.stat(manifest if os.path.isfile(manifest) else path).st_mtime_ns
     filesystem, root = _filesystem(path)
+    if not filesystem.isfile(root):
+        root = f"{root}/{_MANIFEST}"
     return int(filesystem.modified(root).timestamp() * 1e9)
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint: a file, a link, or the folder of a sharded one. Nothing there is fine."""
-    if not is_local(path):
+    """Remove a checkpoint: a file, a link, or the folder of a sharded one. Nothing there is fine.
+
+    A sharded one stops being a checkpoint before its first file goes.
+
+    Raises:
+        OSError: The system does not allow it.
+        CheckpointError: It does not, for a sharded one.
+    """
+    if _is_sharded(path):
+        from ..checkpoint import sharded
+
+        sharded.remove(path)
+    elif not is_local(path):
         filesystem, root = _filesystem(path)
         if filesystem.exists(root):
             filesystem.rm(root, recursive=True)
-    elif os.path.isdir(path) and not os.path.islink(path):
+    elif os.path.isdir(path) and not os.path.islink(path):  # of a checkpoint plugin of the user's
         import shutil
 
         shutil.rmtree(path)
     else:
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)
+
+
+def _is_sharded(path: str) -> bool:
+    from ..checkpoint import verified  # knows without the heavier modules that a file is none
+
+    return not os.path.islink(path) and verified.is_folder_checkpoint(path)
+
+
+def make_way(path: str, *, for_folder: bool) -> str | None:
+    """Rename what a new checkpoint cannot replace in one step: a file where a folder comes, a folder where a file does.
+
+    The old checkpoint keeps a name that is found, "last-v1.ckpt" say, until the new one is whole.
+
+    Args:
+        path: Where a checkpoint will be written.
+        for_folder: Whether it will be a folder; else a file or a link.
+
+    Returns:
+        The new name; None where nothing is in the way.
+    """
+    if os.path.islink(path) or not exists(path):
+        return None
+    if is_local(path):
+        is_in_the_way = os.path.isfile(path) if for_folder else _is_sharded(path)
+    else:
+        filesystem, root = _filesystem(path)
+        is_in_the_way = filesystem.isfile(root) if for_folder else _is_sharded(path)
+    if not is_in_the_way:
+        return None
+    stem, extension = os.path.splitext(path)
+    free = next(name for version in count(1) if not exists(name := f"{stem}-v{version}{extension}"))
+    move(path, free)
+    return free
+
+
+def move(path: str, to: str) -> None:
+    """Give a checkpoint, a file or a folder, a name that is free."""
+    if is_local(path):
+        os.rename(path, to)
+        sync_folder(Path(to).parent)
+        return
+    filesystem, root = _filesystem(path)
+    filesystem.mv(root, _filesystem(to)[1], recursive=not filesystem.isfile(root))
 
 
 def link(target: str, path: str) -> None:
@@ -264,8 +336,17 @@ def link(target: str, path: str) -> None:
 
 
 def copy(source: str, path: str) -> None:
-    """Make `path` a copy of a local file in one step: it is always the old file or the whole new one."""
+    """Make `path` a copy of a local checkpoint in one step: it is always the old one or the whole new one.
+
+    A checkpoint of the other form, a file or a folder, must have been moved out of the way (`make_way`).
+    """
     import shutil
+
+    if _is_sharded(os.path.realpath(source)):
+        from ..checkpoint.sharded.copying import copy as copy_folder
+
+        copy_folder(source, path)
+        return
 
     file, temporary = open_temporary(Path(path))
     try:
@@ -280,7 +361,10 @@ def copy(source: str, path: str) -> None:
 
 
 def remove_unfinished(dirpath: str) -> None:
-    """Remove files that a killed process was writing; those of living ones are locked and stay."""
+    """Remove files that a killed process was writing; those of living ones are locked and stay.
+
+    Folders are left to the next sharded save, which knows which of them are in use.
+    """
     if is_local(dirpath) and os.path.isdir(dirpath):
         remove_stale(Path(dirpath))
 

@@ -15,7 +15,19 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ModuleError
 from .base import Callback, from_rank_zero
-from .weights import check_fit, clean_name, clones_of, kept_dtype, tensors_of, tied_names, write
+from .weights import (
+    as_whole,
+    check_fit,
+    clean_name,
+    clones_of,
+    in_memory,
+    kept_dtype,
+    part_of,
+    placed,
+    tensors_of,
+    tied_names,
+    write,
+)
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -45,8 +57,9 @@ class EMA(Callback):
     Raises:
         ConfigError: A wrong argument. CheckpointError: A saved average does not fit the module.
 
-    With several ranks each keeps the same average of the weights. Averages of buffers (batch norm's) differ as far as
-    the buffers do; evaluation and checkpoints take rank 0's.
+    With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
+    own part; then `shadow_state_dict` and `copy_to` communicate: call them on every rank. Averages of buffers (batch
+    norm's) differ as far as the buffers do; evaluation and checkpoints take rank 0's.
 
     The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999 a bfloat16 sum would not move.
     """
@@ -85,7 +98,9 @@ class EMA(Callback):
         self.evaluate_with = evaluate_with
 
         self.num_updates = 0
+        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
         self._shadow: dict[str, Tensor] = {}
+        self._is_borrowed = False  # the memory is that of the state that was loaded
         self._seen_step: int | None = None
         self._raw: dict[str, Tensor] | None = None  # the raw values while the module holds the average
         self._aliases: dict[str, str] = {}
@@ -106,13 +121,13 @@ class EMA(Callback):
         )
 
     def shadow_state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the average under the module's names, as `load_state_dict` takes them.
+        """Return a copy of the average under the module's names, as `load_state_dict` takes them; whole tensors.
 
         Raises:
             ModuleError: There was no update yet.
         """
         self._require_updates("shadow_state_dict()")
-        state = {name: tensor.detach().clone() for name, tensor in self._shadow.items()}
+        state = {name: as_whole(tensor) for name, tensor in self._shadow.items()}
         return state | {alias: state[name] for alias, name in self._aliases.items() if name in state}
 
     def copy_to(self, module: nn.Module) -> None:
@@ -195,11 +210,11 @@ class EMA(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates and the last step that was seen."""
         seen_step = -1 if self._seen_step is None else self._seen_step
-        return {"shadow": dict(self._shadow), "num_updates": self.num_updates, "seen_step": seen_step}
+        return {"shadow": in_memory(self._shadow), "num_updates": self.num_updates, "seen_step": seen_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the average back; it is moved to its device when the run starts."""
-        self._shadow = {name: tensor.detach().clone() for name, tensor in state_dict["shadow"].items()}
+        self._shadow, self._is_borrowed = dict(state_dict["shadow"]), True
         self.num_updates = int(state_dict["num_updates"])
         seen_step = int(state_dict["seen_step"])
         self._seen_step = None if seen_step < 0 else seen_step
@@ -245,8 +260,9 @@ class EMA(Callback):
         parameters = {clean_name(name) for name, _ in module.named_parameters()}
         groups: dict[tuple[str, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in tensors.items():
-            average = self._shadow[name].to(device=self.device or source.device, dtype=kept_dtype(source))
-            self._shadow[name] = average
+            kept = placed(self._shadow[name], source, self.device, copy=self._is_borrowed)
+            self._shadow[name] = kept
+            source, average = part_of(source), part_of(kept)
             is_float = source.is_floating_point() or source.is_complex()
             if not is_float or (name not in parameters and not self.use_buffers):
                 kind = "copied"
@@ -256,6 +272,7 @@ class EMA(Callback):
             sources, averages = groups.setdefault((kind, average.device, average.dtype), ([], []))
             sources.append(source)
             averages.append(average)
+        self._is_borrowed = False
         lists = {"averaged": self._averaged, "converted": self._converted, "copied": self._copied}
         for (kind, _, _), group in groups.items():
             lists[kind].append(group)

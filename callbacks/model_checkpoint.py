@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from ..checkpoint.checkpoint_io import TorchCheckpointIO
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint_files as files
 from .base import from_rank_zero
@@ -365,7 +366,14 @@ class ModelCheckpoint(Checkpoint):
         step = trainer.global_step
         if step in (self._start_step, self._written_step) or isinstance(exception, CheckpointError):
             return
-        if not from_rank_zero(trainer, lambda: all(bool(p.isfinite().all()) for p in pl_module.parameters())):
+        if trainer.strategy.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
+            _log.warning(
+                "ModelCheckpoint: nothing is saved on %s, which is this rank's alone: the model is spread over all "
+                "ranks, and the others do not answer. Resume from the last checkpoint.",
+                type(exception).__name__,
+            )
+            return
+        if not self._is_finite(trainer, pl_module):
             _log.warning("ModelCheckpoint: nothing is saved on %s: weights are not finite.", type(exception).__name__)
             return
         is_stale = from_rank_zero(trainer, lambda: bool(self._stale_metrics(trainer)))
@@ -380,6 +388,12 @@ class ModelCheckpoint(Checkpoint):
             return
         lost = "" if trainer.at_step_boundary else " The step that was under way is not in it and will be repeated."
         _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost)
+
+    def _is_finite(self, trainer: Trainer, module: Any) -> bool:
+        """Return whether all weights are; on every rank, if the ranks answer."""
+        own = trainer.strategy.own_parts(list(module.parameters()))
+        is_finite = all(bool(part.isfinite().all()) for part in own)
+        return bool(trainer.strategy.reduce_boolean_decision(is_finite)) if trainer.ranks_answer else is_finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return the books. Taken while a checkpoint is written, they name that checkpoint already."""
@@ -517,19 +531,29 @@ class ModelCheckpoint(Checkpoint):
             files.copy(target, path)
 
     def _link(self, target: str, path: str) -> bool:
+        old = files.make_way(path, for_folder=False)
         try:
             files.link(target, path)
         except OSError as error:
+            if old is not None:
+                files.move(old, path)
             _log.warning("ModelCheckpoint: %s cannot be a link (%s); a file is written.", path, error)
             return False
+        if old is not None:
+            self._remove(old)
         return True
 
     def _write(self, trainer: Trainer, paths: list[str], before: CheckpointBooks) -> None:
         written_before = self._written_step
+        moved = self._make_way(trainer, paths)
 
         def take_back() -> None:  # the file is not there: the books must not name it
             self._books, self._written_step = before, written_before
+            for path, old in moved.items():
+                if trainer.is_global_zero and not files.exists(path):
+                    files.move(old, path)
 
+        self._books.pending_removals += moved.values()
         try:
             if len(paths) == 1:
                 trainer.save_checkpoint(paths[0], self.save_weights_only)
@@ -541,6 +565,23 @@ class ModelCheckpoint(Checkpoint):
         self._written_step = trainer.global_step
         self._overwritable.difference_update(paths)
         trainer.when_saved(lambda: self._tell_loggers(trainer, len(paths)), take_back)
+
+    def _make_way(self, trainer: Trainer, paths: list[str]) -> dict[str, str]:
+        """Rename checkpoints that are overwritten and of another form than before: with `state_dict_type`, say.
+
+        Returns:
+            For their paths the new names, under which they stay until the new checkpoint is whole.
+        """
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if type(getattr(checkpoint_io, "checkpoint_io", checkpoint_io)) is not TorchCheckpointIO:
+            return {}  # a user's own form
+
+        def rename() -> dict[str, str]:
+            is_folder = trainer.strategy.saves_shards("full")
+            moved = {path: files.make_way(path, for_folder=is_folder) for path in paths}
+            return {path: name for path, name in moved.items() if name is not None}
+
+        return from_rank_zero(trainer, rename)
 
     def _tell_loggers(self, trainer: Trainer, num_files: int) -> None:
         if not trainer.is_global_zero:
@@ -608,7 +649,7 @@ class ModelCheckpoint(Checkpoint):
     def _remove(self, path: str) -> None:
         try:
             files.remove(path)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _log.warning("ModelCheckpoint: %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self, trainer: Trainer) -> None:
@@ -629,10 +670,13 @@ class ModelCheckpoint(Checkpoint):
             return
         if files.exists(path) and files.modified_ns(path) >= files.modified_ns(resumed):
             return
+        old = files.make_way(path, for_folder=self.save_last != "link" and os.path.isdir(resumed))
         if self.save_last == "link":
             files.link(resumed, path)
         else:
             files.copy(resumed, path)
+        if old is not None:
+            self._remove(old)
 
     def _find_overwritable(self, trainer: Trainer) -> set[str]:
         """Return files that `ckpt_path="last"` passed over as damaged: this run writes the same steps again."""

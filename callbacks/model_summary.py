@@ -36,13 +36,16 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Measure the module and show the table."""
-        if self._max_depth:
-            from_rank_zero(trainer, lambda: self._show(trainer, pl_module))
+        if not self._max_depth:
+            return
+        # A forward pass of a sharded module takes all ranks.
+        summary = self._summary(trainer, pl_module) if trainer.strategy.shards_parameters else None
+        from_rank_zero(trainer, lambda: self._show(trainer, pl_module, summary))
 
-    def _show(self, trainer: Trainer, pl_module: Any) -> None:
+    def _show(self, trainer: Trainer, pl_module: Any, summary: Summary | None) -> None:
         if not trainer.is_global_zero:
             return
-        summary = self._summary(trainer, pl_module)
+        summary = summary or self._summary(trainer, pl_module)
         self.summarize(
             summary_data=summary.columns(),
             total_parameters=summary.total_parameters,
@@ -54,7 +57,7 @@ class ModelSummary(Callback):
         )
 
     def _summary(self, trainer: Trainer, module: Any) -> Summary:
-        """Return what is shown; may be overridden."""
+        """Return what is shown; may be overridden. On rank 0; on all ranks where the strategy shards."""
         return summarize(module, self._max_depth, forward_context=trainer.fabric.autocast())
 
     @staticmethod

@@ -22,7 +22,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     Resuming from it goes on in the middle of the epoch and repeats the step that failed, with the same samples; random
     numbers which that step has drawn already are drawn anew. With several ranks, rank 0 writes; after an error of one
-    rank alone, it writes what it has by itself.
+    rank alone, it writes what it has by itself, and nothing where the model is spread over the ranks.
 
     Args:
         dirpath: The folder; it is made when it is needed.
@@ -54,8 +54,8 @@ class OnExceptionCheckpoint(Checkpoint):
         try:
             trainer.save_checkpoint(self.ckpt_path)
             trainer.wait_for_save()
-        except (CheckpointError, OSError, RuntimeError):
-            _log.exception("OnExceptionCheckpoint: nothing could be saved on %s.", type(exception).__name__)
+        except (CheckpointError, OSError, RuntimeError) as error:
+            _log.exception("OnExceptionCheckpoint: nothing could be saved on %s: %s", type(exception).__name__, error)
             return
         _log.warning("OnExceptionCheckpoint: saved %s on %s.", self.ckpt_path, type(exception).__name__)
 

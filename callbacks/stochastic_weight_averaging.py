@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .base import Callback
-from .weights import check_fit, clean_name, clones_of, kept_dtype, refuse_shards, tensors_of, tied_names, write
+from .weights import (
+    check_fit,
+    clean_name,
+    clones_of,
+    in_memory,
+    kept_dtype,
+    part_of,
+    placed,
+    refuse_engines,
+    tensors_of,
+    tied_names,
+    write,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,9 +65,11 @@ class StochasticWeightAveraging(Callback):
         n_averaged: Weights in the average.
 
     Raises:
-        ConfigError: A wrong argument; or, when fit starts: several optimizers or schedules, a strategy that shards the
-            module, a start after the last epoch, a part of epochs that have no limit, or batch norms and manual
-            optimization.
+        ConfigError: A wrong argument; or, when fit starts: several optimizers or schedules, a start after the last
+            epoch, a part of epochs that have no limit, or batch norms and manual optimization.
+
+    With a strategy that shards, each rank keeps the average of its own part, and `avg_fn` gets parts of tensors: it
+    must compute element by element.
     """
 
     replaces_weights = True
@@ -95,7 +109,9 @@ class StochasticWeightAveraging(Callback):
         self.n_averaged = 0
         self._avg_fn: AvgFn = avg_fn or self.avg_fn
         self._max_epochs: int | None = None
+        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
         self._average: dict[str, Tensor] = {}
+        self._is_borrowed = False  # the memory is that of the state that was loaded
         self._began_at = -1
         self._latest_epoch = -1
         self._start_lrs: list[float] = []
@@ -146,9 +162,10 @@ class StochasticWeightAveraging(Callback):
             parameters = _parameters(pl_module)
             check_fit(self._average, parameters, owner="StochasticWeightAveraging")
             self._average = {
-                name: self._average[name].to(device=self.device or tensor.device, dtype=kept_dtype(tensor))
+                name: placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
                 for name, tensor in parameters.items()
             }
+            self._is_borrowed = False
         if self._began_at >= 0:
             self._rest_schedules(trainer)
 
@@ -214,7 +231,7 @@ class StochasticWeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the average, what it is made of, and the rates that annealing began with."""
         return {
-            "average": dict(self._average),
+            "average": in_memory(self._average),
             "n_averaged": self.n_averaged,
             "began_at": self._began_at,
             "latest_update_epoch": self._latest_epoch,
@@ -223,7 +240,7 @@ class StochasticWeightAveraging(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the average back; it is moved to its device when fit starts."""
-        self._average = clones_of(state_dict["average"])
+        self._average, self._is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])
         self._began_at = int(state_dict["began_at"])
         self._latest_epoch = int(state_dict["latest_update_epoch"])
@@ -233,7 +250,7 @@ class StochasticWeightAveraging(Callback):
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def _check(self, trainer: Trainer, module: nn.Module) -> None:
-        refuse_shards(trainer, module, owner="StochasticWeightAveraging")
+        refuse_engines(trainer, owner="StochasticWeightAveraging")
         problems = []
         if len(trainer.optimizers) != 1:
             problems.append(f"it needs one optimizer, and configure_optimizers returned {len(trainer.optimizers)}")
@@ -290,8 +307,8 @@ class StochasticWeightAveraging(Callback):
             check_fit(self._average, parameters, owner="StochasticWeightAveraging")
             count = torch.tensor(self.n_averaged)
             for name, tensor in parameters.items():
-                average = self._average[name]
-                average.copy_(self._avg_fn(average, tensor.detach().to(average), count))
+                average = part_of(self._average[name])
+                average.copy_(self._avg_fn(average, part_of(tensor.detach()).to(average), count))
         self.n_averaged += 1
 
 

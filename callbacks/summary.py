@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from .sharded_pass import gathered, root_around
 
 __all__ = ["LayerSummary", "Summary", "format_table", "human_count", "summarize"]
 
@@ -106,7 +107,8 @@ def summarize(
     """Count parameters, and measure sizes and FLOPs if the module has an `example_input_array`.
 
     The example runs forward once, in eval mode and without gradients; modes and the generators of random numbers are
-    as before afterwards.
+    as before afterwards. Where the module is sharded, counts are those of the whole one, and the example runs on all
+    ranks together: call it on every rank.
 
     Args:
         module: Its attribute `example_input_array` is a tensor, a tuple of arguments, or a dict of keyword arguments.
@@ -148,7 +150,15 @@ def _listed(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
 
 def _row(name: str, layer: nn.Module) -> LayerSummary:
     count = sum(_numel(parameter) for parameter in layer.parameters())
-    return LayerSummary(name, type(layer).__name__, count, layer.training)
+    return LayerSummary(name, _class_name(layer), count, layer.training)
+
+
+def _class_name(layer: nn.Module) -> str:
+    """Return the name of the user's class: torch derives one from it for each unit of a sharded module."""
+    kind = type(layer)
+    if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2 and kind.__bases__[0].__name__ == "FSDPModule":
+        return kind.__bases__[1].__name__
+    return kind.__name__
 
 
 def _numel(parameter: Tensor) -> int:
@@ -167,19 +177,22 @@ def _measure(
     rows = {layer.name: layer for layer in summary.layers}
     handles = [layer.register_forward_hook(_size_hook(rows[name])) for name, layer in listed.items()]
     counter = FlopCounterMode(display=False)
+    forward = gathered(module, module)
     try:
         with _undisturbed(module), torch.no_grad(), forward_context, counter:
             example = _moved(example, module)
             if isinstance(example, Mapping):
-                module(**example)
+                forward(**example)
             elif isinstance(example, tuple | list):
-                module(*example)
+                forward(*example)
             else:
-                module(example)
+                forward(example)
     finally:
         for handle in handles:
             handle.remove()
-    root = type(module).__name__
+    # What stands around a sharded module is the counter's outermost one, and has the module under this name.
+    around = root_around(module)
+    root = type(module).__name__ if around is None else f"{type(around).__name__}.module"
     per_layer = {str(name): sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     summary.total_flops = counter.get_total_flops()
     for name in listed:

@@ -15,7 +15,19 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..errors import ConfigError, nearest
 from .base import Callback, from_rank_zero
-from .weights import check_fit, clean_name, clones_of, kept_dtype, refuse_shards, tensors_of, tied_names, write
+from .weights import (
+    check_fit,
+    clean_name,
+    clones_of,
+    in_memory,
+    kept_dtype,
+    part_of,
+    placed,
+    refuse_engines,
+    tensors_of,
+    tied_names,
+    write,
+)
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -48,11 +60,12 @@ class WeightAveraging(Callback):
         n_averaged: Updates so far.
 
     Raises:
-        ConfigError: An unknown argument, both functions, or a strategy that shards the module.
+        ConfigError: An unknown argument, both functions, or DeepSpeed.
         CheckpointError: A saved average does not fit the module.
 
-    With several ranks each keeps the same average of the weights; those of buffers are rank 0's in evaluation, at the
-    end and in checkpoints. The average of float16 and bfloat16 weights is kept in float32.
+    With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
+    own part: functions get parts of tensors then, and must compute element by element. Averages of buffers are rank 0's
+    in evaluation, at the end and in checkpoints. The average of float16 and bfloat16 weights is kept in float32.
     """
 
     replaces_weights = True
@@ -76,7 +89,9 @@ class WeightAveraging(Callback):
         self._avg_fn: AvgFn | None = given.get("avg_fn")
         self._multi_avg_fn: MultiAvgFn = given.get("multi_avg_fn") or get_swa_multi_avg_fn()
         self._is_mean = not given
+        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
         self._average: dict[str, Tensor] = {}
+        self._is_borrowed = False  # the memory is that of the state that was loaded
         self._seen_step: int | None = None
         self._latest_epoch = -1
         self._raw: dict[str, Tensor] | None = None  # the trained weights while the module holds the average
@@ -108,7 +123,7 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
-        refuse_shards(trainer, pl_module, owner=type(self).__name__)
+        refuse_engines(trainer, owner=type(self).__name__)
         if self._source is not None and self._source is not pl_module:
             self._average, self.n_averaged, self._seen_step, self._latest_epoch = {}, 0, None, -1
         self._is_final = False
@@ -191,7 +206,7 @@ class WeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates, and the last step and epoch that were seen."""
         return {
-            "average": dict(self._average),
+            "average": in_memory(self._average),
             "n_averaged": self.n_averaged,
             "latest_update_step": -1 if self._seen_step is None else self._seen_step,
             "latest_update_epoch": self._latest_epoch,
@@ -199,7 +214,7 @@ class WeightAveraging(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the average back; it is moved to its device when the run starts."""
-        self._average = clones_of(state_dict["average"])
+        self._average, self._is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])
         step = int(state_dict["latest_update_step"])
         self._seen_step = None if step < 0 else step
@@ -248,9 +263,9 @@ class WeightAveraging(Callback):
         parameters = {clean_name(name) for name, _ in module.named_parameters()}
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name, tensor in tensors.items():
-            source = tensor.detach()
-            average = self._average[name].to(device=self.device or source.device, dtype=kept_dtype(source))
-            self._average[name] = average
+            kept = placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
+            self._average[name] = kept
+            source, average = part_of(tensor.detach()), part_of(kept)
             is_float = source.is_floating_point() or source.is_complex()
             if not is_float or (name not in parameters and not self.use_buffers):
                 self._copied.append((source, average))
@@ -259,6 +274,7 @@ class WeightAveraging(Callback):
             sources.append(source)
             averages.append(average)
         self._averaged = list(groups.values())
+        self._is_borrowed = False
 
     def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
         if not self.n_averaged or self._raw is not None or self._is_final:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from ..strategies.shards import is_sharded
 from .base import Callback
+from .weights import part_of
 
 if TYPE_CHECKING:
     from ..loggers import Logger
@@ -32,7 +33,7 @@ class WeightStatistics(Callback):
     Gradients are those of the whole window, unscaled, before clipping; weights those before the step.
 
     Everything is computed on the device, at the steps that the trainer logs only, and is read with one copy. Other
-    steps cost a comparison.
+    steps cost a comparison. Of tensors that are sharded, the numbers are those of the whole ones.
 
     Args:
         depth: Group parameters by the first parts of their name, so many of them: 1 for the module's children. None for
@@ -104,7 +105,7 @@ class WeightStatistics(Callback):
     def _add(self, kind: str, named: list[tuple[str, Tensor]]) -> None:
         self._norms += [(kind, name, pair) for name, pair in _norms(named)]
         if self.histogram_bins:
-            self._histograms += [(kind, name, _histogram(value, self.histogram_bins)) for name, value in named]
+            self._histograms += [(kind, name, row) for name, row in _histograms(named, self.histogram_bins)]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Read everything with one copy and log it, once the step has been taken."""
@@ -187,33 +188,74 @@ def _add_histogram(logger: Logger, name: str, histogram: dict[str, Any], step: i
         add(logger.experiment, name, global_step=step, **histogram)
 
 
-def _norms(named: list[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """Return the 2-norm and the largest size of each tensor: shape (2,), float32, on its device."""
-    dense = [(name, value.coalesce().values() if value.is_sparse else value) for name, value in named]
-    dense = [(name, value) for name, value in dense if value.numel()]
-    if not dense:
-        return []
-    values = [value if value.dtype in (torch.float32, torch.float64) else value.float() for _, value in dense]
-    twos, tops = torch._foreach_norm(values, 2), torch._foreach_norm(values, math.inf)
-    return [
-        (name, torch.stack([_whole(two).float(), _whole(top).float()]))
-        for (name, _), two, top in zip(dense, twos, tops, strict=True)
+def _norms(named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the 2-norm and the largest size of each tensor: shape (2,), float32, on its device.
+
+    Communicates where tensors are sharded, on every rank.
+    """
+    named = [(name, value) for name, value in named if value.numel()]
+    parts = [_dense(value) for _, value in named]
+    filled = [part for part in parts if part.numel()]
+    twos = iter(torch._foreach_norm(filled, 2) if filled else ())
+    tops = iter(torch._foreach_norm(filled, math.inf) if filled else ())
+    rows = [
+        torch.stack([next(twos), next(tops)]) if part.numel() else torch.zeros(2, dtype=part.dtype, device=part.device)
+        for part in parts
     ]
+    if any(is_sharded(value) for _, value in named):
+        rows = _of_all_ranks(rows, [value for _, value in named])
+    return [(name, row.float()) for (name, _), row in zip(named, rows, strict=True)]
 
 
-def _whole(value: Tensor) -> Tensor:
-    """Return the number of all shards; communicates where the parameter is sharded, on every rank."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def _of_all_ranks(rows: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Combine the norms of parts: squares add up, and of the largest the largest counts."""
+    from ..strategies.clipping import over_shards
+
+    table = torch.stack([row.double() for row in rows])
+    squares = over_shards(table[:, :1].square(), tensors, is_max=False)
+    tops = over_shards(table[:, 1:], tensors, is_max=True)
+    return list(torch.cat([squares.sqrt(), tops], dim=1))
 
 
-def _histogram(value: Tensor, bins: int) -> Tensor:
-    """Return lowest, highest, sum, sum of squares and the counts: shape (4 + bins,), float32, on the device."""
-    local = value.to_local() if hasattr(value, "to_local") else value
-    flat = (local.coalesce().values() if local.is_sparse else local).float().flatten()
+def _dense(value: Tensor) -> Tensor:
+    """Return this rank's numbers of a tensor, in a dtype that norms are computed in."""
+    part = part_of(value)
+    part = part.coalesce().values() if part.is_sparse else part
+    return part if part.dtype in (torch.float32, torch.float64) else part.float()
+
+
+def _histograms(named: list[tuple[str, Tensor]], bins: int) -> list[tuple[str, Tensor]]:
+    """Return lowest, highest, sum, sum of squares and the counts: shape (4 + bins,), float32, on the device.
+
+    Communicates where tensors are sharded, on every rank.
+    """
+    flats = [_dense(value).float().flatten() for _, value in named]
+    limits = [_limits(flat, is_part=is_sharded(value)) for flat, (_, value) in zip(flats, named, strict=True)]
+    shares = any(is_sharded(value) for _, value in named)
+    if shares:
+        from ..strategies.clipping import over_shards
+
+        limits = list(over_shards(torch.stack(limits), [value for _, value in named], is_max=True))
+    rows = [_counts(flat, -limit[0], limit[1], bins) for flat, limit in zip(flats, limits, strict=True)]
+    if shares:
+        rows = list(over_shards(torch.stack(rows), [value for _, value in named], is_max=False))
+    packed = [torch.cat([-limit[:1], limit[1:], row]) for limit, row in zip(limits, rows, strict=True)]
+    return [(name, row) for (name, _), row in zip(named, packed, strict=True)]
+
+
+def _limits(flat: Tensor, *, is_part: bool) -> Tensor:
+    """Return minus the lowest number, and the highest: shape (2,), so that of parts the largest count."""
     if not flat.numel():
-        return torch.full((4 + bins,), math.nan, device=flat.device)
+        return torch.full((2,), -math.inf if is_part else math.nan, device=flat.device)
     low, high = torch.aminmax(flat)
+    return torch.stack([-low, high])
+
+
+def _counts(flat: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
+    """Return sum, sum of squares, and the counts between two numbers: shape (2 + bins,)."""
+    if not flat.numel():
+        return torch.zeros(2 + bins, device=flat.device)
     # torch.histc takes its range as host numbers: scaled to 0..1, the range is known without a read.
     scaled = ((flat - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num()
     counts = torch.histc(scaled, bins=bins, min=0.0, max=1.0)
-    return torch.cat([torch.stack([low, high, flat.sum(), flat.square().sum()]), counts])
+    return torch.cat([torch.stack([flat.sum(), flat.square().sum()]), counts])

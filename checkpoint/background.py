@@ -146,6 +146,7 @@ class AsyncCheckpointIO(CheckpointIO):
         weights_only: bool | None = True,
         *,
         lazy: bool = False,
+        verify: bool = True,
     ) -> dict[str, Any]:  # Any: tensors and plain values, nested
         """Return the checkpoint at the path, after waiting for what is on its way.
 
@@ -154,18 +155,34 @@ class AsyncCheckpointIO(CheckpointIO):
             map_location: Where tensors go, as in torch.load.
             weights_only: Whether to read tensors and plain values only.
             lazy: See `storage.load`; left out if the wrapped plugin does not know it.
+            verify: See `storage.load`; left out if the wrapped plugin does not know it.
 
         Raises:
             CheckpointError: The save to this path failed; or see the wrapped plugin.
+        """
+        self.wait_for(path)
+        load = self.checkpoint_io.load_checkpoint
+        given = {**({"lazy": True} if lazy else {}), **({} if verify else {"verify": False})}
+        known = inspect.signature(load).parameters
+        options = {name: value for name, value in given.items() if name in known}
+        return load(path, map_location=map_location, weights_only=weights_only, **options)
+
+    def wait_for(self, path: str | Path) -> None:
+        """Return when nothing is on its way any more, before a checkpoint is read.
+
+        Raises:
+            CheckpointError: The save to this very path failed.
         """
         write = self._write
         if write is not None:
             write.join()
             if any(_same_place(path, one) for one in write.paths):
                 self.wait()
-        load = self.checkpoint_io.load_checkpoint
-        options = {"lazy": True} if lazy and "lazy" in inspect.signature(load).parameters else {}
-        return load(path, map_location=map_location, weights_only=weights_only, **options)
+
+    def verify_share(self, path: str | Path, rank: int, size: int) -> bool:
+        """Let the wrapped plugin verify this rank's share; False if it cannot. See `TorchCheckpointIO.verify_share`."""
+        share = getattr(self.checkpoint_io, "verify_share", None)
+        return share is not None and bool(share(path, rank, size))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path, after waiting for what is on its way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -84,9 +85,21 @@ class TorchCheckpointIO(CheckpointIO):
         weights_only: bool | None = True,
         *,
         lazy: bool = False,
+        verify: bool = True,
     ) -> dict[str, Any]:  # Any: tensors and plain values, nested
         """Return the checkpoint at the path, of either form; see `storage.load`."""
-        return storage.load(path, map_location=map_location, weights_only=weights_only, lazy=lazy)
+        return storage.load(path, map_location=map_location, weights_only=weights_only, lazy=lazy, verify=verify)
+
+    def verify_share(self, path: str | Path, rank: int, size: int) -> bool:
+        """Verify this rank's share of the checkpoint at the path; see `storage.verify_share`.
+
+        Returns:
+            Whether `load_checkpoint` takes verify=False, once all ranks have done so: that of a subclass may not.
+        """
+        if "verify" not in inspect.signature(self.load_checkpoint).parameters:
+            return False
+        storage.verify_share(path, rank, size)
+        return True
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path; see `storage.remove`."""

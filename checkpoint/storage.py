@@ -41,6 +41,7 @@ __all__ = [
     "remove",
     "save",
     "verify",
+    "verify_share",
 ]
 
 STAGES = ("opened", "written", "sealed", "synced", "renamed", "folder-synced")
@@ -179,6 +180,35 @@ def load(
         copy = Path(folder, "checkpoint.ckpt")
         remote.fetch(copy)
         return _load(copy, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
+
+
+def verify_share(
+    path: str | Path,
+    rank: int,
+    size: int,
+    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+) -> None:
+    """Verify this rank's share of a checkpoint, so that all ranks together read each file once. Does not communicate.
+
+    Whoever calls it on all ranks tells them of each other's errors, and loads with verify=False. Of a single file, rank
+    0's share is all. Where each host has a copy of its own, copies of files are not compared that another host read.
+
+    Args:
+        path: File, folder of a sharded checkpoint, or URL.
+        rank: Of this process.
+        size: Number of processes.
+        storage_options: Arguments of the remote file system.
+
+    Raises:
+        CheckpointNotFound: There is no such file.
+        CheckpointError: Something in this share is damaged; see `verify`.
+    """
+    if verified.is_folder_checkpoint(path, storage_options):
+        from . import sharded
+
+        sharded.verify_share(path, rank, size, storage_options)
+    elif rank == 0:
+        verify(path, storage_options)
 
 
 def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own

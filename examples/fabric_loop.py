@@ -73,7 +73,7 @@ def train(fabric: lw.Fabric, epochs: int, steps_per_window: int, file: Path) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", default="1")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, ddp_spawn, ddp_fork, ...")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, ddp_fork, fsdp, ...")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step and process")

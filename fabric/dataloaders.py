@@ -119,7 +119,7 @@ class FabricDataLoader:
                         f"{type(self.loader).__name__} gives no batches on rank {fabric.global_rank}, but on others.",
                         fix="give every rank some data, or pass uneven='stop_all'.",
                     )
-                yield move_to_device(batch, fabric.device) if moves else batch
+                yield fabric.to_device(batch) if moves else batch
                 if self._current is not mark:
                     raise DataError(
                         f"a second pass over {self!r} began while the first was under way.",
@@ -185,7 +185,7 @@ class FabricDataLoader:
         announce_epoch(self.loader, epoch)
         if shard is None:
             for batch in _batches_of(self.loader):
-                yield move_to_device(batch, fabric.device) if self._moves else batch
+                yield fabric.to_device(batch) if self._moves else batch
             return
         from ..data.eval_shard import shard_eval
 
@@ -194,7 +194,7 @@ class FabricDataLoader:
         try:
             for batch in _batches_of(shard_eval(self.loader, shard, share=fabric.strategy.broadcast)):
                 current.num_batches += 1
-                yield move_to_device(batch, fabric.device) if self._moves else batch
+                yield fabric.to_device(batch) if self._moves else batch
             if fabric.strategy.shards_parameters and current.lacks_a_batch():
                 fabric.strategy.evaluate_without_data(None)
             current.finish(fabric)

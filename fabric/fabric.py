@@ -118,6 +118,8 @@ class Fabric:
         self._reader: Reader | None = None
         self._evaluation: EvaluationPass | None = None
         # Asked once: the hot path calls no method that does nothing.
+        place = getattr(self.strategy, "place_batch", None)
+        self._move_batch = move_to_device if place is None else functools.partial(_move_placed, place)
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         self._precision_steps = _does_something(self.precision, "optimizer_step")
@@ -597,7 +599,7 @@ class Fabric:
         if isinstance(obj, nn.Module):
             self.strategy.module_to_device(obj)
             return obj
-        return move_to_device(obj, self.device)
+        return self._move_batch(obj, self.device)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not reduce gradients over ranks, for accumulation.
@@ -756,6 +758,10 @@ class Fabric:
         Rank 0 writes one file; where the strategy shards, and was not told `state_dict_type="full"`, all ranks write a
         folder. An error on one rank, a full disk say, is raised on all.
 
+        With `AsyncCheckpointIO` this returns as soon as the state is copied. The checkpoint is complete when the next
+        `save`, a `load` or `teardown` returns. A save that failed is raised by the next `save`, by a `load` of the same
+        path, else by `teardown`; and logged at once.
+
         Args:
             path: The file or folder.
             state: Modules, optimizers and other `Stateful` objects are replaced by their state; the rest is plain.
@@ -779,10 +785,13 @@ class Fabric:
     def load(
         self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint. Call it on all ranks; an error on one is raised on all.
+        """Read a checkpoint, after waiting for saves in the background. Call it on all ranks.
+
+        Both forms load under every strategy and on any number of ranks. Where the strategy shards, each rank reads its
+        parts only, and verifies its share of the files. An error on one rank is raised on all.
 
         Args:
-            path: The file.
+            path: The file or folder.
             state: Modules, optimizers and `Stateful` objects in it are loaded in place, other entries replaced; None
                 gives the whole file.
             strict: Whether a key of `state` that is not in the file is an error; also given to modules.
@@ -797,8 +806,10 @@ class Fabric:
         """
         self._require_launch("load")
 
+        is_verified = self._prepare_reading(path)
+
         def read() -> dict[str, Any]:
-            content = dict(self._read(path, weights_only))
+            content = dict(self._read(path, weights_only, is_verified=is_verified))
             if state is None:
                 return content
             return put_back_state(self.strategy, content, state, strict=strict, where=str(path))
@@ -824,8 +835,10 @@ class Fabric:
         """
         self._require_launch("load_raw")
 
+        is_verified = self._prepare_reading(path)
+
         def read() -> None:
-            if not put_back(self.strategy, obj, self._read(path, weights_only), strict):
+            if not put_back(self.strategy, obj, self._read(path, weights_only, is_verified=is_verified), strict):
                 raise ConfigError(
                     f"Fabric.load_raw was given {obj!r}, which has no load_state_dict.",
                     fix="pass a module or optimizer.",
@@ -833,14 +846,23 @@ class Fabric:
 
         self._together(read)
 
-    def _read(self, path: Any, weights_only: bool | None) -> Any:
-        from ..checkpoint.reading import read_checkpoint  # not imported where no file is read
+    def _prepare_reading(self, path: Any) -> bool:
+        from ..checkpoint.reading import prepare_on_all_ranks  # not imported where no file is read
+
+        return prepare_on_all_ranks(
+            self.checkpoint_io, path, self._together,
+            by_parts=self.strategy.shards_parameters, rank=self.global_rank, size=self.world_size,
+        )  # fmt: skip
+
+    def _read(self, path: Any, weights_only: bool | None, *, is_verified: bool) -> Any:
+        from ..checkpoint.reading import read_checkpoint
 
         return read_checkpoint(
             self.checkpoint_io,
             path,
             is_safe=weights_only is not False,
             by_parts=self.strategy.shards_parameters,
+            is_verified=is_verified,
         )
 
     def _together(self, function: Callable[[], Any]) -> Any:
@@ -951,6 +973,11 @@ def _in_precision(step: Callable[..., Any], precision: Precision, *, converts_ou
 def _both(one: AbstractContextManager[Any] | torch.device, other: AbstractContextManager[Any]) -> Iterator[None]:
     with one, other:
         yield
+
+
+def _move_placed(place: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
+    """Return a batch on the device, of a strategy that sends tensors there by itself."""
+    return move_to_device(place(batch), device)
 
 
 def _as_list(value: Any) -> list[Any]:

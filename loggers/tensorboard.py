@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
+from ..strategies.shards import is_sharded
 from .base import rank_zero_experiment, scalars
 from .folder import DEFAULT_NAME, FolderLogger
 from .hyperparameters import flatten, plain_hyperparameters
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TensorBoardLogger"]
+
+_log = logging.getLogger(__name__)
 
 _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 
@@ -176,8 +180,12 @@ class TensorBoardLogger(FolderLogger):
                 f"log_graph=True needs an input for the model, a tensor or a tuple; got {type(inputs).__name__}.",
                 fix="set self.example_input_array in the module, or make the logger with log_graph=False.",
             )
-        self._trace(model, inputs)
         self._has_graph = True
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            # Tracing takes one process, and running a sharded module takes all of them.
+            _log.warning("log_graph=True: no graph is written of a module that is sharded")
+            return
+        self._trace(model, inputs)
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
         """Write pictures: one as `key`, several as `key/0`, `key/1`, ...

@@ -83,6 +83,8 @@ class Strategy:
     shards_parameters: bool = False
     """Whether each rank holds a part of every parameter: then evaluation steps communicate, and all ranks must run
     equally many; and checkpoints are read by parts."""
+    has_inference_mode: bool = True
+    """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
     launcher: Launcher | None = None
     """How processes start; None: there is only this one."""
 
@@ -344,6 +346,12 @@ class Strategy:
         Args:
             module: What `setup_module` returned; None for all modules.
         """
+
+    def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
+        """Multiply the reduced gradients of the optimizer's parameters, in place, before they are clipped."""
+        parts = self.own_parts([one.grad for one in _parameters(optimizer) if one.grad is not None])
+        if parts:
+            torch._foreach_mul_(parts, factor)
 
     def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return what this rank has of these tensors, sharing their memory: all of it, unless they are sharded."""

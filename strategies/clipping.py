@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has a part. Called by strategies that shard."""
+"""Norms of tensors of which each rank has a part. Called by strategies that shard, and by callbacks that measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .shards import is_sharded, local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["scale_to_norm", "total_norm"]
+__all__ = ["over_shards", "scale_to_norm", "total_norm"]
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -30,10 +30,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     Source: the shards' norms to the power p are added, and the root is taken of the sum; of infinite order, the
         largest counts.
     """
-    import torch.distributed as dist
-
     is_max = math.isinf(norm_type)
-    combine = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(_where(gradient), []).append(gradient)
@@ -42,13 +39,49 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         total = _powered(members, norm_type)
         if mesh is not None:
             for axis in axes:
-                dist.all_reduce(total, combine, group=mesh.get_group(axis))
+                total = _combined(total, mesh, axis, is_max=is_max)
         totals.append(total)
     if not totals:
         return torch.zeros(())
     device = totals[0].device
     stacked = torch.stack([total.to(device) for total in totals])
     return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
+
+
+def over_shards(values: Tensor, tensors: Sequence[Tensor], *, is_max: bool) -> Tensor:
+    """Return what all ranks together have counted of each tensor; on every rank, communicates once for each axis.
+
+    Args:
+        values: Shape (len(tensors), n): what this rank has counted of its parts; of whole tensors the same everywhere.
+        tensors: What was counted: sharded, or whole.
+        is_max: Whether the largest counts, NaN above all; else the sum.
+    """
+    rows: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
+    for row, tensor in enumerate(tensors):
+        rows.setdefault(_where(tensor), []).append(row)
+    result = values.clone()
+    for (mesh, axes), members in rows.items():
+        if mesh is not None:
+            part = values[members]
+            for axis in axes:
+                part = _combined(part, mesh, axis, is_max=is_max)
+            result[members] = part
+    return result
+
+
+def _combined(values: Tensor, mesh: DeviceMesh, axis: int, *, is_max: bool) -> Tensor:
+    import torch.distributed as dist
+
+    group = mesh.get_group(axis)
+    if not is_max:
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.SUM, group=group)
+        return values
+    # A NaN compares as neither larger nor smaller: gloo would keep or drop it by the order of the ranks.
+    is_nan = values.isnan()
+    both = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1].bool(), math.nan)
 
 
 def scale_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

@@ -259,7 +259,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             for note in self.plan.notes:
                 logger.warning("%s: %s", type(self).__name__, note)
         self._has_told = True
-        before = list(module.named_parameters(remove_duplicate=False))
+        # Not the parameters themselves: those that are replaced are to go, and their values with them.
+        before: list[tuple[str, weakref.ref[Tensor]]] = [
+            (name, weakref.ref(one)) for name, one in module.named_parameters(remove_duplicate=False)
+        ]
         root = shard(
             module,
             self.plan,
@@ -271,9 +274,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             is_rank_zero=self.is_global_zero,
         )
         after = dict(module.named_parameters(remove_duplicate=False))
-        for name, old in before:
-            if after[name] is not old:
-                self._replaced[id(old)] = (weakref.ref(old), after[name])
+        for name, reference in before:
+            old = reference()
+            if old is not None and after[name] is not old:
+                self._replaced[id(old)] = (reference, after[name])
         return root
 
     def _check_mesh_of(self, root: ShardedRoot) -> None:

@@ -74,7 +74,10 @@ def shard(
     chosen = [*(one for one in exempt if one not in chosen), *chosen]
     parts = [part for part in _parts(module) if part not in chosen] if is_by_parts else []
     _check_parts(parts, module)
+    _check_values(module)
     check_materialisable(module, param_init_fn=plan.param_init_fn)
+    if is_by_parts and settings["reshard_after_forward"] is None:
+        settings["reshard_after_forward"] = True  # each part is outermost, and the next one that runs may be another
     done = units_of(module)  # sharded by the user
     for unit in [*chosen, *parts]:
         _give_values(unit, done, module, plan, device)
@@ -104,6 +107,18 @@ def shard(
             " x ".join(map(str, mesh.shape)),
         )
     return root
+
+
+def _check_values(module: nn.Module) -> None:
+    """Refuse what the user sharded before it had values: there is nobody who could give it any."""
+    empty = [name for name, one in module.named_parameters() if is_sharded(one) and one.to_local().is_meta]
+    if empty:
+        raise ModuleError(
+            f"{type(module).__name__} was sharded by fully_shard before its parameters had values: "
+            f"{', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}.",
+            fix="leave fully_shard out of configure_model, where models are built without memory, and let "
+            "auto_wrap_policy= name the units; or build the module in __init__ and call fully_shard in setup.",
+        )
 
 
 def _check_parts(parts: list[nn.Module], module: nn.Module) -> None:

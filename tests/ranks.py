@@ -17,7 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_ranks"]
+__all__ = ["import_deepspeed", "run_ranks"]
+
+
+def import_deepspeed() -> None:
+    """Import what the first DeepSpeed engine imports, for seconds: once here, and not in every forked process."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed.runtime.zero.muon.muon_optimizer
+        import deepspeed.runtime.zero.stage3  # noqa: F401
 
 
 def run_ranks(
@@ -37,6 +47,16 @@ def run_ranks(
     Raises:
         AssertionError: A rank failed; with its traceback.
     """
+    results, problems = _run(function, size, timeout_s, connect, args, kwargs)
+    assert not problems, "\n".join(problems)
+    return results
+
+
+def _run(
+    function: Callable[..., Any], size: int, timeout_s: float, connect: bool, args: Any, kwargs: Any
+) -> tuple[list[Any], list[str]]:
+    """Return results and problems. The store ends with this frame: in the traceback of a failed test it would live on,
+    and the next test's children would be forked while its thread is busy."""
     import torch._dynamo  # the first optimizer imports it, for a second: once here, and not in every child
     import torch.distributed as dist
 
@@ -73,8 +93,7 @@ def run_ranks(
                 problems.append(f"rank {rank} {kind}: {value}")
             else:
                 results.append(value)
-    assert not problems, "\n".join(problems)
-    return results
+    return results, problems
 
 
 def _child(

@@ -90,7 +90,8 @@ def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
         trainer.loaders.require(stage, verb)
         return
     assemble.require_step(module, "training_step", "fit")
-    assemble.require_step(module, "configure_optimizers", "fit")
+    if not hasattr(trainer.fabric.strategy, "default_optimizers"):  # an engine's configuration may say
+        assemble.require_step(module, "configure_optimizers", "fit")
     trainer.loaders.require("train", "fit")
     if getattr(module, "automatic_optimization", True):
         return
@@ -120,6 +121,8 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
         datamodule.trainer = trainer
     trainer.loaders.begin(module, datamodule, given)
     _check_required(trainer, verb, module)
+    if verb == "fit":
+        _tell_plan(trainer, module)
     trainer.fabric.launch()
     trainer.connect_ranks()
     trainer.output.set_rank(trainer.global_rank)
@@ -152,6 +155,25 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
     else:
         run.model = trainer.fabric.prepare_module(module)
     return run
+
+
+def _tell_plan(trainer: Trainer, module: nn.Module) -> None:
+    """Tell a strategy whose engine has its own configuration what is about to be done, before processes start."""
+    read_plan: Callable[[dict[str, Any]], None] | None = getattr(trainer.fabric.strategy, "read_plan", None)
+    if read_plan is None:
+        return
+    loader = trainer.loaders.given.get("train")
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    changes = trainer.accumulation_scheduler is not None
+    read_plan(
+        {
+            "accumulate_grad_batches": None if changes else trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            "micro_batch_size": size if isinstance(size, int) else None,
+            "is_automatic": getattr(module, "automatic_optimization", True),
+        }
+    )
 
 
 def _prepare_data(trainer: Trainer, run: Run) -> None:
@@ -236,7 +258,11 @@ def _agree_on_folders(trainer: Trainer, verb: str) -> None:
 def build_optimizers(run: Run) -> None:
     """Let the module make its optimizers and schedules; once per fit, and again when the tuner has set their rate."""
     module = run.module
-    returned = cast(Any, module).configure_optimizers()
+    returned = None
+    if assemble.has_override(module, "configure_optimizers"):
+        returned = cast(Any, module).configure_optimizers()
+    if returned is None and hasattr(run.fabric.strategy, "default_optimizers"):
+        returned = run.fabric.strategy.default_optimizers(module)
     if returned is None:
         warnings.warn("configure_optimizers returned None: the module is run without being trained", stacklevel=5)
     run.optimizers, run.schedulers = read_optimizers(

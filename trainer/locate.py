@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..callbacks import ModelCheckpoint
 from ..callbacks.base import from_rank_zero
+from ..callbacks.checkpoint_files import modified_ns
 from ..checkpoint import storage
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -81,18 +84,33 @@ def _last(trainer: Trainer) -> str | None:
     def skip(path: object, error: Exception) -> None:
         warnings.warn(f"{path} is damaged and skipped: {error}", stacklevel=2)
 
-    def find() -> str | None:
-        if len(trainer.checkpoint_callbacks) > 1:
-            paths.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
-        found = storage.newest_valid(paths, skip)
-        return None if found is None else str(found)
+    def ordered() -> list[str]:
+        return sorted(paths, key=modified_ns, reverse=True) if len(trainer.checkpoint_callbacks) > 1 else paths
 
-    found = from_rank_zero(trainer, find)
+    if trainer.ranks_answer and trainer.strategy.shards_parameters:
+        found = _newest_valid(trainer, from_rank_zero(trainer, ordered), skip)
+    else:
+        found = from_rank_zero(trainer, lambda: storage.newest_valid(ordered(), skip))
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
     logger.info("resuming from %s", found)
     return str(found)
+
+
+def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Exception], None]) -> str | None:
+    """Return the first checkpoint that is whole; each rank reads its share of the files. On every rank."""
+    from ..fabric.together import together  # not imported where there is one process
+
+    for path in paths:
+        try:
+            together(trainer.strategy, partial(storage.verify_share, path, trainer.global_rank, trainer.world_size))
+        except CheckpointError as error:
+            if trainer.is_global_zero:
+                skip(path, error)
+        else:
+            return path
+    return None
 
 
 def _hpc(trainer: Trainer) -> str:

@@ -17,6 +17,7 @@ from .schedule import needs_closure, parameters_of
 __all__ = [
     "Toggles",
     "clip_gradients",
+    "give_back",
     "manual_backward",
     "plain_optimizer",
     "reduce_gradients",
@@ -46,6 +47,7 @@ def manual_backward(run: Run, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         run.fabric.strategy.backward(scaled)
     if run.has_ranks:
         run.unreduced = list(run.optimizers)
+        give_back(run)
     run.lifecycle.on_after_backward()
 
 
@@ -78,7 +80,22 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
         timeline.leave()
     if has_stepped:
         run.stepped.append(optimizer)
+        give_back(run)
     return has_stepped
+
+
+def give_back(run: Run) -> None:
+    """Let a sharded module give back what a pass without a backward pass has left whole.
+
+    The next pass would run on it, as it is: with values from before a step, and with the `requires_grad` of parameters
+    from before an optimizer was toggled. A graph that still needs it gathers it again.
+    """
+    if not run.fabric.strategy.shards_parameters:
+        return
+    from ..strategies.sharded_root import ShardedRoot, reshard
+
+    if isinstance(run.model, ShardedRoot):
+        reshard(run.model)
 
 
 def _over_ranks(run: Run, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -108,11 +125,21 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     return waiting
 
 
-def restore_gradients(run: Run, waiting: list[list[Tensor | None]]) -> None:
+def restore_gradients(run: Run, waiting: list[list[Any]]) -> None:  # Any: tensors, or such that are still in a file
     """Put back what `waiting_gradients` returned."""
     for optimizer, gradients in zip(run.optimizers, waiting, strict=True):
         for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=bool(gradients)):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            parameter.grad = None if gradient is None else _placed(gradient, parameter)
+
+
+def _placed(gradient: Any, parameter: Tensor) -> Tensor:  # Any: in memory, or in a file and not read yet
+    """Return a gradient as its parameter is: on its device, and sharded where that is."""
+    from ..strategies.shards import as_shards, is_sharded, read_whole
+
+    if is_sharded(parameter):
+        return as_shards(gradient, parameter)
+    whole: Tensor = read_whole(gradient)
+    return whole.to(parameter.device)
 
 
 def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

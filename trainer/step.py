@@ -16,7 +16,7 @@ from ..data.move import find_batch_size
 from ..strategies import NoLoss
 from .loss import Loss, WindowLoss, read_loss
 from .run import Run
-from .schedule import parameters_of, step_due_schedules
+from .schedule import step_due_schedules
 
 __all__ = [
     "automatic_step",
@@ -120,7 +120,7 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
     if optimizer is not None:
         factor = None if is_plain else window.gradient_factor()
         if factor is not None:
-            _scale_gradients(run, optimizer, factor)
+            run.fabric.strategy.scale_gradients(optimizer, factor)
         if plan.unscale is not None:
             plan.unscale()
         life.on_before_optimizer_step(optimizer)
@@ -131,13 +131,6 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
             return False
     progress.steps += 1
     return True
-
-
-def _scale_gradients(run: Run, optimizer: torch.optim.Optimizer, factor: Tensor | float) -> None:
-    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-    parts = run.fabric.strategy.own_parts(gradients)
-    if parts:
-        torch._foreach_mul_(parts, factor)
 
 
 def drop_window(run: Run) -> None:
@@ -237,7 +230,7 @@ def closure_step(run: Run, size: int) -> bool:
         if run.has_ranks:
             total = run.fabric.all_reduce(total)  # the optimizer must decide alike on all ranks
         if factor is not None:
-            _scale_gradients(run, optimizer, factor)
+            run.fabric.strategy.scale_gradients(optimizer, factor)
             total = total * factor
         life.on_before_optimizer_step(optimizer)
         if plan.clip is not None:

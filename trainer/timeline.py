@@ -465,7 +465,8 @@ def exposed_communication(model: Any) -> float:  # Any: whatever the strategy ma
     """Return the seconds per step in which backward was computed and gradients were still being averaged.
 
     By torch's DistributedDataParallel, which measures the first ten of its steps, and one in a hundred after that. It
-    holds waiting for slower ranks. 0 with other models.
+    holds waiting for slower ranks. 0 with other models: FSDPStrategy gathers and reduces within the forward and the
+    backward pass, and that time counts as theirs.
     """
     read = getattr(model, "_get_ddp_logging_data", None)
     if read is None:

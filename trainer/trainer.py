@@ -724,8 +724,10 @@ class Trainer:
 
     def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
         # What a compiled module, or one that gathers parameters, keeps of a step in inference mode cannot be trained.
-        keeps_tensors = self.strategy.shards_parameters or any(
-            getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules()
+        keeps_tensors = (
+            self.strategy.shards_parameters
+            or not self.strategy.has_inference_mode
+            or any(getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules())
         )
         return EvalLoop(
             stage,
@@ -809,10 +811,13 @@ class Trainer:
 
     def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
-        self._toggles.toggle(manual.plain_optimizer(optimizer), self._present("toggle_optimizer").optimizers)
+        run = self._present("toggle_optimizer")
+        manual.give_back(run)
+        self._toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
 
     def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle`."""
+        manual.give_back(self._present("untoggle_optimizer"))
         self._toggles.untoggle(manual.plain_optimizer(optimizer))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

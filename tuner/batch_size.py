@@ -102,7 +102,8 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
     """Run the search and return what it found; nothing is changed yet. On every rank: it communicates.
 
     Raises:
-        ConfigError: Loaders were passed directly; nobody has the attribute; or not even one sample fits.
+        ConfigError: Loaders were passed directly; nobody has the attribute; not even one sample fits; or the strategy
+            shards the model.
         ModuleError: The loaders do not use the attribute.
         RankFailure: A trial failed on another rank, with another error than being out of memory.
     """
@@ -125,6 +126,12 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
 
 def _refuse(subject: Subject, method: str, search: Search) -> None:
     trainer = subject.trainer
+    if trainer.strategy.shards_parameters:
+        raise ConfigError(
+            f"the batch-size search tries each size on every device by itself, and {type(trainer.strategy).__name__} "
+            "spreads the model over them.",
+            fix="choose the size by hand: train a few steps (max_steps=5) and look at the memory (DeviceStatsMonitor).",
+        )
     if subject.given.get(_STAGE[method]) is not None:
         raise ConfigError(
             f"the batch-size search for trainer.{method} was given loaders, whose batch size is fixed.",

@@ -144,8 +144,7 @@ def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: fl
     """
     trainer = subject.trainer
     sweep = RisingRate(curve, threshold, subject.check_signals)
-    with isolated(subject):
-        module, datamodule = subject.twins()
+    with isolated(subject), subject.lent() as (module, datamodule):
         scheduler = trainer.accumulation_scheduler
         accumulate = trainer.accumulate_grad_batches
         if scheduler is not None:

@@ -27,6 +27,7 @@ from ..data.tree import flatten_loaders, is_collection
 from ..errors import DataError, ModuleError
 from ..loggers import DummyLogger
 from ..strategies import SingleDeviceStrategy
+from ..strategies.shards import is_sharded
 from ..trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ class Subject:
         Raises:
             ModuleError: The module cannot be copied.
         """
+        if _is_spread(self.module):
+            raise ModuleError(
+                f"the parameters of {type(self.module).__name__} are spread over processes, and such a module cannot "
+                "be copied for a trial.",
+                fix="search before the first fit, with a module that no run has sharded yet.",
+            )
         memo: dict[int, Any] = {id(one): one for one in (self.trainer, self.trainer.fabric, self.datamodule)}
         for child in self.module.modules():
             memo.update({id(v): v for v in vars(child).values() if isinstance(v, Dataset | DataLoader)})
@@ -112,13 +119,87 @@ class Subject:
         for child in module.modules():
             if getattr(child, "_compiled_call_impl", None) is not None:
                 child.__dict__["_compiled_call_impl"] = None  # it would call the original
+        self._silence(module, datamodule)
+        return module, datamodule
+
+    @contextmanager
+    def lent(self) -> Iterator[tuple[nn.Module, DataModule | None]]:
+        """Return what a trial on all devices may change: copies; or the module itself, if its parameters are sharded.
+
+        That one cannot be copied, and is as before afterwards: values, gradients, modes, and attributes that can be
+        copied. On every rank.
+        """
+        if not _is_spread(self.module):
+            yield self.twins()
+            return
+        datamodule = copy.copy(self.datamodule)
+        if datamodule is not None and datamodule._hparams is not None:
+            datamodule._hparams = copy.deepcopy(datamodule._hparams)
+        shared = (self.trainer, self.trainer.fabric, self.datamodule)
+        with _kept_attributes(self.module, shared), kept_weights(self.module):
+            self._silence(self.module, datamodule)
+            try:
+                yield self.module, datamodule
+            finally:
+                _end_passes(self.module)
+
+    def _silence(self, module: nn.Module, datamodule: DataModule | None) -> None:
         # Callbacks that the module brings would write files.
         module.__dict__["configure_callbacks"] = _no_callbacks
         if self.is_set_up:
             for owner in (module, datamodule):
                 if owner is not None:
                     owner.__dict__.update(dict.fromkeys(_SETUP_HOOKS, _do_nothing))
-        return module, datamodule
+
+
+def _is_spread(module: nn.Module) -> bool:
+    return any(is_sharded(parameter) for parameter in module.parameters())
+
+
+def _end_passes(module: nn.Module) -> None:
+    """Let a sharded module forget what a trial has left that ended in the middle of a step."""
+    from ..strategies.sharded_root import root_of
+
+    root = root_of(module)
+    if root is not None:
+        root.forget_gradients()
+
+
+@contextmanager
+def _kept_attributes(module: nn.Module, shared: tuple[Any, ...]) -> Iterator[None]:
+    """Put back the attributes of a module and of its submodules afterwards; those of the user's as they were.
+
+    Args:
+        module: Its parameters and buffers stay the same objects.
+        shared: What attributes may refer to and is not copied.
+
+    Raises:
+        ModuleError: An attribute cannot be copied.
+    """
+    children = list(module.modules())
+    internal = set(vars(nn.Module()))
+    memo: dict[int, Any] = {id(one): one for one in (*shared, *children, *_tensors(module))}
+    kept: list[dict[str, Any]] = []
+    for child in children:
+        own = vars(child)
+        memo.update({id(v): v for v in own.values() if isinstance(v, Dataset | DataLoader)})
+        users = [key for key in own if key not in internal and not key.startswith(("_loopwright", "__composable"))]
+        users = [key for key in users if key not in ("_trainer", "_fabric", "_log") and not callable(own[key])]
+        try:
+            kept.append({**own, **{key: copy.deepcopy(own[key], memo) for key in users}})
+        except Exception as error:
+            raise ModuleError(
+                f"{type(child).__name__} has attributes that cannot be copied, and a search must put them back: "
+                f"{type(error).__name__}: {error}",
+                fix="keep what cannot be copied (open files, locks, results with a graph) out of the module's "
+                "attributes, or define __deepcopy__.",
+            ) from error
+    try:
+        yield
+    finally:
+        for child, own in zip(children, kept, strict=True):
+            vars(child).clear()
+            vars(child).update(own)
 
 
 def _no_callbacks() -> list[Callback]:

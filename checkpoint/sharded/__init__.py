@@ -16,7 +16,7 @@ from typing import Any
 
 from .manifest import FileEntry, Manifest, TensorEntry
 from .places import is_folder_checkpoint, remove
-from .reader import StoredTensor, load, read_manifest, verify
+from .reader import StoredTensor, load, read_manifest, verify, verify_share
 from .tree import holds_sharded
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "remove",
     "save",
     "verify",
+    "verify_share",
 ]
 
 

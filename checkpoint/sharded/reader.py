@@ -23,7 +23,7 @@ from .places import LocalPlace, RemotePlace, place_of
 from .shard_file import bytes_of
 from .tree import put_back
 
-__all__ = ["StoredTensor", "load", "read_manifest", "verify"]
+__all__ = ["StoredTensor", "load", "read_manifest", "verify", "verify_share"]
 
 _PIECE = 16 << 20
 # Below it, one read of a span with gaps is cheaper than a read for each run of bytes: a page, a request.
@@ -210,29 +210,69 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> v
     """
     place = _resolved(path, storage_options)
     manifest = _read_manifest(place, str(path))
-    broken = _frame_problems(place, manifest)
-    problems = [*broken.values(), *_content_problems(place, manifest, without=set(broken))]
-    entries = 0
-    if manifest.state not in broken:
-        try:
-            entries = verified.verify(place.address(manifest.state), storage_options).entries
-        except CheckpointError as error:
-            problems.append(error.what)
-    if problems:
-        raise damaged(str(path), problems)
+    entries = _verify_files(place, manifest, str(path), storage_options)
     entries += sum(len(entry.chunks) for entry in manifest.tensors.values())
     size_bytes = sum(entry.size for entry in manifest.files.values()) + place.size(MANIFEST)
     return verified.Verified(sealed=True, size_bytes=size_bytes, entries=entries)
 
 
-def _frame_problems(place: _Place, manifest: Manifest) -> dict[str, str]:
-    """Return what is wrong with the files as such, by name: presence, sizes, headers. Little is read."""
+def verify_share(
+    path: str | Path,
+    rank: int,
+    size: int,
+    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+) -> None:
+    """Verify the manifest, and of the other files each `size`-th, so that `size` processes read each of them once.
+
+    Raises:
+        CheckpointNotFound: There is no folder with a manifest.
+        CheckpointError: One of these files is missing, truncated or altered.
+    """
+    place = _resolved(path, storage_options)
+    manifest = _read_manifest(place, str(path))
+    # By size, so that the shares are about equally large.
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    _verify_files(place, manifest, str(path), storage_options, only=set(names[rank::size]))
+
+
+def _verify_files(
+    place: _Place,
+    manifest: Manifest,
+    shown: str,
+    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    only: set[str] | None = None,
+) -> int:
+    """Compare files, by default all, with their checksums; return the number of entries in the state file, if read."""
+    broken = _frame_problems(place, manifest, only)
+    others = set() if only is None else set(manifest.files) - only
+    problems = [*broken.values(), *_content_problems(place, manifest, without=others | set(broken))]
+    entries = 0
+    if manifest.state not in others | set(broken):
+        try:
+            entries = verified.verify(place.address(manifest.state), storage_options).entries
+        except CheckpointError as error:
+            problems.append(error.what)
+    if problems:
+        raise damaged(shown, problems)
+    return entries
+
+
+def _frame_problems(place: _Place, manifest: Manifest, only: set[str] | None = None) -> dict[str, str]:
+    """Return what is wrong with the files as such, by name: presence, sizes, headers. Little is read.
+
+    Args:
+        place: The folder.
+        manifest: Its manifest.
+        only: The files to look at; None is all.
+    """
     header_ends: dict[str, int] = {}
     for tensor in manifest.tensors.values():
         for chunk in tensor.chunks:
             header_ends[chunk.file] = min(chunk.start, header_ends.get(chunk.file, chunk.start))
     problems = {}
     for name, entry in manifest.files.items():
+        if only is not None and name not in only:
+            continue
         try:
             size = place.size(name)
             if size != entry.size:

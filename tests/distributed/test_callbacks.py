@@ -33,6 +33,12 @@ from loopwright.trainer.log_output import LogOutput
 class GlooStrategy:
     """The collectives that callbacks use, over the group that `run_ranks` has made; counts them."""
 
+    shards_parameters = False
+    checkpoint_io = None
+
+    def own_parts(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors
+
     def __init__(self, rank: int, size: int) -> None:
         self.global_rank, self.world_size = rank, size
         self.is_global_zero = rank == 0

@@ -267,6 +267,9 @@ def test_an_optimizer_made_before_sharding_trains_the_sharded_parameters() -> No
         torch.testing.assert_close(results["with_state"][key], value, rtol=1e-10, atol=1e-12)
 
 
+REFUSED = ("LBFGS", "training_step returned no loss", "before its parameters had values", "sparse gradients")
+
+
 def refused(rank: int, size: int) -> list[str]:
     fabric = fabric_for(size)
     model = fabric.setup_module(Net())
@@ -285,6 +288,15 @@ def refused(rank: int, size: int) -> list[str]:
 
     data = DataLoader(TensorDataset(*batch(0)), batch_size=2)
     expect(lambda: trainer_for(size, max_steps=1, limit_val_batches=0).fit(ReturnsNothing(), data))
+
+    class ShardsTooEarly(Fitted):
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+
+            self.net = Net()
+            fully_shard(self.net.first)
+
+    expect(lambda: trainer_for(size, max_steps=1, limit_val_batches=0).fit(ShardsTooEarly(), data))
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     expect(lambda: fabric.setup_module(sparse))
     return texts
@@ -292,7 +304,7 @@ def refused(rank: int, size: int) -> list[str]:
 
 def test_what_cannot_be_sharded_is_refused_with_the_reason() -> None:
     for texts in run_ranks(refused, 2, connect=False):
-        for text, words in zip(texts, ["LBFGS", "training_step returned no loss", "sparse gradients"], strict=True):
+        for text, words in zip(texts, REFUSED, strict=True):
             assert words in text
     with pytest.raises(lw.ConfigError, match="zero_weight"):
         FSDPStrategy(uneven="zero_weight")

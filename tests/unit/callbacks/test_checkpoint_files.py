@@ -101,6 +101,56 @@ def test_remote_folders_are_searched_and_cleaned() -> None:
     assert not files.exists("memory:///run/step=1.ckpt")
 
 
+def test_a_remote_folder_counts_as_one_checkpoint_once_it_has_a_manifest() -> None:
+    import fsspec
+
+    filesystem = fsspec.filesystem("memory")
+    names = (
+        "whole.ckpt/manifest.json",
+        "whole.ckpt/state-1-ab.ckpt",
+        "torn.ckpt/state-2-cd.ckpt",
+        ".x.ckpt/manifest.json",
+    )
+    filesystem.pipe({f"/folders/{name}": b"x" for name in names})
+    assert files.find_checkpoints(["memory://folders/"], ".ckpt") == ["memory:///folders/whole.ckpt"]
+    files.remove("memory:///folders/whole.ckpt")
+    assert files.find_checkpoints(["memory://folders"], ".ckpt") == []
+    assert not files.exists("memory:///folders/whole.ckpt")
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_checkpoint_of_the_other_form_makes_way_under_a_free_name(tmp_path: Path, place: str) -> None:
+    import fsspec
+
+    filesystem = fsspec.filesystem("memory" if place == "memory" else "file")
+    root = f"/{tmp_path.name}-way" if place == "memory" else str(tmp_path)
+    last = f"memory://{root}/last.ckpt" if place == "memory" else f"{root}/last.ckpt"
+    assert files.make_way(last, for_folder=True) is None
+    filesystem.pipe({f"{root}/last.ckpt": b"file", f"{root}/last-v1.ckpt": b"another"})
+    assert files.make_way(last, for_folder=False) is None
+    moved = files.make_way(last, for_folder=True)
+    assert moved is not None
+    assert moved.endswith("/last-v2.ckpt")
+    assert filesystem.cat(f"{root}/last-v2.ckpt") == b"file"
+    filesystem.makedirs(f"{root}/last.ckpt", exist_ok=True)
+    filesystem.pipe({f"{root}/last.ckpt/manifest.json": b"{}"})
+    assert files.make_way(last, for_folder=True) is None
+    again = files.make_way(last, for_folder=False)
+    assert again is not None
+    assert again.endswith("/last-v3.ckpt")
+    assert filesystem.cat(f"{root}/last-v3.ckpt/manifest.json") == b"{}"
+    assert not files.exists(last)
+
+
+def test_the_time_of_a_folder_is_that_of_its_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.mkdir()
+    (path / "manifest.json").write_text("{}")
+    os.utime(path / "manifest.json", ns=(10**18, 10**18))
+    (path / "shard-of-a-killed-save").touch()
+    assert files.modified_ns(str(path)) == 10**18
+
+
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "file", 1)
     with pytest.raises(ConfigError, match="is a file"):

@@ -55,13 +55,16 @@ def test_everything_that_does_not_fit_is_named() -> None:
         check_fit(values, tensors_of(nn.Linear(2, 2)), owner="X")
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp2", "deepspeed", "deepspeed_stage_3"])
-def test_shards_are_refused_before_training(name: str) -> None:
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_stage_3", "xla_fsdp"])
+def test_engines_are_refused_before_training(name: str) -> None:
     trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(strategy_name=name), fit_loop=SimpleNamespace(epoch_limit=9)
+        strategy=SimpleNamespace(strategy_name=name, shards_parameters=False), fit_loop=SimpleNamespace(epoch_limit=9)
     )
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured")):
         with pytest.raises(ConfigError, match=f"{type(callback).__name__} needs the whole module on each rank"):
             callback.on_fit_start(trainer, nn.Linear(2, 2))
     trainer.strategy.strategy_name = "ddp"
     refuse_shards(trainer, nn.Linear(2, 2), owner="X")
+    trainer.strategy.shards_parameters = True
+    with pytest.raises(ConfigError, match="X needs the whole module"):
+        refuse_shards(trainer, nn.Linear(2, 2), owner="X")

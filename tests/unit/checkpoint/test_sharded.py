@@ -448,7 +448,7 @@ def test_folders_and_files_are_found_and_skipped_alike(small: Path) -> None:
     unfinished = root / "unfinished.ckpt"
     unfinished.mkdir()
     shutil.copy(shard_of(small), unfinished)
-    for age, path in enumerate((unfinished, small, single)):
+    for age, path in enumerate((unfinished, small / "manifest.json", single)):
         os.utime(path, ns=(10**18 - age, 10**18 - age))
     found = find_checkpoints([str(root)], ".ckpt")
     assert found == [str(unfinished), str(small), str(single)]

@@ -1,0 +1,43 @@
+"""Running a function of a sharded module outside of the trainer's steps. Used by callbacks that do so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["gathered", "root_around"]
+
+# Any in this file: what the user's functions take and return.
+
+
+def root_around(module: nn.Module) -> nn.Module | None:
+    """Return what FSDPStrategy put around the module; None where its parameters are whole. Imports nothing."""
+    known = sys.modules.get(f"{__package__.rpartition('.')[0]}.strategies.sharded_root")
+    return None if known is None else known.root_of(module)
+
+
+def gathered(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function of the module, without gradients, while its parameters are gathered.
+
+    Called directly, the first unit that runs would take itself for the outermost one, and parameters outside of all
+    units would be missing. What is returned communicates: it is called on every rank.
+    """
+    root = root_around(module)
+    if root is None:
+        return function
+    from ..strategies.replica import Call
+    from ..strategies.sharded_root import ShardedRoot, reshard
+
+    assert isinstance(root, ShardedRoot)
+    call = Call(function, is_training=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return root(call, *args, **kwargs)
+        finally:
+            reshard(root)
+
+    return run
