@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+XLA    := .venv-xla
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # What the examples and the tests take from the command line.
@@ -16,7 +17,7 @@ TESTS   ?= tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-gpu check format bench docs docs-test all clean
+.PHONY: help setup train digits test test-gpu test-xla check format bench docs docs-test all clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -35,6 +36,10 @@ test: setup  ## run the tests: TESTS=path, ARGS="-k name"
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -m gpu $(TESTS) $(ARGS)
+
+test-xla: export OMP_NUM_THREADS ?= 1
+test-xla: $(XLA)/installed  ## run the tests of XLA, in .venv-xla with torch 2.9: ARGS="-k name"
+	$(XLA)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla -n 2 tests/xla $(ARGS)
 
 check: setup $(VENV)/types/loopwright  ## lint, formatting and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -74,6 +79,12 @@ $(VENV)/installed-examples: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/installed $(VENV)/installed-examples
+
+# torch_xla works with one version of torch only, so that it has an environment of its own: a gigabyte to download.
+$(XLA)/installed: tests/xla_support/environment.py tests/xla_support/stub_cuda.py pyproject.toml
+	$(PYTHON) -m venv $(XLA)
+	$(XLA)/bin/python tests/xla_support/environment.py
+	@touch $@
 
 # The repository root is the package, whatever its folder is called; mypy finds it here under its own name. Examples and
 # benchmarks are no part of it, but mypy checks them as well, and finds what they import beside them.

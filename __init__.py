@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .accelerators import CPUAccelerator as CPUAccelerator
     from .accelerators import CUDAAccelerator as CUDAAccelerator
     from .accelerators import MPSAccelerator as MPSAccelerator
+    from .accelerators import XLAAccelerator as XLAAccelerator
     from .accelerators import find_usable_cuda_devices as find_usable_cuda_devices
     from .callbacks import EMA as EMA
     from .callbacks import BackboneFinetuning as BackboneFinetuning
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .callbacks import TrainingSpikeException as TrainingSpikeException
     from .callbacks import WeightAveraging as WeightAveraging
     from .callbacks import WeightStatistics as WeightStatistics
+    from .callbacks import XLAStatsMonitor as XLAStatsMonitor
     from .checkpoint import AsyncCheckpointIO as AsyncCheckpointIO
     from .checkpoint import CheckpointIO as CheckpointIO
     from .checkpoint import TorchCheckpointIO as TorchCheckpointIO
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
     from .precision import PrecisionPolicy as PrecisionPolicy
+    from .precision import XLAPrecision as XLAPrecision
     from .profilers import AdvancedProfiler as AdvancedProfiler
     from .profilers import PassThroughProfiler as PassThroughProfiler
     from .profilers import Profiler as Profiler
@@ -112,10 +115,13 @@ if TYPE_CHECKING:
     from .strategies import LayerSync as LayerSync
     from .strategies import ParallelStrategy as ParallelStrategy
     from .strategies import SingleDeviceStrategy as SingleDeviceStrategy
+    from .strategies import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from .strategies import Strategy as Strategy
     from .strategies import StrategyRegistry as StrategyRegistry
     from .strategies import Topology as Topology
     from .strategies import TorchSyncBatchNorm as TorchSyncBatchNorm
+    from .strategies import XLAFSDPStrategy as XLAFSDPStrategy
+    from .strategies import XLAStrategy as XLAStrategy
     from .trainer.loss import Loss as Loss
     from .trainer.module import Module as Module
     from .trainer.trainer import Trainer as Trainer
@@ -209,6 +215,7 @@ _HOME = {
     "SchedulePreview": "tuner",
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
+    "SingleDeviceXLAStrategy": "strategies",
     "SpikeDetection": "callbacks",
     "StochasticWeightAveraging": "callbacks",
     "StopBySignal": "errors",
@@ -232,7 +239,12 @@ _HOME = {
     "WandbLogger": "loggers",
     "WeightAveraging": "callbacks",
     "WeightStatistics": "callbacks",
+    "XLAAccelerator": "accelerators",
+    "XLAFSDPStrategy": "strategies",
+    "XLAPrecision": "precision",
     "XLAProfiler": "profilers",
+    "XLAStatsMonitor": "callbacks",
+    "XLAStrategy": "strategies",
     "find_usable_cuda_devices": "accelerators",
     "is_wrapped": "fabric",
     "isolate_rng": "fabric",

@@ -7,6 +7,7 @@ from .cpu import CPUAccelerator
 from .cuda import CUDAAccelerator, find_usable_cuda_devices
 from .mps import MPSAccelerator
 from .registry import ACCELERATOR_REGISTRY, AcceleratorRegistry
+from .xla import XLAAccelerator
 
 __all__ = [
     "ACCELERATOR_REGISTRY",
@@ -15,5 +16,6 @@ __all__ = [
     "CPUAccelerator",
     "CUDAAccelerator",
     "MPSAccelerator",
+    "XLAAccelerator",
     "find_usable_cuda_devices",
 ]

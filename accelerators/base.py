@@ -38,6 +38,20 @@ class Accelerator:
         """Return whether this machine has at least one such device. Must not initialise the device."""
         raise NotImplementedError
 
+    @classmethod
+    def is_auto_choice(cls) -> bool:
+        """Return whether `accelerator="auto"` and "gpu" may choose this kind on this machine."""
+        return cls.is_available()
+
+    @staticmethod
+    def explain_missing(needed_for: str) -> tuple[str, str] | None:
+        """Return (what, fix) for the error where `is_available` is False; None: this machine has no such device.
+
+        Args:
+            needed_for: What the user asked for, as it was typed: "accelerator='xla'".
+        """
+        return None
+
     @staticmethod
     def auto_device_count() -> int:
         """Return how many devices `devices="auto"` uses."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .throughput_monitor import ThroughputMonitor
     from .weight_averaging import EMAWeightAveraging, WeightAveraging
     from .weight_statistics import WeightStatistics
+    from .xla_stats_monitor import XLAStatsMonitor
 
 __all__ = [
     "EMA",
@@ -77,6 +78,7 @@ __all__ = [
     "TrainingSpikeException",
     "WeightAveraging",
     "WeightStatistics",
+    "XLAStatsMonitor",
 ]
 
 _LATER = {
@@ -109,6 +111,7 @@ _LATER = {
     "TrainingSpikeException": "spike_detection",
     "WeightAveraging": "weight_averaging",
     "WeightStatistics": "weight_statistics",
+    "XLAStatsMonitor": "xla_stats_monitor",
 }
 
 

@@ -76,7 +76,9 @@ class _Copier:
         self.used: list[torch.UntypedStorage] = []
         self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = defaultdict(list)
         for storage in free:
-            self._free[storage.nbytes(), storage.is_pinned()].append(storage)
+            # A storage's own is_pinned warns in torch 2.9, of an argument that torch itself passes.
+            is_pinned = torch.empty(0, dtype=torch.uint8).set_(storage).is_pinned()
+            self._free[storage.nbytes(), is_pinned].append(storage)
         self._objects: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

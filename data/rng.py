@@ -39,7 +39,8 @@ _SEARCH_LIMIT = 2000
 def capture_rng() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and torch's global generators, without drawing from them.
 
-    NumPy is included when it is imported, CUDA when it is initialised (all devices). Nothing waits for a device.
+    NumPy is included when it is imported, CUDA when it is initialised (all devices), and XLA when its runtime is
+    started. Nothing waits for a device.
 
     Returns:
         Plain values and CPU tensors, which `torch.save` writes and `torch.load(weights_only=True)` reads.
@@ -53,6 +54,9 @@ def capture_rng() -> dict[str, Any]:
         state["numpy"] = _numpy_to_plain(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
+    xla = _started_xla()
+    if xla is not None:
+        state["xla"] = xla.get_rng_state()
     return state
 
 
@@ -76,6 +80,17 @@ def restore_rng(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(device_state, index)
+    xla = _started_xla()
+    if "xla" in state and xla is not None:
+        xla.set_rng_state(state["xla"])
+
+
+def _started_xla() -> Any:  # Any: a module of torch_xla, which is not annotated
+    """Return where XLA's generator is, if its runtime is started: asking for its state would start it."""
+    package = sys.modules.get("torch_xla")
+    if package is None or not package._XLAC._xla_runtime_is_initialized():
+        return None
+    return sys.modules.get("torch_xla.core.xla_model")
 
 
 class RngStream:

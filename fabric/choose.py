@@ -12,7 +12,6 @@ from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
 from ..errors import ConfigError, nearest
 from ..precision import MixedPrecision, Precision
 from ..strategies import STRATEGY_REGISTRY, ParallelStrategy, Strategy
-from ..strategies.registry import PLANNED_STRATEGIES
 
 if TYPE_CHECKING:
     from .cluster import ClusterEnvironment
@@ -44,7 +43,6 @@ _PRECISION_ALIASES: dict[object, str] = {
 }
 _AMBIGUOUS = (16, "16", "bf16")
 _PLANNED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
-_PLANNED_ACCELERATORS = ("tpu", "xla")
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
@@ -132,15 +130,10 @@ def choose_strategy(strategy: Any) -> Strategy:
             fix='pass "auto", a registered name, or an instance such as SingleDeviceStrategy("cpu").',
         )
     name = strategy.lower()
-    if name not in STRATEGY_REGISTRY and name in PLANNED_STRATEGIES:
-        raise ConfigError(
-            f"strategy={strategy!r} is known, but not part of this version.",
-            fix=f"use one of auto, {', '.join(STRATEGY_REGISTRY.names())}; or register a strategy of that name.",
-        )
     if name not in STRATEGY_REGISTRY:
         known = ["auto", *STRATEGY_REGISTRY.names()]
         raise ConfigError(
-            f"strategy={strategy!r} is unknown{nearest(name, [*known, *PLANNED_STRATEGIES])}.",
+            f"strategy={strategy!r} is unknown{nearest(name, known)}.",
             fix=f"use one of {', '.join(known)}, or pass a Strategy.",
         )
     try:
@@ -206,7 +199,11 @@ def choose_accelerator(accelerator: Any, strategy: Strategy | None) -> Accelerat
             fix=f"use one of auto, gpu, {', '.join(ACCELERATOR_REGISTRY)}, or pass an Accelerator.",
         )
     elif accelerator.lower() == "auto":
-        if device is not None and device.type in ACCELERATOR_REGISTRY:
+        kind: str | None = getattr(strategy, "accelerator_kind", None)
+        if kind is not None:
+            chosen = ACCELERATOR_REGISTRY.create(kind)
+            _check_available(kind, chosen, asked=type(strategy).__name__)
+        elif device is not None and device.type in ACCELERATOR_REGISTRY:
             chosen = ACCELERATOR_REGISTRY.create(device.type)
             _check_available(device.type, chosen)
         else:
@@ -233,11 +230,6 @@ def _accelerator_by_name(accelerator: str) -> Accelerator:
         _check_available(accelerator, chosen)
         return chosen
     known = ["auto", "gpu", *ACCELERATOR_REGISTRY]
-    if name in _PLANNED_ACCELERATORS:
-        raise ConfigError(
-            f"accelerator={accelerator!r} is known, but not part of this version.",
-            fix=f"use one of {', '.join(known)}.",
-        )
     raise ConfigError(
         f"accelerator={accelerator!r} is unknown{nearest(name, known)}.",
         fix=f"use one of {', '.join(known)}, or pass an Accelerator.",
@@ -248,14 +240,15 @@ def _best(accept: Callable[[type[Accelerator]], bool]) -> Accelerator | None:
     classes = [(ACCELERATOR_REGISTRY.get(name).auto_priority, name) for name in ACCELERATOR_REGISTRY]
     for _, name in sorted(classes, reverse=True):
         cls = ACCELERATOR_REGISTRY.get(name)
-        if accept(cls) and cls.is_available():
+        if accept(cls) and cls.is_auto_choice():
             return ACCELERATOR_REGISTRY.create(name)
     return None
 
 
-def _check_available(name: str, accelerator: Accelerator) -> None:
+def _check_available(name: str, accelerator: Accelerator, *, asked: str | None = None) -> None:
     if not accelerator.is_available():
-        raise _not_available(name)
+        missing = accelerator.explain_missing(asked or f"accelerator={name!r}")
+        raise _not_available(name) if missing is None else ConfigError(missing[0], fix=missing[1])
 
 
 def _not_available(name: str) -> ConfigError:
@@ -352,6 +345,9 @@ def choose_precision(
                 fix=f"make it with device={device_type!r}, or pass precision={given.precision!r} instead.",
             )
         return given
+    own: Callable[[str, str], Precision] | None = getattr(strategy, "make_precision", None)
+    if own is not None:  # an engine that casts and scales by itself
+        return own(name, device_type)
     if name == "64-true":
         from ..precision import DoublePrecision
 

@@ -189,6 +189,13 @@ class FabricDataLoader:
             return
         from ..data.eval_shard import shard_eval
 
+        strategy, count = fabric.strategy, self._count()
+        if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count % shard.size):
+            raise DataError(
+                f"{'an unknown number of' if count is None else count} batches do not go round {shard.size} processes, "
+                f"and under {type(strategy).__name__} all of them have to run every step.",
+                fix="evaluate on a number of batches that the number of processes divides, or pass uneven='stop_all'.",
+            )
         previous = fabric._evaluation
         current = fabric._evaluation = EvaluationPass(shard.size, self._count())
         try:

@@ -17,7 +17,7 @@ import torch
 from ..accelerators import Accelerator
 from ..errors import ConfigError
 from ..precision import Precision
-from ..strategies import Launcher, SingleDeviceStrategy, Strategy
+from ..strategies import Launcher, ParallelStrategy, SingleDeviceStrategy, Strategy
 from .choose import (
     Plugins,
     check_conflicts,
@@ -125,6 +125,24 @@ _CANNOT_WORK = (
         "pass devices=1, num_nodes=1 and strategy='auto'; or accelerator='cpu'.",
     ),
     _Row(
+        "accelerator=xla",
+        "strategy of other devices",
+        "strategy={strategy!r} cannot be used with accelerator='xla' (or 'tpu'): XLA's graphs need one that cuts them.",
+        "pass strategy='xla', 'xla_fsdp' or 'single_xla'; 'auto' chooses by the number of devices.",
+    ),
+    _Row(
+        "strategy of XLA",
+        "accelerator of other strategies",
+        "strategy={strategy!r} cannot be used with accelerator={accelerator!r}: it computes by torch_xla.",
+        "pass accelerator='tpu' or 'auto', or another strategy.",
+    ),
+    _Row(
+        "strategy of XLA",
+        "precision=16-mixed",
+        "precision='16-mixed' cannot be used with strategy={strategy!r}: the loss scale would be read in each step.",
+        "pass precision='bf16-mixed', which needs no loss scale.",
+    ),
+    _Row(
         "notebook",
         "script launcher",
         "strategy={strategy!r} starts processes in a way that does not work in a notebook.",
@@ -226,7 +244,7 @@ def resolve(
         choice = (devices, chosen_accelerator, chosen_strategy, environment.interactive, notes)
         found = attempt(_find_devices, choice, cluster if joins else None, nodes or 1)
     if leaves_choice and found:
-        chosen_strategy = attempt(_auto, len(found), nodes or 1, cluster, environment.interactive)
+        chosen_strategy = attempt(_auto, found, nodes or 1, cluster, environment.interactive)
     if has_several_processes(chosen_strategy) and cluster is None:
         cluster = _detect(fixed)
     chosen_precision: Precision | None = None
@@ -252,6 +270,7 @@ def resolve(
     problems += _impossible_pairs(
         facts,
         strategy=strategy,
+        accelerator=accelerator,
         devices=devices,
         num_nodes=num_nodes,
         count=len(found or ()),
@@ -310,8 +329,13 @@ def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, n
     return find_devices(*choice)
 
 
-def _auto(num_devices: int, num_nodes: int, cluster: ClusterEnvironment | None, interactive: bool) -> Strategy:
+def _auto(
+    devices: list[torch.device], num_nodes: int, cluster: ClusterEnvironment | None, interactive: bool
+) -> Strategy:
     """Return what "auto" stands for."""
+    num_devices = len(devices)
+    if devices[0].type == "xla":
+        return choose_strategy("xla" if num_devices > 1 else "single_xla")
     if num_devices * num_nodes == 1 and cluster is None:
         return SingleDeviceStrategy()
     from .world import auto_strategy
@@ -335,6 +359,7 @@ def _facts(
     world_size = environment.variables.get("WORLD_SIZE", "1")
     is_several = has_several_processes(strategy)
     is_one_process = strategy is not None and not is_several
+    is_of_xla = getattr(strategy, "accelerator_kind", None) == "xla"
     claims = {
         f"precision={precision}": True,
         f"accelerator={accelerator.name() if accelerator else None}": True,
@@ -342,6 +367,10 @@ def _facts(
         # DataParallelStrategy is one process, too, but with several devices.
         "one device": is_one_process and not hasattr(strategy, "parallel_devices"),
         "several processes": is_several,
+        "strategy of XLA": is_of_xla,
+        # One of the user's own may cut graphs by itself.
+        "strategy of other devices": isinstance(strategy, SingleDeviceStrategy | ParallelStrategy),
+        "accelerator of other strategies": accelerator is not None and accelerator.name() != "xla",
         "num_nodes>1": num_nodes > 1,
         "devices>1": num_devices > 1,
         "torchrun": "TORCHELASTIC_RUN_ID" in environment.variables and world_size.isdecimal() and int(world_size) > 1,

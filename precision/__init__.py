@@ -14,10 +14,11 @@ from .mixed import MixedPrecision
 if TYPE_CHECKING:
     from .double import DoublePrecision
     from .half import HalfPrecision
+    from .xla import XLAPrecision
 
-__all__ = ["DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision", "PrecisionPolicy"]
+__all__ = ["DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision", "PrecisionPolicy", "XLAPrecision"]
 
-_LATER = {"DoublePrecision": "double", "HalfPrecision": "half"}
+_LATER = {"DoublePrecision": "double", "HalfPrecision": "half", "XLAPrecision": "xla"}
 
 
 def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for

@@ -13,32 +13,44 @@ from .single_device import SingleDeviceStrategy
 if TYPE_CHECKING:
     from .data_parallel import DataParallelStrategy
     from .ddp import DDPStrategy
+    from .deepspeed import DeepSpeedStrategy
     from .fsdp import FSDPStrategy
     from .layer_sync import LayerSync, TorchSyncBatchNorm
+    from .single_xla import SingleDeviceXLAStrategy
+    from .xla import XLAStrategy
+    from .xla_fsdp import XLAFSDPStrategy
 
 __all__ = [
     "STRATEGY_REGISTRY",
     "DDPStrategy",
     "DataParallelStrategy",
+    "DeepSpeedStrategy",
     "FSDPStrategy",
     "Launcher",
     "LayerSync",
     "NoLoss",
     "ParallelStrategy",
     "SingleDeviceStrategy",
+    "SingleDeviceXLAStrategy",
     "Strategy",
     "StrategyRegistry",
     "Topology",
     "TorchSyncBatchNorm",
+    "XLAFSDPStrategy",
+    "XLAStrategy",
 ]
 
 # A run on one device needs none of these, and does not import them.
 _HOME = {
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "data_parallel",
+    "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
     "LayerSync": "layer_sync",
+    "SingleDeviceXLAStrategy": "single_xla",
     "TorchSyncBatchNorm": "layer_sync",
+    "XLAFSDPStrategy": "xla_fsdp",
+    "XLAStrategy": "xla",
 }
 
 

@@ -157,6 +157,10 @@ def _run_twice(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
         with again:
             return forward(module, *values[:num_args], **named)
 
+    if any(isinstance(one, Tensor) and one.device.type == "xla" for one in (*args, *kwargs.values())):
+        from .xla_checkpointing import checkpoint_on_xla
+
+        return checkpoint_on_xla(run, *args, *kwargs.values())
     return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True)
 
 

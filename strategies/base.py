@@ -83,6 +83,9 @@ class Strategy:
     shards_parameters: bool = False
     """Whether each rank holds a part of every parameter: then evaluation steps communicate, and all ranks must run
     equally many; and checkpoints are read by parts."""
+    helps_in_evaluation: bool = True
+    """Whether `evaluate_without_data` does something where `shards_parameters`; else all ranks need equally many
+    batches."""
     has_inference_mode: bool = True
     """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
     launcher: Launcher | None = None

@@ -5,18 +5,7 @@ from __future__ import annotations
 from ..accelerators.registry import Registry
 from .base import Strategy
 
-__all__ = ["PLANNED_STRATEGIES", "STRATEGY_REGISTRY", "StrategyRegistry"]
-
-PLANNED_STRATEGIES: tuple[str, ...] = (
-    "deepspeed",
-    *(f"deepspeed_stage_{name}" for name in ("1", "1_offload", "2", "2_offload", "3", "3_offload", "3_offload_nvme")),
-    "single_xla",
-    "single_tpu",
-    "xla",
-    "xla_debug",
-    "xla_fsdp",
-)
-"""Names that the field knows and that this version cannot run yet; an error says so."""
+__all__ = ["STRATEGY_REGISTRY", "StrategyRegistry"]
 
 
 class StrategyRegistry(Registry[Strategy]):
@@ -63,4 +52,36 @@ _FSDP = f"{__package__}.fsdp:FSDPStrategy"
 STRATEGY_REGISTRY.register_lazily("fsdp", _FSDP, "several processes that share one copy of the model")
 STRATEGY_REGISTRY.register_lazily(
     "fsdp_cpu_offload", _FSDP, "the same, with parameters and optimizer in the host's memory", cpu_offload=True
+)
+_SINGLE_XLA, _XLA = f"{__package__}.single_xla:SingleDeviceXLAStrategy", f"{__package__}.xla:XLAStrategy"
+STRATEGY_REGISTRY.register_lazily("single_xla", _SINGLE_XLA, "one process on one XLA device, such as a TPU core")
+STRATEGY_REGISTRY.register_lazily("single_tpu", _SINGLE_XLA, "the same")
+STRATEGY_REGISTRY.register_lazily("xla", _XLA, "one process whose graphs run on all XLA devices of a host")
+STRATEGY_REGISTRY.register_lazily("xla_debug", _XLA, "the same, and torch_xla reports what it compiles", debug=True)
+STRATEGY_REGISTRY.register_lazily(
+    "xla_fsdp", f"{__package__}.xla_fsdp:XLAFSDPStrategy", "the same as xla, with each parameter cut over the devices"
+)
+_DEEPSPEED = f"{__package__}.deepspeed:DeepSpeedStrategy"
+_ON_DISK = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+STRATEGY_REGISTRY.register_lazily("deepspeed", _DEEPSPEED, "several processes run by DeepSpeed, ZeRO stage 2")
+for _stage in (1, 2, 3):
+    STRATEGY_REGISTRY.register_lazily(
+        f"deepspeed_stage_{_stage}", _DEEPSPEED, f"the same, ZeRO stage {_stage}", stage=_stage
+    )
+    STRATEGY_REGISTRY.register_lazily(
+        f"deepspeed_stage_{_stage}_offload",
+        _DEEPSPEED,
+        f"the same, stage {_stage}, with {'parameters and ' if _stage == 3 else ''}optimizer in the host's memory",
+        stage=_stage,
+        offload_optimizer=True,
+        offload_parameters=_stage == 3,
+    )
+STRATEGY_REGISTRY.register_lazily(
+    "deepspeed_stage_3_offload_nvme",
+    _DEEPSPEED,
+    "the same, stage 3, with parameters and optimizer on a disk",
+    stage=3,
+    offload_optimizer=True,
+    offload_parameters=True,
+    **_ON_DISK,
 )

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
     from ..protocols import StoredTensor
 
-__all__ = ["as_shards", "fits", "gather_whole", "has_shards", "is_sharded", "local", "own_box", "read_whole", "whole"]
+__all__ = [
+    "as_shards",
+    "fits",
+    "gather_whole",
+    "has_parts",
+    "has_shards",
+    "is_sharded",
+    "local",
+    "own_box",
+    "read_whole",
+    "whole",
+]
 
 # Any in this file: the content of checkpoints.
 
@@ -33,6 +44,11 @@ def is_sharded(value: Any) -> TypeGuard[DTensor]:
 def has_shards(tree: Any) -> bool:
     """Return whether there is a sharded tensor in a structure of dicts, lists and tuples."""
     return "torch.distributed.tensor" in sys.modules and any(is_sharded(value) for _, value in leaves(tree))
+
+
+def has_parts(tree: Any) -> bool:
+    """Return whether other ranks are needed for what a structure holds: shards, or what an engine will gather."""
+    return has_shards(tree) or any(getattr(value, "is_part", False) is True for _, value in leaves(tree))
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -74,10 +74,13 @@ class Entry:
     precisions: tuple[str, ...] = tuple(TOLERANCE)
 
     def __str__(self) -> str:
-        extra = "".join(f"-{key}={value}" for key, value in self.options.items())
+        extra = "".join(
+            f"-{key}={'partitioned' if value is PARTITIONED else value}" for key, value in self.options.items()
+        )
         return f"{self.name}{extra}-{self.size}" + ("" if self.launcher == "ranks" else f"-{self.launcher}")
 
 
+PARTITIONED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 FEW = ("64-true", "bf16-mixed")  # where a variant differs in how it communicates or starts, not in what it computes
 
 STRATEGIES = (
@@ -111,6 +114,13 @@ STRATEGIES = (
     Entry("fsdp", size=2, options={"state_dict_type": "sharded"}, precisions=FEW, is_variant=True),
     Entry("fsdp", size=2, options={"activation_checkpointing": {"Linear"}}, precisions=FEW, is_variant=True),
     Entry("fsdp_cpu_offload", size=2, precisions=FEW, is_variant=True),
+    # Masters are float32, so there is no "64-true"; this CPU may have no float16.
+    Entry("deepspeed", size=2, options={"stage": 0}, precisions=("32-true",), is_variant=True),
+    Entry("deepspeed_stage_1", size=2, precisions=("bf16-mixed",), is_variant=True),
+    Entry("deepspeed", size=2, precisions=("32-true", "bf16-mixed")),
+    # No parameter is so small that it stays whole.
+    Entry("deepspeed", size=2, options={"config": PARTITIONED}, precisions=("32-true", "bf16-mixed"), is_variant=True),
+    Entry("deepspeed_stage_3_offload", size=2, precisions=("32-true",), is_variant=True),
 )
 
 
@@ -211,12 +221,16 @@ def train(fabric: lw.Fabric, case: Case, folder: str) -> State:
         optimizer.step()
         optimizer.zero_grad()
     fabric.barrier()
-    return whole(model)
+    return whole(model, fabric.strategy)
 
 
-def whole(module: nn.Module) -> State:
+def whole(module: nn.Module, strategy: Any = None) -> State:
     """Return the weights in float64, whole where they are sharded."""
-    state = module.state_dict()
+    if str(getattr(strategy, "strategy_name", "")) == "deepspeed":  # float32 masters, which the module has not
+        gathered = strategy.gather_state(strategy.module_state_dict(getattr(module, "_without_fabric", module)))
+        state = {name: value for name, value in strategy.broadcast(gathered).items() if isinstance(value, Tensor)}
+    else:
+        state = module.state_dict()
     full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
     return {name: value.detach().double().clone() for name, value in full.items()}
 
@@ -266,6 +280,8 @@ def train_by_trainer(entry: Entry, case: Case, folder: str) -> State:
     else:
         trainer, module = fit(STEPS)
     assert trainer.global_step == STEPS
+    if entry.name.startswith("deepspeed"):
+        return {name.removeprefix("net."): value for name, value in whole(trainer.model, trainer.strategy).items()}
     return whole(module.net)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import DataError
 from .run import Run
 
 __all__ = ["in_step"]
@@ -27,7 +28,7 @@ def in_step(batches: Iterator[Any], run: Run, rounds: int | None) -> Iterator[An
         rounds: Batches that the rank with the most has, as far as this rank knows; None if it does not.
     """
     strategy = run.fabric.strategy
-    known = strategy.gather_objects(rounds)
+    known = strategy.gather_objects(rounds if strategy.helps_in_evaluation else None)
     if None in known:
         yield from _asking(batches, run)
         return
@@ -45,8 +46,16 @@ def _asking(batches: Iterator[Any], run: Run) -> Iterator[Any]:
     while True:
         batch = next(batches, _DONE)
         has_batch = batch is not _DONE
-        if not int(strategy.all_reduce(torch.tensor(int(has_batch)), reduce_op="max")):
+        count = int(strategy.all_reduce(torch.tensor(int(has_batch)), reduce_op="sum"))
+        if not count:
             return
+        if count < strategy.world_size and not strategy.helps_in_evaluation:
+            raise DataError(
+                f"{count} of {strategy.world_size} ranks have a batch in the last round of an evaluation, and under "
+                f"{type(strategy).__name__} all ranks have to run every step.",
+                fix="evaluate on a number of batches that the number of ranks divides (batch_size, limit_val_batches), "
+                "or with a strategy whose parameters are whole, such as 'ddp' or 'deepspeed_stage_2'.",
+            )
         if has_batch:
             yield batch
         else:

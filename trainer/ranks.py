@@ -275,9 +275,9 @@ def require_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
     Raises:
         CheckpointError: There are such parts.
     """
-    from ..strategies.shards import has_shards
+    from ..strategies.shards import has_parts
 
-    if has_shards(checkpoint):
+    if has_parts(checkpoint):
         raise CheckpointError(
             f"{path} cannot be saved after an error of one rank: the model is spread over all ranks, and the others do "
             "not answer.",

@@ -24,7 +24,7 @@ from conformance import (
     train_all,
     train_all_by_trainer,
 )
-from ranks import run_ranks
+from ranks import import_deepspeed, run_ranks
 
 Both = tuple[list[State], list[State]]  # by hand on Fabric, and with the Trainer
 
@@ -36,6 +36,8 @@ def on_ranks(rank: int, size: int, entry: Entry, cases: list[Case], folder: str)
 
 
 def by_ranks(entry: Entry, cases: list[Case], folder: Path) -> list[Both]:
+    if entry.name.startswith("deepspeed"):
+        import_deepspeed()
     return run_ranks(on_ranks, entry.size, entry, cases, str(folder), connect=False)
 
 

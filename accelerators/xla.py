@@ -1,0 +1,159 @@
+"""Devices that torch_xla drives: TPUs, and for tests the CPU. Called through the registry by fabric/resolve.py.
+
+The strategies of XLA take torch_xla from here: `import_xla` says what is wrong where it cannot be imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, MissingDependency
+from .base import Accelerator, parse_device_indices
+from .registry import ACCELERATOR_REGISTRY
+
+__all__ = ["XLAAccelerator", "import_xla", "is_runtime_started", "why_xla_is_missing"]
+
+_MEGABYTE = 1 << 20
+
+
+def why_xla_is_missing(needed_for: str) -> tuple[str, str] | None:
+    """Return (what, fix) where torch_xla cannot be imported; None where it can.
+
+    Args:
+        needed_for: What the user asked for, as it was typed.
+    """
+    # Asked by every listing of accelerators, also in programs that have nothing to do with XLA: no import where there
+    # is nothing to import.
+    if "torch_xla" in sys.modules:
+        return None
+    if find_spec("torch_xla") is None:
+        missing = MissingDependency("torch_xla", needed_for=needed_for)
+        return missing.what, _command()
+    problem = _import_problem()
+    if problem is None:
+        return None
+    return (
+        f"{needed_for} needs torch_xla, which cannot be imported with torch {torch.__version__}: {problem}",
+        _command(),
+    )
+
+
+@cache
+def _import_problem() -> str | None:
+    try:
+        import_module("torch_xla")
+    except (ImportError, OSError) as error:  # built for another torch: a symbol is missing
+        return str(error)
+    return None
+
+
+def _command() -> str:
+    return (
+        "pip install torch==2.9.0 torch_xla==2.9.0 (torch_xla works with the torch that it was built for; on a TPU "
+        "'torch_xla[tpu]==2.9.0')"
+    )
+
+
+def import_xla(name: str = "torch_xla", *, needed_for: str = "accelerator='xla'") -> Any:  # Any: it is not annotated
+    """Return a module of torch_xla.
+
+    Args:
+        name: Name of the module.
+        needed_for: What the user asked for, as it was typed.
+
+    Raises:
+        ConfigError: torch_xla is not installed, or does not go with this torch.
+    """
+    problem = why_xla_is_missing(needed_for)
+    if problem is not None:
+        raise ConfigError(problem[0], fix=problem[1])
+    return import_module(name)
+
+
+def is_runtime_started() -> bool:
+    """Return whether this process has started XLA's runtime: its devices are fixed from then on."""
+    module = sys.modules.get("torch_xla")
+    return module is not None and bool(module._XLAC._xla_runtime_is_initialized())
+
+
+@ACCELERATOR_REGISTRY.register("tpu", description="TPUs, and other devices of torch_xla's runtime (PJRT_DEVICE)")
+@ACCELERATOR_REGISTRY.register("xla", description="the same")
+class XLAAccelerator(Accelerator):
+    """The devices of XLA's runtime (PJRT), which PJRT_DEVICE chooses: "TPU", or "CPU" for tests.
+
+    `accelerator="auto"` takes it only where the runtime is a TPU's.
+    """
+
+    auto_priority = 30
+
+    @staticmethod
+    def name() -> str:
+        """Return "xla", torch's name of the device type."""
+        return "xla"
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether torch_xla can be imported; the runtime is not started."""
+        return why_xla_is_missing("accelerator='xla'") is None
+
+    @classmethod
+    def is_auto_choice(cls) -> bool:
+        """Return whether this machine's runtime is a TPU: XLA on a CPU is for those who ask for it."""
+        chosen = os.environ.get("PJRT_DEVICE", "").upper()
+        has_tpu = chosen == "TPU" or (not chosen and Path("/dev/accel0").exists())
+        return has_tpu and find_spec("torch_xla") is not None and cls.is_available()
+
+    @staticmethod
+    def explain_missing(needed_for: str) -> tuple[str, str] | None:
+        """Return (what, fix) where torch_xla cannot be imported."""
+        return why_xla_is_missing(needed_for)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return the number of devices of the runtime; on a CPU CPU_NUM_DEVICES, else 1. A TPU's runtime is started."""
+        if not is_runtime_started() and _is_cpu():
+            count = os.environ.get("CPU_NUM_DEVICES", "1")
+            return int(count) if count.isdecimal() and int(count) > 0 else 1
+        return int(import_xla("torch_xla.runtime").global_runtime_device_count())
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:  # Any: whatever the user typed
+        """Return indices of devices. A CPU has as many as are asked for, until the runtime is started."""
+        count = XLAAccelerator.auto_device_count()
+        asked = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
+        if isinstance(asked, int) and not isinstance(asked, bool) and not is_runtime_started() and _is_cpu():
+            count = max(count, asked)
+        return parse_device_indices(devices, "xla", range(count))
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:  # Any: what parse_devices returned
+        """Return `torch.device("xla", i)` for each index."""
+        return [torch.device("xla", index) for index in devices]
+
+    def get_device_stats(self, device: torch.device) -> dict[str, float]:
+        """Return the memory in use and the limit, in megabytes, where the runtime tells them."""
+        try:
+            info = import_xla("torch_xla.core.xla_model").get_memory_info(device)
+        except RuntimeError as error:
+            # A CPU's runtime, and the one device that stands for all of them, have no such numbers.
+            if "UNIMPLEMENTED" not in str(error) and "not supported" not in str(error):
+                raise
+            return {}
+        used, limit = float(info["bytes_used"]), float(info["bytes_limit"])
+        stats = {"memory used (MB)": used / _MEGABYTE, "free memory (MB)": (limit - used) / _MEGABYTE}
+        if "peak_bytes_used" in info:
+            stats["peak memory (MB)"] = float(info["peak_bytes_used"]) / _MEGABYTE
+        return stats
+
+
+def _is_cpu() -> bool:
+    """Return whether PJRT_DEVICE says that the runtime will be the CPU's."""
+    return os.environ.get("PJRT_DEVICE", "").upper() == "CPU"

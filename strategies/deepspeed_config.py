@@ -1,0 +1,394 @@
+"""From what the user typed to DeepSpeed's configuration: pure functions on plain values.
+
+Used by strategies/deepspeed.py.
+
+The Trainer's values are the source. A configuration of the user's own may repeat them, say "auto", or say nothing;
+where it says something else, the run stops before any process starts, with both values side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = [
+    "ENVIRONMENT_VARIABLES",
+    "Arguments",
+    "Facts",
+    "build",
+    "check_arguments",
+    "differences",
+    "read",
+    "settle",
+    "stage_of",
+    "without_sections",
+]
+
+# Any in this file: values of a JSON document.
+Config = dict[str, Any]
+
+ENVIRONMENT_VARIABLES = ("LT_DEEPSPEED_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
+"""Where a file's path may stand; the first that is set counts."""
+
+_DEVICES = ("none", "cpu", "nvme")
+# DeepSpeed 0.19 clips at 1.0 where nothing is written.
+_NO_CLIPPING = 0.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What DeepSpeedStrategy was given that becomes DeepSpeed's configuration; its docstring says what each is."""
+
+    zero_optimization: bool = True
+    stage: int = 2
+    remote_device: str | None = None
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_params_device: str = "cpu"
+    nvme_path: str | None = "/local_nvme"
+    params_buffer_count: int = 5
+    params_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    offload_optimizer_device: str = "cpu"
+    optimizer_buffer_count: int = 4
+    block_size: int = 1_048_576
+    queue_depth: int = 8
+    single_submit: bool = False
+    overlap_events: bool = True
+    thread_count: int = 1
+    pin_memory: bool = False
+    sub_group_size: int = 1_000_000_000_000
+    contiguous_gradients: bool = True
+    overlap_comm: bool = True
+    allgather_partitions: bool = True
+    reduce_scatter: bool = True
+    allgather_bucket_size: int = 200_000_000
+    reduce_bucket_size: int = 200_000_000
+    zero_allow_untested_optimizer: bool = True
+    loss_scale: float = 0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: int = 1
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    synchronize_checkpoint_boundary: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What Trainer or Fabric knows.
+
+    Attributes:
+        world_size: Number of processes.
+        accumulate: Micro-batches of a window; None where the loop is the user's own.
+        clip: Largest gradient norm, 0 for none; None where the loop is the user's own.
+        micro_batch: Samples of one micro-batch of one process; None where nobody knows.
+        dtype: "float32", "bfloat16" or "float16": of the parameters that the engine computes with.
+    """
+
+    world_size: int = 1
+    accumulate: int | None = None
+    clip: float | None = None
+    micro_batch: int | None = None
+    dtype: str = "float32"
+
+
+# --- arguments -----------------------------------------------------------------------------------------------------
+
+
+def check_arguments(arguments: Arguments) -> list[tuple[str, str]]:
+    """Return (what, fix) of every argument that cannot work."""
+    found = []
+    if arguments.stage not in (0, 1, 2, 3) or isinstance(arguments.stage, bool):
+        found.append((f"stage={arguments.stage!r} is no ZeRO stage", "use 0, 1, 2 or 3"))
+    for name in ("offload_params_device", "offload_optimizer_device", "remote_device"):
+        value = getattr(arguments, name)
+        if value not in _DEVICES and not (name == "remote_device" and value is None):
+            found.append((f"{name}={value!r} is unknown", "use 'cpu' or 'nvme'"))
+    stage = arguments.stage if arguments.zero_optimization else 0
+    if arguments.offload_parameters and stage != 3:
+        found.append(
+            (f"offload_parameters=True with stage={stage}, where every process has all of them", "use stage=3")
+        )
+    if arguments.offload_optimizer and stage == 0:
+        found.append(("offload_optimizer=True without ZeRO", "use stage=1, 2 or 3"))
+    if arguments.offload_optimizer and arguments.offload_optimizer_device == "nvme" and stage != 3:
+        found.append((f"offload_optimizer_device='nvme' with stage={stage}", "use stage=3, or the device 'cpu'"))
+    uses_nvme = "nvme" in (
+        arguments.offload_params_device if arguments.offload_parameters else None,
+        arguments.offload_optimizer_device if arguments.offload_optimizer else None,
+    )
+    if uses_nvme and not arguments.nvme_path:
+        found.append(("a device is 'nvme' and nvme_path is not given", "pass nvme_path, a folder on that disk"))
+    return found
+
+
+def build(arguments: Arguments) -> Config:
+    """Return the configuration that the constructor's arguments say."""
+    a = arguments
+    config: Config = {
+        "zero_allow_untested_optimizer": a.zero_allow_untested_optimizer,
+        # Torch's optimizers run on the host, too; DeepSpeed's own, which are faster there, are built by a compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "activation_checkpointing": {
+            "partition_activations": a.partition_activations,
+            "cpu_checkpointing": a.cpu_checkpointing,
+            "contiguous_memory_optimization": a.contiguous_memory_optimization,
+            "synchronize_checkpoint_boundary": a.synchronize_checkpoint_boundary,
+        },
+        "aio": {
+            "block_size": a.block_size,
+            "queue_depth": a.queue_depth,
+            "single_submit": a.single_submit,
+            "overlap_events": a.overlap_events,
+            "thread_count": a.thread_count,
+        },
+    }
+    if not a.zero_optimization or a.stage == 0:
+        config["zero_optimization"] = {"stage": 0}
+        return config
+    zero: Config = {
+        "stage": a.stage,
+        "contiguous_gradients": a.contiguous_gradients,
+        "overlap_comm": a.overlap_comm,
+        "allgather_partitions": a.allgather_partitions,
+        "reduce_scatter": a.reduce_scatter,
+        "allgather_bucket_size": a.allgather_bucket_size,
+        "reduce_bucket_size": a.reduce_bucket_size,
+        "sub_group_size": a.sub_group_size,
+    }
+    if a.offload_optimizer:
+        zero["offload_optimizer"] = {
+            "device": a.offload_optimizer_device,
+            "nvme_path": a.nvme_path,
+            "buffer_count": a.optimizer_buffer_count,
+            "pin_memory": a.pin_memory,
+        }
+    if a.offload_parameters:
+        zero["offload_param"] = {
+            "device": a.offload_params_device,
+            "nvme_path": a.nvme_path,
+            "buffer_count": a.params_buffer_count,
+            "buffer_size": a.params_buffer_size,
+            "max_in_cpu": a.max_in_cpu,
+            "pin_memory": a.pin_memory,
+        }
+    config["zero_optimization"] = zero
+    return config
+
+
+# --- a configuration of the user's own -----------------------------------------------------------------------------
+
+
+def read(config: Any, environment: Mapping[str, str] | None = None) -> tuple[Config | None, str]:
+    """Return the user's configuration and where it stands; None where there is none.
+
+    Args:
+        config: A dict, a path, or None: then the environment may name a file.
+        environment: None takes this process's.
+
+    Raises:
+        ConfigError: There is no such file, or it is no JSON object.
+    """
+    where = "config="
+    if config is None:
+        variables = os.environ if environment is None else environment
+        for name in ENVIRONMENT_VARIABLES:
+            if variables.get(name):
+                config, where = variables[name], f"{name}={variables[name]}"
+                break
+        else:
+            return None, ""
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config)), where
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"config={config!r} is neither a dict nor a path.", fix="pass one of the two.")
+    path = Path(config)
+    if where == "config=":
+        where = f"config={str(path)!r}"
+    if not path.is_file():
+        raise ConfigError(f"{where}: there is no such file.", fix="pass the path of a JSON file, or a dict.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: this is no JSON: {error}.", fix="mend the file.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{where}: the file has a {type(content).__name__}, expected a JSON object.", fix="mend the file."
+        )
+    return content, where
+
+
+def check_against(config: Config, arguments: Arguments, where: str) -> None:
+    """Refuse arguments that say something else than the user's configuration.
+
+    Raises:
+        ConfigError: With both values of each.
+    """
+    standard = build(Arguments())
+    given = build(arguments)
+    if arguments == Arguments():
+        return
+    said = {path: value for path, value in _leaves(given) if _at(standard, path) != value}
+    rows = [(path, _at(config, path), value) for path, value in said.items()]
+    rows = [(path, theirs, ours) for path, theirs, ours in rows if theirs not in (_ABSENT, "auto") and theirs != ours]
+    # What the file leaves out is filled from the arguments.
+    if rows:
+        raise differences(rows, where, "the strategy's arguments")
+
+
+def stage_of(config: Config) -> int:
+    """Return the ZeRO stage of a configuration; 0 without ZeRO."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool) or zero is None:
+        return int(bool(zero))
+    return int(zero.get("stage", 0))
+
+
+def settle(config: Config, facts: Facts, where: str) -> Config:
+    """Return the configuration with everything that Trainer or Fabric knows; "auto" is filled in.
+
+    Args:
+        config: The arguments' or the user's own.
+        facts: The source.
+        where: Where the configuration stands, for the message.
+
+    Raises:
+        ConfigError: It says something else than `facts`, with both values of each; or "auto" has no value here.
+    """
+    result = copy.deepcopy(config)
+    rows: list[tuple[str, Any, Any]] = []
+
+    def put(path: str, known: Any, otherwise: Any) -> Any:
+        """Return the value of a key: what is known, else what is written, else something that does no harm."""
+        written = _at(result, path)
+        is_open = written in (_ABSENT, "auto")
+        if known is not None and not is_open and written != known:
+            rows.append((path, written, known))
+        value = known if known is not None else otherwise if is_open else written
+        _write(result, path, value)
+        return value
+
+    accumulate = put("gradient_accumulation_steps", facts.accumulate, 1)
+    put("gradient_clipping", facts.clip, _NO_CLIPPING)
+    whole = _at(result, "train_batch_size")
+    micro = facts.micro_batch
+    is_open = _at(result, "train_micro_batch_size_per_gpu") in (_ABSENT, "auto")
+    if micro is None and is_open and whole not in (_ABSENT, "auto"):
+        micro = whole // (accumulate * facts.world_size) or 1
+    micro = put("train_micro_batch_size_per_gpu", micro, 1)
+    put("train_batch_size", micro * accumulate * facts.world_size, None)
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if _at(result, section) is not _ABSENT or facts.dtype == dtype:
+            put(f"{section}.enabled", facts.dtype == dtype, None)
+    if rows:
+        raise differences(rows, where, "Trainer, Fabric and loaders")
+    _drop_auto(result, where)
+    return result
+
+
+def fp16_section(arguments: Arguments) -> Config:
+    """Return the section on loss scaling that the arguments say."""
+    return {
+        "loss_scale": arguments.loss_scale,
+        "initial_scale_power": arguments.initial_scale_power,
+        "loss_scale_window": arguments.loss_scale_window,
+        "hysteresis": arguments.hysteresis,
+        "min_loss_scale": arguments.min_loss_scale,
+    }
+
+
+def without_sections(config: Config) -> Config:
+    """Return the configuration without optimizer and scheduler: the Trainer has them."""
+    return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+
+
+def differences(rows: Iterable[tuple[str, Any, Any]], left: str, right: str) -> ConfigError:
+    """Return the error about values that are not equal, side by side."""
+    table = [("", left, right), *((path, _shown(one), _shown(other)) for path, one, other in rows)]
+    first, second = (max(len(row[column]) for row in table) for column in (0, 1))
+    lines = "".join(f"\n  {path:<{first}}  {one:<{second}}  {other}" for path, one, other in table)
+    return ConfigError(
+        f"DeepSpeed's configuration says something else than the run does:{lines}",
+        fix='let the two be equal, write "auto" into the configuration, or leave the keys out.',
+    )
+
+
+# --- inside --------------------------------------------------------------------------------------------------------
+
+_ABSENT: Any = object()
+
+# Sections whose "auto" is DeepSpeed's own default, so that leaving the key out is the same.
+_OPTIONAL = ("zero_optimization", "fp16", "bf16", "aio", "activation_checkpointing", "optimizer", "scheduler")
+
+
+def _drop_auto(config: Config, where: str) -> None:
+    open_keys = [path for path, value in _leaves(config) if value == "auto"]
+    wrong = [path for path in open_keys if path.split(".")[0] not in _OPTIONAL]
+    if "scheduler.params.total_num_steps" in open_keys:
+        wrong.append("scheduler.params.total_num_steps")
+    if wrong:
+        raise ConfigError(
+            f'{where}: "auto" has no value for {", ".join(wrong)}.', fix="write the value, or leave the key out."
+        )
+    for path in open_keys:
+        *parents, last = path.split(".")
+        section = config
+        for name in parents:
+            section = section[name]
+        del section[last]
+
+
+def _leaves(config: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        path = f"{before}{key}"
+        found += _leaves(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+    return found
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _ABSENT
+        value = value[name]
+    return value
+
+
+def _write(config: Config, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        config = config.setdefault(name, {})
+    config[last] = value
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is _ABSENT else json.dumps(value) if _is_json(value) else repr(value)
+
+
+def _is_json(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool | list | dict)
+
+
+def merged(config: Config, other: Config) -> Config:
+    """Return `config` with what only `other` has, section by section."""
+    result = dict(config)
+    for key, value in other.items():
+        if key not in result:
+            result[key] = copy.deepcopy(value)
+        elif isinstance(value, Mapping) and isinstance(result[key], Mapping):
+            result[key] = merged(dict(result[key]), dict(value))
+    return result
+
+
+ARGUMENTS = tuple(one.name for one in fields(Arguments))

@@ -1,0 +1,424 @@
+"""The state of a DeepSpeed engine in Loopwright's own layout: whole float32 tensors by the names of parameters.
+
+What every other strategy writes, this one reads, and the reverse, in every ZeRO stage and with any number of processes.
+Called by strategies/deepspeed.py.
+
+The engine keeps masters and optimizer state in flat tensors, of which each rank has a part. A `Fragment` says where a
+parameter's elements are in this rank's part. Reading adds up over ranks buffers that are zero where a rank has nothing;
+writing copies, and does not communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from .deepspeed_engine import EngineOptimizer, EngineRoot
+from .shards import read_whole
+
+__all__ = ["Pending", "gather", "load_module", "load_optimizer", "module_state", "optimizer_state", "set_masters"]
+
+# Any in this file: deepspeed has no types; states are of the user's modules and optimizers.
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where elements of a parameter are on this rank.
+
+    Attributes:
+        flat: The flat float32 tensor that the optimizer steps; None where this rank has none of the parameter.
+        at: Where they begin in `flat`.
+        start: Where they begin in the flattened parameter.
+        size: How many.
+    """
+
+    flat: Any
+    at: int = 0
+    start: int = 0
+    size: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the elements in a tensor that is as long as `flat`."""
+        return tensor.reshape(-1).narrow(0, self.at, self.size)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """In the place of a tensor that lies in parts on the ranks, until `gather` puts it together on rank 0.
+
+    Attributes:
+        root: Has the engine.
+        parameter: Whose.
+        key: Of the optimizer's state; None: the parameter itself, in float32.
+    """
+
+    root: EngineRoot
+    parameter: Any
+    key: str | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have the rest: always."""
+        return True
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return shape_of(self.parameter)
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """Return the shape of a parameter, which in stage 3 it does not have itself."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return whether each rank has a part of the parameter itself (stage 3)."""
+    return hasattr(parameter, "ds_id")
+
+
+# --- out -----------------------------------------------------------------------------------------------------------
+
+
+def module_state(root: EngineRoot, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state with `Pending` where a rank does not have the whole float32 tensor.
+
+    Args:
+        root: Around the module.
+        state: What the module's own `state_dict` says.
+    """
+    parameters = dict(root.module.named_parameters(remove_duplicate=False))
+    result = {}
+    for name, value in state.items():
+        one = parameters.get(name)
+        if one is not None and _lies_in_parts(root, one):
+            value = Pending(root, one)
+        elif one is not None and root.engine is not None:
+            value = value.float()  # frozen ones have no masters; float32 ones are not copied
+        result[name] = value
+    return result
+
+
+def _lies_in_parts(root: EngineRoot, parameter: Any) -> bool:
+    if is_partitioned(parameter):
+        return True
+    # The masters: below stage 3 the parameters are whole, but of 16 bits.
+    return root.engine is not None and parameter.requires_grad and parameter.dtype != torch.float32
+
+
+def optimizer_state(optimizer: EngineOptimizer) -> dict[str, Any]:
+    """Return an optimizer's state in torch's layout, by the numbers of the user's parameters."""
+    root, inner = optimizer.root, optimizer.optimizer
+    numbers: dict[int, int] = {}
+    groups = []
+    for members, group in zip(optimizer.groups, inner.param_groups, strict=True):
+        own = {key: value for key, value in group.items() if key != "params"}
+        own["params"] = [numbers.setdefault(id(one), len(numbers)) for one in members]
+        groups.append(own)
+    state: dict[int, dict[str, Any]] = {}
+    for members in optimizer.groups:
+        for one in members:
+            entry = _entry(root, inner, one)
+            if entry:
+                state[numbers[id(one)]] = entry
+    return {"state": state, "param_groups": groups}
+
+
+def _entry(root: EngineRoot, inner: Any, parameter: Any) -> dict[str, Any]:
+    if not parameter.requires_grad:
+        return {}
+    flats = _flats_of(root, parameter)
+    known = next((inner.state[flat] for flat in flats if flat in inner.state), None)
+    if known is None:
+        return {}
+    return {
+        key: Pending(root, parameter, key) if _is_elementwise(value, flats[0]) else _copied(value)
+        for key, value in known.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_elementwise(value: Any, flat: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and (value.numel() == flat.numel() or value.shape == flat.shape)
+
+
+def gather(state: Any, *, keep: bool) -> Any:
+    """Return a state with whole tensors in the place of `Pending`, on rank 0's CPU; None elsewhere. On every rank.
+
+    Args:
+        state: The content of a checkpoint, the same on all ranks but for what is in its tensors.
+        keep: Whether this is rank 0.
+    """
+    made: dict[tuple[int, str | None], Any] = {}
+    settled: set[int] = set()
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, Pending):
+            label = (id(value.parameter), value.key)
+            if label not in made:
+                if id(value.root) not in settled:
+                    settled.add(id(value.root))
+                    settle(value.root)
+                whole = _whole(value)
+                made[label] = whole.cpu() if keep else None
+            return made[label]
+        if isinstance(value, Mapping):
+            found = {key: resolve(one) for key, one in value.items()}
+            return found if any(found[key] is not value[key] for key in found) else value
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            items = [resolve(one) for one in value]
+            return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        return value
+
+    return resolve(state)
+
+
+def settle(root: EngineRoot) -> None:
+    """Let no parameter be on its way to a use, as the last evaluation step may have left some. On every rank."""
+    if root.stage == 3 and root.engine is not None:
+        root.engine.optimizer.empty_partition_cache()
+
+
+def _whole(pending: Pending) -> Tensor:
+    import torch.distributed as dist
+
+    root, parameter, key = pending.root, pending.parameter, pending.key
+    shape = pending.shape
+    if root.engine is None or not parameter.requires_grad:
+        with _gathered([parameter]):
+            copied: Tensor = parameter.detach().float().clone()
+            return copied
+    whole: Tensor
+    if root.swaps_gradients:  # and all else that the optimizer has
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if key is None:
+            whole = safe_get_full_fp32_param(parameter)
+        else:
+            whole = safe_get_full_optimizer_state(parameter, key)
+        return whole.reshape(shape)
+    if root.stage == 0:
+        fragment = _fragment(root, parameter)
+        source = fragment.flat if key is None else _state_of(root, fragment.flat)[key]
+        whole = source.detach().float().reshape(shape).clone()
+        return whole
+    buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=root.engine.device)
+    fragment = _fragment(root, parameter)
+    if fragment.flat is not None and fragment.size:
+        source = fragment.flat if key is None else _state_of(root, fragment.flat)[key]
+        buffer.narrow(0, fragment.start, fragment.size).copy_(fragment.of(source.detach()))
+    dist.all_reduce(buffer)
+    return buffer.reshape(shape)
+
+
+def _state_of(root: EngineRoot, flat: Any) -> Any:
+    engine = root.engine
+    inner = engine.basic_optimizer if engine.basic_optimizer is not None else engine.optimizer
+    return inner.state[flat]
+
+
+# --- where elements are --------------------------------------------------------------------------------------------
+
+
+def _flats_of(root: EngineRoot, parameter: Any) -> list[Any]:
+    """Return the flat tensors of the parameter's group, this rank's own first; there is one on every rank."""
+    if root.stage == 0:
+        return [_fragment(root, parameter).flat]
+    zero = root.zero
+    if root.stage == 3:
+        return [zero.fp32_partitioned_groups_flat[zero.grad_position[zero.get_param_id(parameter)][0]]]
+    number = next(i for i, group in enumerate(zero.bit16_groups) if any(one is parameter for one in group))
+    return [zero.single_partition_of_fp32_groups[number]]
+
+
+def _fragment(root: EngineRoot, parameter: Any) -> Fragment:
+    total = shape_of(parameter).numel()
+    if root.stage == 0:
+        wrapper = root.engine.optimizer
+        if hasattr(wrapper, "fp32_groups"):
+            for half, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                for one, master in zip(half, masters, strict=True):
+                    if one is parameter:
+                        return Fragment(master, 0, 0, total)
+        return Fragment(parameter, 0, 0, total)
+    zero = root.zero
+    if root.stage == 3:
+        number, at, _ = zero.grad_position[zero.get_param_id(parameter)]
+        share = parameter.partition_numel()
+        start = share * zero._get_param_partition_rank(parameter)
+        size = max(0, min(share, total - start))
+        return Fragment(zero.fp32_partitioned_groups_flat[number], at, start, size)
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return Fragment(None)
+    own, flat = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    return Fragment(_flats_of(root, parameter)[0], flat.start, own.start, own.numel)
+
+
+# --- in ------------------------------------------------------------------------------------------------------------
+
+
+def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str, str]) -> dict[str, Any]:
+    """Put whole tensors into parameters that lie in parts, and into masters. On every rank.
+
+    Args:
+        root: Around the module.
+        state: By the names of the checkpoint.
+        targets: Name in the module -> name in the checkpoint, of those that are in both.
+
+    Returns:
+        The state with what the module's own `load_state_dict` cannot take replaced by the module's present tensors.
+    """
+    settle(root)
+    parameters = dict(root.module.named_parameters(remove_duplicate=False))
+    result = {name: read_whole(value) for name, value in state.items()}
+    masters: dict[str, Any] = {}
+    seen: set[int] = set()
+    for own, name in targets.items():
+        one = parameters.get(own)
+        if one is None:
+            continue
+        value = result[name]
+        if not isinstance(value, Tensor) or value.shape != shape_of(one):
+            # Torch names it with all else that does not fit, if it sees the shape.
+            if is_partitioned(one) and isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"the checkpoint does not fit the module: {own} is {tuple(value.shape)} there, and "
+                    f"{tuple(shape_of(one))} in the module.",
+                    fix="build the module with the arguments it was saved with.",
+                )
+            continue
+        masters[own] = value
+        if is_partitioned(one):
+            if id(one) not in seen:
+                with _gathered([one], writes=True):
+                    if _is_first():
+                        one.data.copy_(value)
+            result[name] = one.data
+        seen.add(id(one))
+    if root.engine is None:
+        root.__dict__["loaded"] = masters
+    else:
+        set_masters(root, masters)
+    return result
+
+
+def _is_first() -> bool:
+    import torch.distributed as dist
+
+    return dist.get_rank() == 0
+
+
+def set_masters(root: EngineRoot, values: Mapping[str, Tensor]) -> None:
+    """Let the engine's float32 masters have these values, by names of parameters."""
+    parameters = dict(root.module.named_parameters(remove_duplicate=False))
+    for name, value in values.items():
+        one = parameters.get(name)
+        if one is None or not one.requires_grad:
+            continue
+        if root.swaps_gradients:
+            from deepspeed.utils import safe_set_full_fp32_param
+
+            safe_set_full_fp32_param(one, value.float())
+            continue
+        fragment = _fragment(root, one)
+        if fragment.flat is None or fragment.flat is one or not fragment.size:
+            continue
+        with torch.no_grad():
+            part = value.detach().reshape(-1).narrow(0, fragment.start, fragment.size)
+            fragment.of(fragment.flat.data).copy_(part)
+
+
+def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None:
+    """Put back a state in torch's layout.
+
+    Raises:
+        CheckpointError: Groups differ in number or size; or parameters of one group were stepped unequally often,
+            which flat tensors cannot say.
+    """
+    root, inner = optimizer.root, optimizer.optimizer
+    saved, own = state["param_groups"], optimizer.groups
+    if [len(group["params"]) for group in saved] != [len(group) for group in own]:
+        raise CheckpointError(
+            f"the checkpoint's state of {type(inner).__name__} does not fit: it has groups of "
+            f"{[len(group['params']) for group in saved]} parameters, and the optimizer of "
+            f"{[len(one) for one in own]}.",
+            fix="configure the optimizer with the parameter groups it was saved with.",
+        )
+    for group, target in zip(saved, inner.param_groups, strict=True):
+        target.update({key: value for key, value in group.items() if key != "params"})
+    for flat in [flat for flat in inner.state if not root.swaps_gradients]:
+        del inner.state[flat]
+    for group, members in zip(saved, own, strict=True):
+        for number, one in zip(group["params"], members, strict=True):
+            entry = state["state"].get(number, state["state"].get(str(number)))
+            if entry and one.requires_grad:
+                _put_entry(root, inner, one, entry)
+    relink = getattr(root.zero, "_lazy_init_hp_params_optimizer_state", None)
+    if relink is not None and not root.swaps_gradients and inner.state:
+        root.zero._hp_optimizer_states_linked = False
+        relink()
+
+
+def _put_entry(root: EngineRoot, inner: Any, parameter: Any, entry: Mapping[str, Any]) -> None:
+    shape = shape_of(parameter)
+    if root.swaps_gradients:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        for key, value in entry.items():
+            whole = read_whole(value)
+            if isinstance(whole, Tensor) and whole.shape == shape:
+                safe_set_full_optimizer_state(parameter, whole.float(), key)
+        return
+    fragment = _fragment(root, parameter)
+    flat = _flats_of(root, parameter)[0]
+    target = inner.state[flat]
+    for key, value in entry.items():
+        whole = read_whole(value)
+        if not (isinstance(whole, Tensor) and whole.ndim and whole.shape == shape):
+            before = target.get(key)
+            if before is not None and _number(before) != _number(whole):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer state has {key}={_number(before)} for one parameter and "
+                    f"{_number(whole)} for another of the same group, and DeepSpeed keeps one for all.",
+                    fix="resume with another strategy, or start from the weights with load_from_checkpoint.",
+                )
+            target[key] = _copied(whole)
+            continue
+        if key not in target:
+            target[key] = torch.zeros_like(flat.data)
+        if fragment.size:
+            part = whole.reshape(-1).narrow(0, fragment.start, fragment.size)
+            fragment.of(target[key]).copy_(part)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+@contextmanager
+def _gathered(parameters: list[Any], *, writes: bool = False) -> Iterator[None]:
+    """Return a context in which partitioned parameters are whole; with `writes`, rank 0's changes are kept."""
+    if not any(is_partitioned(one) for one in parameters):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None):
+        yield
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of parameters in float32 on the CPU, whole ones only; for masters."""
+    return {
+        name: one.detach().float().cpu().clone() for name, one in module.named_parameters() if not is_partitioned(one)
+    }

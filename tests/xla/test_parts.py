@@ -1,0 +1,55 @@
+"""What XLA strategies do beside training: where tensors lie, collectives, loaders, the profiler, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import run_task
+
+
+def test_parameters_and_their_moments_are_cut_also_after_loading(tmp_path: Path) -> None:
+    found = run_task(tmp_path, "shards", 4)
+    cut = {name: spec for name, spec in found["parameters"].items() if "devices=" in spec}
+    assert cut["first.weight"] == "{devices=[4,1]0,1,2,3}"
+    assert cut["head.weight"] == "{devices=[1,4]0,1,2,3}"
+    assert set(found["parameters"]) - set(cut) == {"head.bias"}  # 3 elements for 4 devices
+    assert found["moments"] == found["parameters"]
+    assert found["part"] == (2, 6)
+    assert found["tied"]
+    assert found["compiled_to_save"] == 0
+
+
+@pytest.mark.parametrize(("devices", "name"), [(1, "single_xla"), (2, "xla"), (2, "xla_fsdp")])
+def test_collectives_loaders_and_profiler(devices: int, name: str, tmp_path: Path) -> None:
+    found = run_task(tmp_path, "parts", devices, name)
+    assert found["reduced"] == found["gathered"] == [0.0, 1.0, 2.0, 3.0]  # one rank, whatever the number of devices
+    assert found["sent"] == {"a": 1}
+    assert found["decision"]
+    if devices == 1:
+        assert found["cut"] == ["", "", ""]
+    else:
+        assert found["cut"][:2] == ["{devices=[2,1,1]0,1}", "{devices=[2]0,1}"]
+        assert "devices=" not in found["cut"][2]
+    assert "devices=" not in found["uneven"][0]
+    assert found["uneven"][1] == 42.0
+    assert [value for value, _ in found["ahead"]] == found["ours"] == [120.0, 376.0]
+    assert all(("devices=" in spec) == (devices > 1) for _, spec in found["ahead"])
+    assert found["traced"] == [b"run_training_step", b"backward", b"validation_step"]
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    found = run_task(tmp_path, "refusals", 2)
+    for message, part in zip(
+        found,
+        [
+            "asks for 3 xla devices, but this machine shows 2",
+            "strategy='single_device' cannot be used with accelerator='xla'",
+            "strategy='ddp' cannot be used with accelerator='xla'",
+            "strategy='xla' cannot be used with accelerator='cpu'",
+            "precision='16-mixed' cannot be used with strategy='xla_fsdp'",
+            "num_nodes=2 with strategy='xla'",
+        ],
+        strict=True,
+    ):
+        assert part in message
