@@ -1,7 +1,7 @@
 """What a trainer adds to fully_shard by hand, and how much memory a rank needs; run.py prints it.
 
 This file is also the program that is measured, which starts the other processes itself:
-`python benchmarks/fsdp.py steps 30 3`, `python benchmarks/fsdp.py memory 2`.
+`python benchmarks/fsdp.py steps 30 3 1`, `python benchmarks/fsdp.py memory 2`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 # --- called by run.py -------------------------------------------------------------------------------------------------
 
 
-def measure_fsdp(*, num_steps: int, rounds: int) -> dict[str, Any]:
+def measure_fsdp(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict[str, Any]:
     """Measure in processes of their own: steps and calls on two ranks, memory on one, two and four."""
-    sizes = run_program(__file__, "steps", num_steps, rounds)["sizes"]
-    memory = [run_program(__file__, "memory", ranks, **EXACT_MEMORY) for ranks in (1, 2, 4)]
+    sizes = run_program(__file__, "steps", num_steps, rounds, 1 if is_quick else len(WIDTHS))["sizes"]
+    memory = [run_program(__file__, "memory", ranks, **EXACT_MEMORY) for ranks in ((2,) if is_quick else (1, 2, 4))]
     return {"sizes": sizes, "memory": memory}
 
 
@@ -230,12 +230,12 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def time_steps(num_steps: int, rounds: int) -> None:
+def time_steps(num_steps: int, rounds: int, num_sizes: int) -> None:
     """Print what a step takes by hand, with Fabric and with the Trainer, in turns on the same processes."""
     fabric = lw.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy())
     fabric.launch()
     sizes = []
-    for width in WIDTHS:
+    for width in WIDTHS[:num_sizes]:
         found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
         calls: dict[str, tuple[float, float]] = {}
         weights: dict[str, list[Tensor]] = {}
@@ -359,7 +359,7 @@ def measure_memory(ranks: int) -> None:
 
 def main() -> None:
     if sys.argv[1] == "steps":
-        time_steps(int(sys.argv[2]), int(sys.argv[3]))
+        time_steps(*map(int, sys.argv[2:5]))
     else:
         measure_memory(int(sys.argv[2]))
 

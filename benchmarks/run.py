@@ -95,7 +95,9 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 results[part] = time_launches(processes=1 if is_quick else 5, folder=Path(folder))
         elif part == "fsdp":
-            results[part] = measure_fsdp(num_steps=10 if is_quick else 15, rounds=1 if is_quick else 2)
+            results[part] = measure_fsdp(
+                num_steps=10 if is_quick else 15, rounds=1 if is_quick else 2, is_quick=is_quick
+            )
         elif part == "sharded-saves":
             results[part] = measure_sharded_saves(megabytes=24 if is_quick else 256, rounds=1 if is_quick else 3)
     return results

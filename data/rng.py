@@ -88,7 +88,8 @@ def restore_rng(state: dict[str, Any]) -> None:
 def _started_xla() -> Any:  # Any: a module of torch_xla, which is not annotated
     """Return where XLA's generator is, if its runtime is started: asking for its state would start it."""
     package = sys.modules.get("torch_xla")
-    if package is None or not package._XLAC._xla_runtime_is_initialized():
+    binding = getattr(package, "_XLAC", None)
+    if binding is None or not binding._xla_runtime_is_initialized():
         return None
     return sys.modules.get("torch_xla.core.xla_model")
 

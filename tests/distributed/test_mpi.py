@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("mpi4py")
 
 PROGRAM = """
+import sys
 import torch
 from torch.utils.data import DataLoader
 import loopwright as lw
@@ -36,8 +37,10 @@ trainer = lw.Trainer(
 )
 net = Net()
 trainer.fit(net, DataLoader(torch.ones(8, 4), batch_size=2))
-print(type(trainer.fabric.cluster_environment).__name__, trainer.global_rank, trainer.world_size, trainer.global_step,
-      float(net.layer.weight.sum()), flush=True)
+found = type(trainer.fabric.cluster_environment).__name__, trainer.global_rank, trainer.world_size, trainer.global_step
+# In one piece: the ranks share the pipe.
+sys.stdout.write(" ".join(map(str, (*found, float(net.layer.weight.sum())))) + "\\n")
+sys.stdout.flush()
 """
 
 

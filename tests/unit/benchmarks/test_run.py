@@ -25,5 +25,6 @@ def test_quick_run_writes_every_section(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results" / "latest.json").read_text())
     assert {"steps", "calls", "reads", "imports", "first-step", "saving", "logging", "ranks", "launch"} <= set(results)
+    assert {"fsdp", "sharded-saves"} <= set(results)
     assert all(row["weights_equal"] for part in ("steps", "ranks") for row in results[part])
     assert "EXCEPT" not in (tmp_path / "RESULTS.md").read_text()
