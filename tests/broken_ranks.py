@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import fork_ranks
 
 from loopwright.fabric.watch import Watch
 
@@ -36,17 +36,9 @@ class Ranks:
     """Processes that were started; `wait` returns how they ended."""
 
     def __init__(self, function: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> None:
-        assert torch.get_num_threads() == 1, "set OMP_NUM_THREADS=1"
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("fork")
-        self.processes = [
-            context.Process(target=_child, args=(rank, size, self.store.port, self.folder.name, function, args, kwargs))
-            for rank in range(size)
-        ]
+        self.processes, self.store = fork_ranks(size, _child, self.folder.name, function, args, kwargs)
         self.began = time.monotonic()
-        for process in self.processes:
-            process.start()
 
     def local_exits(self) -> dict[int, int]:
         """Be a launcher, for a watch in this process."""
@@ -71,6 +63,7 @@ class Ranks:
             said = Path(self.folder.name, f"{rank}.err").read_text()
             result.append(Ended(code, said, seen.get(rank, timeout_s)))
         self.folder.cleanup()
+        self.store = None  # in the traceback of a failed test it would live on
         return result
 
     def line(self, rank: int, text: str, timeout_s: float = 20) -> None:

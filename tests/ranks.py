@@ -9,6 +9,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["import_deepspeed", "run_ranks"]
+__all__ = ["fork_ranks", "import_deepspeed", "run_ranks"]
 
 
 def import_deepspeed() -> None:
@@ -52,29 +53,42 @@ def run_ranks(
     return results
 
 
-def _run(
-    function: Callable[..., Any], size: int, timeout_s: float, connect: bool, args: Any, kwargs: Any
-) -> tuple[list[Any], list[str]]:
-    """Return results and problems. The store ends with this frame: in the traceback of a failed test it would live on,
-    and the next test's children would be forked while its thread is busy."""
-    import torch._dynamo  # the first optimizer imports it, for a second: once here, and not in every child
+def fork_ranks(size: int, target: Callable[..., Any], *args: Any) -> tuple[list[Any], Any]:
+    """Fork processes that call `target(rank, size, port, *args)`; return them and the store that they find at the port.
+
+    The store's thread starts when all are forked, for a lock that it held at that moment would stay locked in the child
+    for ever. They can connect before, since the socket listens. A caller that keeps the store longer than its children
+    (in the traceback of a failed test, say) lets the next ones be forked while that thread runs.
+    """
+    import torch
     import torch.distributed as dist
 
     assert torch.get_num_threads() == 1, "set OMP_NUM_THREADS=1: forking after OpenMP used several threads hangs"
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
-    # Children wait until all have been forked: the store's thread must not be busy (with the first child's connection)
-    # while the next one is forked, or a lock that it holds stays locked in there for ever.
-    gate = os.pipe()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listening.getsockname()[1]
+    starts = [(listening, target, rank, size, port, *args) for rank in range(size)]
+    processes = [context.Process(target=_without_socket, args=start) for start in starts]
+    for process in processes:
+        process.start()
+    number = listening.detach()  # the store closes it
+    return processes, dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=number)
+
+
+def _without_socket(listening: socket.socket, target: Callable[..., Any], *args: Any) -> None:
+    """Close the parent's socket, which would listen on after the store has ended, and begin."""
+    listening.close()
+    target(*args)
+
+
+def _run(
+    function: Callable[..., Any], size: int, timeout_s: float, connect: bool, args: Any, kwargs: Any
+) -> tuple[list[Any], list[str]]:
+    """Return results and problems. The store ends with this frame."""
+    import torch._dynamo  # noqa: F401  # the first optimizer imports it, for a second: once here, and not in every child
+
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_child, args=(rank, size, store.port, folder, connect, gate, function, args, kwargs))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        for end in gate:
-            os.close(end)
+        processes, _store = fork_ranks(size, _child, folder, connect, function, args, kwargs)
         ends = time.monotonic() + timeout_s
         for process in processes:
             process.join(max(0.0, ends - time.monotonic()))
@@ -96,14 +110,9 @@ def _run(
     return results, problems
 
 
-def _child(
-    rank: int, size: int, port: int, folder: str, connect: bool, gate: Any, function: Any, args: Any, kwargs: Any
-) -> None:
+def _child(rank: int, size: int, port: int, folder: str, connect: bool, function: Any, args: Any, kwargs: Any) -> None:
     import torch.distributed as dist
 
-    os.close(gate[1])
-    os.read(gate[0], 1)  # the end of the file comes when parent and children have closed the other end
-    os.close(gate[0])
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOOPWRIGHT_STORE="hosted",
