@@ -1,5 +1,6 @@
 """The `loopwright` command: `launch` starts a program in several processes, `lifecycle` prints the table of hooks,
-`report` makes a page of runs, `watch` shows them in the terminal, `checkpoint` looks into checkpoints."""
+`report` makes a page of runs, `watch` shows them in the terminal, `checkpoint` looks into checkpoints, `doctor` at this
+machine."""
 
 from __future__ import annotations
 
@@ -27,6 +28,10 @@ def run(arguments: Sequence[str]) -> int:
         from . import report
 
         return (report.report if arguments[0] == "report" else report.watch)(arguments[1:])
+    if arguments and arguments[0] == "doctor":
+        from .doctor import doctor
+
+        return doctor(arguments[1:])
     if arguments and arguments[0] == "checkpoint":
         from .checkpoint import checkpoint
 
@@ -36,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start a program in several processes, on this machine or on several")
     commands.add_parser("checkpoint", help="look into checkpoints, check, compare and convert them")
+    commands.add_parser("doctor", help="say what this machine offers for training, and what is wrong with it")
     commands.add_parser("lifecycle", help="print the table of hooks and their order, as Markdown")
     commands.add_parser("report", help="make one HTML page of runs: curves, numbers, checkpoints, configuration")
     commands.add_parser("watch", help="show the curves of runs in the terminal while they train")

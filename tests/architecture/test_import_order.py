@@ -16,7 +16,7 @@ LAYERS = (
     {"strategies"},
     {"checkpoint", "data"},
     {"fabric"},
-    {"callbacks", "loggers", "profilers", "report"},
+    {"callbacks", "loggers", "profilers", "report", "doctor"},
     {"trainer"},
     {"tuner"},
     {"cli"},

@@ -1,0 +1,136 @@
+"""The disk where checkpoints go: room, speed, and whether it keeps a checkpoint whole. Called by examination.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .finding import Finding, Level, show_size
+
+__all__ = ["examine", "judge_room", "judge_speed"]
+
+_SECTION = "disk"
+_PIECE = 8 << 20
+_SLOW = 50e6  # bytes per second: a checkpoint of 1 GB holds training for 20 s
+_LEAST_ROOM = 5 << 30
+
+
+def examine(folder: Path, size_bytes: int) -> Iterator[Finding]:
+    """Give findings about the disk of a folder; what is written there is removed."""
+    folder = folder.absolute()
+    made = _make(folder)
+    try:
+        yield Finding(_SECTION, "folder", f"{folder}{_file_system(folder)}")
+        usage = shutil.disk_usage(folder)
+        yield judge_room(usage.free, usage.total)
+        with tempfile.TemporaryDirectory(prefix=".loopwright-doctor-", dir=folder) as scratch:
+            yield _links(Path(scratch))
+            if size_bytes:
+                yield from _speed(Path(scratch), min(size_bytes, max(usage.free // 2, _PIECE)))
+    except OSError as error:
+        advice = "choose another default_root_dir, or change the folder's rights"
+        yield Finding(_SECTION, "writing", f"{type(error).__name__}: {error}", Level.PROBLEM, advice)
+    finally:
+        for one in made:
+            one.rmdir()
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder; return what did not exist, innermost first."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return []  # the first use of the folder says why
+    return missing
+
+
+def judge_room(free: int, total: int) -> Finding:
+    """Return whether there is room for checkpoints."""
+    value = f"{show_size(free)} free of {show_size(total)}"
+    if free >= _LEAST_ROOM:
+        return Finding(_SECTION, "room", value)
+    return Finding(
+        _SECTION, "room", value, Level.WARNING, "a checkpoint is written beside the one that it replaces: make room"
+    )
+
+
+def _file_system(folder: Path) -> str:
+    best, kind = "", ""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        lines = []  # another system than Linux
+    for line in lines:
+        _, place, found = line.split()[:3]
+        place = place.replace("\\040", " ")
+        if folder.is_relative_to(place) and len(place) >= len(best):
+            best, kind = place, found
+    return f" ({kind})" if kind else ""
+
+
+def _links(scratch: Path) -> Finding:
+    (scratch / "old").write_bytes(b"old")
+    (scratch / "new").write_bytes(b"new")
+    os.replace(scratch / "new", scratch / "old")
+    is_whole = (scratch / "old").read_bytes() == b"new"
+    try:
+        os.link(scratch / "old", scratch / "linked")
+        os.symlink("old", scratch / "symlinked")
+    except OSError as error:
+        value = f"files are replaced at once, but links cannot be made ({error.strerror})"
+        return Finding(_SECTION, "replacing", value, Level.NOTE, "save_last='link' copies instead")
+    value = "files are replaced at once, links work"
+    if is_whole:
+        return Finding(_SECTION, "replacing", value)
+    return Finding(
+        _SECTION, "replacing", "a replaced file has its old content", Level.PROBLEM, "use another file system"
+    )
+
+
+def _speed(scratch: Path, size_bytes: int) -> Iterator[Finding]:
+    piece = os.urandom(_PIECE)  # nothing that a file system could compress
+    path = scratch / "data"
+    began = time.monotonic()
+    with open(path, "wb") as file:
+        for _ in range(max(1, size_bytes // _PIECE)):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    yield judge_speed("writing", path.stat().st_size, time.monotonic() - began)
+    _forget(path)
+    began = time.monotonic()
+    with open(path, "rb", buffering=0) as file:
+        while file.read(_PIECE):
+            pass
+    yield judge_speed("reading", path.stat().st_size, time.monotonic() - began)
+    began = time.monotonic()
+    for number in range(10):
+        with open(scratch / f"small-{number}", "wb") as file:
+            file.write(b"loopwright")
+            file.flush()
+            os.fsync(file.fileno())
+    yield Finding(_SECTION, "small files", f"{(time.monotonic() - began) * 100:.1f} ms for each that is synced")
+
+
+def _forget(path: Path) -> None:
+    """Let the kernel drop what it keeps of a file, so that reading it reads the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def judge_speed(name: str, size_bytes: int, took_s: float) -> Finding:
+    """Return whether so many bytes in so many seconds are fast enough for checkpoints."""
+    speed = size_bytes / max(took_s, 1e-9)
+    value = f"{speed / 1e6:.0f} MB/s ({show_size(size_bytes)})"
+    if speed >= _SLOW:
+        return Finding(_SECTION, name, value)
+    advice = (
+        "put checkpoints on a faster disk (default_root_dir), or save in the background: plugins=lw.AsyncCheckpointIO()"
+    )
+    return Finding(_SECTION, name, value, Level.WARNING, advice)

@@ -1,0 +1,41 @@
+"""Asks every part of this folder in turn. Called by cli/doctor.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .finding import Finding, Level
+
+__all__ = ["examine"]
+
+
+def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.0) -> Iterator[Finding]:
+    """Look at this machine, and give findings as they are made.
+
+    Args:
+        folder: Where checkpoints are to go; its disk is measured. It is made if it does not exist, and left as it was.
+        disk_bytes: Bytes that are written and read there; 0 leaves the measurement out.
+        timeout_s: The longest that the import of one package may take.
+    """
+    from . import compilers, devices, disk, machine, network, packages
+
+    parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("machine", machine.examine),
+        ("devices", devices.examine),
+        ("packages", lambda: packages.examine(timeout_s)),
+        ("compilers", compilers.examine),
+        ("processes", network.examine),
+        ("disk", lambda: disk.examine(folder, disk_bytes)),
+    ]
+    for section, part in parts:
+        try:
+            yield from part()
+        except Exception as error:  # the other parts still have something to say; nothing is hidden
+            yield Finding(
+                section,
+                "this part",
+                f"could not be examined: {type(error).__name__}: {error}",
+                Level.WARNING,
+                "a report of this to Loopwright's issues helps",
+            )

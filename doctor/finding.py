@@ -1,0 +1,49 @@
+"""`Finding`: one line of what `loopwright doctor` found; made by every file of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Finding", "Level", "show_size"]
+
+
+class Level(Enum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    """As it should be, or a plain fact."""
+    NOTE = "note"
+    """Something is missing that not everyone needs."""
+    WARNING = "warning"
+    """Training works, but something will be slow or fail under load."""
+    PROBLEM = "problem"
+    """Something that was asked for, or that every run needs, does not work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one thing.
+
+    Attributes:
+        section: The heading that it stands under.
+        name: What was looked at.
+        value: What was found, in one line.
+        level: How much it matters.
+        advice: What to do about it; empty where nothing is to be done.
+    """
+
+    section: str
+    name: str
+    value: str
+    level: Level = Level.OK
+    advice: str = ""
+
+
+def show_size(size_bytes: float) -> str:
+    """Return a number of bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"

@@ -1,0 +1,134 @@
+"""`loopwright doctor`: what it judges, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loopwright.cli import run
+from loopwright.doctor import Finding, Level, disk, examine, machine, network, packages
+
+
+def test_shared_memory_of_a_container_is_too_small() -> None:
+    found = machine.judge_shared_memory(64 << 20, 60 << 20)
+    assert found.level is Level.WARNING
+    assert found.value.startswith("60.0 MiB free of 64.0 MiB")
+    assert "--shm-size" in found.advice
+    assert "dead processes" in machine.judge_shared_memory(8 << 30, 1 << 20).advice
+    assert machine.judge_shared_memory(8 << 30, 7 << 30).level is Level.OK
+
+
+def test_a_low_limit_of_open_files_says_who_may_raise_it() -> None:
+    assert machine.judge_open_files(-1, -1).level is Level.OK
+    assert machine.judge_open_files(1024, 524288).advice.startswith("ulimit -n 65536")
+    assert machine.judge_open_files(1024, -1).advice.startswith("ulimit -n 65536")
+    assert "administrator" in machine.judge_open_files(1024, 2048).advice
+
+
+def test_more_threads_than_cores_are_named() -> None:
+    assert machine.judge_threads("8", 2).level is Level.WARNING
+    assert machine.judge_threads("none", 2).level is Level.WARNING
+    assert machine.judge_threads("2", 2).level is Level.OK
+    assert "2 threads" in machine.judge_threads(None, 2).value
+
+
+def test_versions_of_torch() -> None:
+    assert packages.judge_torch("2.8.1+cu128").level is Level.PROBLEM
+    assert packages.judge_torch("2.9.0").level is Level.OK
+    assert packages.judge_torch("2.13.0+cpu").level is Level.OK
+    assert packages.judge_torch("2.14.0.dev1").level is Level.NOTE
+
+
+def test_needed_packages_are_there_in_a_version_that_fits() -> None:
+    assert packages.judge_needed("rich>=13").level is Level.OK
+    assert packages.judge_needed("rich>=999").advice == "pip install 'rich>=999'"
+    assert packages.judge_needed("no-such-package>=1").value == "missing"
+
+
+@pytest.mark.parametrize(
+    ("source", "level", "value"),
+    [
+        ("value = 1", Level.OK, "1.5, imports"),
+        ("raise OSError('no symbol')", Level.PROBLEM, "cannot be imported: OSError: no symbol"),
+        ("import os; os._exit(3)", Level.PROBLEM, "its process ended with code 3"),
+        ("import time; time.sleep(60)", Level.PROBLEM, "it takes longer than 0.5 s"),
+    ],
+)
+def test_engines_are_imported_in_a_process_of_their_own(
+    source: str, level: Level, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_engine.py").write_text(source)
+    (tmp_path / "some_engine-1.5.dist-info").mkdir()
+    (tmp_path / "some_engine-1.5.dist-info" / "METADATA").write_text("Name: some_engine\nVersion: 1.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = packages.Optional("some_engine", "a strategy", "pip install some_engine", has_engine=True)
+    found = packages.judge_optional(engine, timeout_s=0.5 if "sleep" in source else 30)
+    assert found.level is level
+    assert value in found.value
+
+
+def test_variables_of_a_launcher_that_is_gone() -> None:
+    found = list(network.judge_variables({"RANK": "0", "WORLD_SIZE": "2", "LW_API_KEY": "s3", "NCCL_DEBUG": "INFO"}))
+    assert found[0].level is Level.WARNING
+    assert "RANK=0, WORLD_SIZE=2" in found[0].value
+    assert [one.name for one in found[1:]] == ["NCCL_DEBUG"]  # and no secret
+
+
+def test_the_disk_is_left_as_it_was(tmp_path: Path) -> None:
+    found = {one.name: one for one in disk.examine(tmp_path / "a" / "b", 1 << 20)}
+    assert found["replacing"].level is Level.OK
+    assert "MB/s" in found["writing"].value
+    assert "MB/s" in found["reading"].value
+    assert not list(tmp_path.iterdir())
+    slow = disk.judge_speed("writing", 100 << 20, 10.0)
+    assert slow.level is Level.WARNING
+    assert slow.value == "10 MB/s (100 MiB)"
+    assert disk.judge_room(1 << 30, 100 << 30).level is Level.WARNING
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = list(disk.examine(tmp_path / "file" / "below", 1 << 20))
+    assert found[-1].level is Level.PROBLEM
+
+
+def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("no such file")
+
+    monkeypatch.setattr(machine, "usable_cores", fails)
+    monkeypatch.setattr(packages, "_OPTIONAL", ())
+    found = list(examine(tmp_path, disk_bytes=0))
+    assert (
+        Finding(
+            "machine",
+            "this part",
+            "could not be examined: RuntimeError: no such file",
+            Level.WARNING,
+            "a report of this to Loopwright's issues helps",
+        )
+        in found
+    )
+    assert {one.section for one in found} == {"machine", "devices", "packages", "compilers", "processes", "disk"}
+
+
+def test_the_command_prints_findings_and_tells_problems_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packages, "_OPTIONAL", (packages.Optional("no_such_package", "much", "pip install it"),))
+    assert run(["doctor", "--folder", str(tmp_path), "--disk-size", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "- no_such_package          missing (much)\n" in said
+    assert "-> pip install it\n" in said
+    assert said.endswith("no problems, no warnings\n") or "warning" in said.splitlines()[-1]
+    (tmp_path / "file").write_text("")
+    assert run(["doctor", "--folder", str(tmp_path / "file" / "x"), "--disk-size", "0", "--json"]) == 1
+    entries = json.loads(capsys.readouterr().out)
+    assert entries[-1]["level"] == "problem"
+    assert 'accelerator="cpu"' in [entry["name"] for entry in entries]
+    with pytest.raises(SystemExit):
+        run(["doctor", "--disk-size", "nan"])
+    assert "expected a number of at least 0" in capsys.readouterr().err
