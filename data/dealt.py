@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -24,7 +24,7 @@ from .shard import NO_BATCH, Shard
 from .source import Source
 from .worker import Numbered
 
-__all__ = ["DealtIndexStream", "DealtListSource", "DealtSource", "borrowed_rng"]
+__all__ = ["DealtIndexStream", "DealtListSource", "DealtSource", "borrowed_rng", "drawn_alike"]
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,17 @@ def borrowed_rng(state: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         restore_rng({kind: own[kind] for kind in KINDS if kind in own})
+
+
+def drawn_alike(rank: int, data_rank: int, rng: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return a context in which a process that reads rank 0's share, but is not rank 0, draws as that one does.
+
+    Args:
+        rank: Of this process.
+        data_rank: Which share it reads; those of other shares take care of themselves.
+        rng: Where rank 0's generators are.
+    """
+    return borrowed_rng(rng) if rank and not data_rank else nullcontext()
 
 
 class DealtIndexStream(IndexStream):

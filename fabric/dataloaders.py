@@ -138,14 +138,16 @@ class FabricDataLoader:
             restore_rng(rng)
             return
         epoch, self._num_passes = self._num_passes, self._num_passes + 1
-        self._stream.open(epoch, self._shared_rng())
+        topology = self._fabric.strategy.topology
+        if self._shard is None and topology.data_size == topology.world_size:
+            self._stream.open(epoch)
+            return
+        from ..data.dealt import drawn_alike
 
-    def _shared_rng(self) -> dict[str, Any] | None:
-        """Return rank 0's generators, from which every process's sampler draws the same order."""
-        if self._shard is None:
-            return None
-        state: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
-        return state
+        # Every process's sampler draws the same order, from rank 0's generators.
+        shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
+        with drawn_alike(topology.global_rank, topology.data_rank, shared):
+            self._stream.open(epoch, shared)
 
     def batches_left(self, upto: int) -> int:
         """Return how many batches of a training pass come after the one that was given last, at most `upto`.
@@ -190,11 +192,12 @@ class FabricDataLoader:
         from ..data.eval_shard import shard_eval
 
         strategy, count = fabric.strategy, self._count()
-        if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count % shard.size):
+        if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count < shard.size):
             raise DataError(
-                f"{'an unknown number of' if count is None else count} batches do not go round {shard.size} processes, "
-                f"and under {type(strategy).__name__} all of them have to run every step.",
-                fix="evaluate on a number of batches that the number of processes divides, or pass uneven='stop_all'.",
+                f"{'an unknown number of' if count is None else count} batches may leave some of {shard.size} "
+                f"processes without one, and under {type(strategy).__name__} a process that never had one cannot take "
+                "part in the others' steps.",
+                fix="evaluate on at least as many batches as there are processes, or pass uneven='stop_all'.",
             )
         previous = fabric._evaluation
         current = fabric._evaluation = EvaluationPass(shard.size, self._count())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .single_xla import SingleDeviceXLAStrategy
     from .xla import XLAStrategy
     from .xla_fsdp import XLAFSDPStrategy
+    from .xla_replicas import XLAReplicasStrategy
 
 __all__ = [
     "STRATEGY_REGISTRY",
@@ -37,6 +38,7 @@ __all__ = [
     "Topology",
     "TorchSyncBatchNorm",
     "XLAFSDPStrategy",
+    "XLAReplicasStrategy",
     "XLAStrategy",
 ]
 
@@ -50,6 +52,7 @@ _HOME = {
     "SingleDeviceXLAStrategy": "single_xla",
     "TorchSyncBatchNorm": "layer_sync",
     "XLAFSDPStrategy": "xla_fsdp",
+    "XLAReplicasStrategy": "xla_replicas",
     "XLAStrategy": "xla",
 }
 

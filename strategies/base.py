@@ -84,8 +84,9 @@ class Strategy:
     """Whether each rank holds a part of every parameter: then evaluation steps communicate, and all ranks must run
     equally many; and checkpoints are read by parts."""
     helps_in_evaluation: bool = True
-    """Whether `evaluate_without_data` does something where `shards_parameters`; else all ranks need equally many
-    batches."""
+    """Whether this rank can `evaluate_without_data` where `shards_parameters`; else it needs a batch first."""
+    holds_gradients: bool = False
+    """Whether an engine has the gradients, and not the `grad` of an optimizer's parameters."""
     has_inference_mode: bool = True
     """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
     launcher: Launcher | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .shards import is_sharded, local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["over_shards", "scale_to_norm", "total_norm"]
+__all__ = ["largest_over_ranks", "over_shards", "scale_to_norm", "total_norm"]
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -77,6 +77,18 @@ def _combined(values: Tensor, mesh: DeviceMesh, axis: int, *, is_max: bool) -> T
         values = values.clone()
         dist.all_reduce(values, dist.ReduceOp.SUM, group=group)
         return values
+    return largest_over_ranks(values, group)
+
+
+def largest_over_ranks(values: Tensor, group: Any = None) -> Tensor:  # Any: a process group
+    """Return the largest value of each element over the ranks of a group, NaN above all. On each of these ranks.
+
+    Args:
+        values: Floating point.
+        group: None: all ranks.
+    """
+    import torch.distributed as dist
+
     # A NaN compares as neither larger nor smaller: gloo would keep or drop it by the order of the ranks.
     is_nan = values.isnan()
     both = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])

@@ -6,16 +6,19 @@ Made by name ("deepspeed", "deepspeed_stage_3", ...) or by the user; called by F
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, ModuleError
+from ..errors import ConfigError, DataError, ModuleError
 from . import deepspeed_config as configs
 from .base import NoLoss
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
     from ..precision import Precision
-    from .deepspeed_engine import EngineRoot
+    from .deepspeed_engine import EngineOptimizer, EngineRoot
+    from .deepspeed_pipeline import PipelineRoot
     from .deepspeed_precision import DeepSpeedPrecision
 
 __all__ = ["DeepSpeedStrategy"]
@@ -36,7 +40,6 @@ logger = logging.getLogger(__name__)
 # Any in this file: deepspeed has no types; what users give, and what their steps take and return.
 
 _FLOAT_SECTIONS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_PIPELINE = "PipelineModule"
 
 
 class DeepSpeedStrategy(ProcessGroupStrategy):
@@ -101,12 +104,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         start_method: How processes start where nobody else starts them: "popen", "spawn", "fork", "forkserver".
         uneven: What happens where ranks have unequally many training batches: "stop_all" or "cycle".
         stall_timeout: A run in which nothing moves for so long says where every rank is.
+        micro_batches: Into how many parts a PipelineModule cuts a batch. None: as many as it has stages.
 
     Raises:
         ConfigError: An argument cannot work, or differs from `config`; every problem is named.
     """
 
-    helps_in_evaluation = False  # gathering follows a trace of what the module itself runs
+    holds_gradients = True
     strategy_name = "deepspeed"
     uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in the engine's backward pass
 
@@ -164,10 +168,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         start_method: str = "popen",
         uneven: str = "stop_all",
         stall_timeout: timedelta | float | None = None,
+        micro_batches: int | None = None,
     ) -> None:
         given = locals()
         arguments = configs.Arguments(**{name: given[name] for name in configs.ARGUMENTS})
         problems = configs.check_arguments(arguments)
+        if micro_batches is not None and micro_batches < 1:
+            problems.append((f"micro_batches={micro_batches!r}", "pass at least 1"))
         own: configs.Config = {}
         where = "the strategy's arguments"
         try:
@@ -177,6 +184,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 own, where = read, place
         except ConfigError as error:
             problems.append((error.what.rstrip("."), error.fix.rstrip(".")))
+        # What the file leaves out is as the arguments say, but for ZeRO, where the file alone decides if it has a word.
+        standard = configs.build(arguments)
+        if "zero_optimization" in own:
+            standard.pop("zero_optimization")
+        self.given_config = configs.merged(own, standard) if own else standard
+        problems += configs.check_activations(self.given_config, where)
         super().__init__(
             accelerator,
             parallel_devices,
@@ -192,26 +205,30 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             problems=problems,
         )
         self.arguments = arguments
-        # What the file leaves out is as the arguments say, but for ZeRO, where the file alone decides if it has a word.
-        standard = configs.build(arguments)
-        if "zero_optimization" in own:
-            standard.pop("zero_optimization")
-        self.given_config = configs.merged(own, standard) if own else standard
         self.where = where
         self.stage = configs.stage_of(self.given_config)
         self.remote_device = remote_device
         self.logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self._batch_size = logging_batch_size_per_gpu if isinstance(logging_batch_size_per_gpu, int) else None
+        self.micro_batches = micro_batches
+        self.has_stages = False
         self._plan: dict[str, Any] = {}
         self._deepspeed: Any = None
+        self._has_set_rank = False
+        self._keeps_activations = self._has_configured = False
         self._roots: list[weakref.ref[EngineRoot]] = []
         self._last: weakref.ref[EngineRoot] | None = None
 
     @property
     def shards_parameters(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        """Whether each rank holds a part of every parameter: in stage 3."""
-        return self.stage == 3
+        """Whether each rank holds a part of every parameter, in stage 3; or of the layers, with a PipelineModule."""
+        return self.stage == 3 or self.has_stages
+
+    @property
+    def helps_in_evaluation(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
+        """Whether `evaluate_without_data` knows what is gathered: once this rank has evaluated a batch."""
+        return any(root.evaluated is not None for root in self._live_roots())
 
     @property
     def zero_stage_3(self) -> bool:
@@ -245,14 +262,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return None if root is None else root.engine
 
     @property
-    def global_grad_norm(self) -> Any:
-        """The norm of the last step's gradients, before clipping; None where neither clipping nor ZeRO computed it."""
+    def global_grad_norm(self) -> Tensor | None:
+        """The 2-norm of the last step's gradients, before clipping; None where neither clipping nor ZeRO computed it.
+
+        Shape (), on the engine's device, equal on all ranks; of the order of the norm where gradients were clipped.
+        """
         root = self._newest()
         return None if root is None else root.grad_norm
 
     def _newest(self) -> EngineRoot | None:
-        roots = [root for root in (one() for one in self._roots) if root is not None]
+        roots = self._live_roots()
         return roots[-1] if roots else None
+
+    def _live_roots(self) -> list[EngineRoot]:
+        return [root for root in (one() for one in self._roots) if root is not None]
 
     # -- before the launch ---------------------------------------------------------------------------------------
 
@@ -277,13 +300,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             ConfigError: The configuration says something else; with both values of each. Or it cannot be done.
         """
         self._plan = dict(plan)
-        if not plan.get("is_automatic", True):
-            raise ConfigError(
-                "DeepSpeedStrategy cannot be used with manual optimization: the engine must know at each backward pass "
-                "whether a step follows.",
-                fix="use automatic optimization, Fabric, or strategy='ddp' or 'fsdp'.",
-            )
         self.configure_deepspeed_config(self.given_config)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        from .deepspeed_ops import prepare
+
+        prepare(self.given_config, self.where)
 
     def _facts(self) -> configs.Facts:
         plan = self._plan
@@ -325,15 +348,42 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def setup_distributed(self) -> None:
         """Connect the processes, and let DeepSpeed use the connection."""
+        self._prepare()  # before ranks wait for each other, with a time limit
         super().setup_distributed()
+        if "LOCAL_RANK" not in os.environ:  # DeepSpeed (0.19) reads it; a run of one process has no launcher
+            os.environ["LOCAL_RANK"] = str(self.local_rank)
+            self._has_set_rank = True
         from .deepspeed_ops import connect
 
         connect(self._import(), backend="nccl" if self.device.type == "cuda" else "gloo", timeout=self.timeout)
+        self._configure_activations()
+
+    def _configure_activations(self) -> None:
+        """Tell `deepspeed.checkpointing`, which is one for the whole process, what the configuration says of it.
+
+        A script that has configured it before keeps that where the configuration says nothing.
+        """
+        options = configs.activation_options(self.given_config)
+        self._has_configured = any(options.values())
+        if self.device.type == "cpu":
+            # They are there already; DeepSpeed (0.19) would take its copy, which is none, for free to be emptied.
+            options["checkpoint_in_cpu"] = False
+        checkpointing = self._import().checkpointing
+        if self._has_configured or not checkpointing.is_configured():
+            checkpointing.configure(None, **options)
+        self._keeps_activations = bool(options["contiguous_checkpointing"] or options["checkpoint_in_cpu"])
 
     def teardown(self) -> None:
         """Let go of engines, then give back devices and connections."""
+        if self._has_set_rank:  # it would look like a launcher to the next run
+            os.environ.pop("LOCAL_RANK", None)
+            self._has_set_rank = False
+        if self._has_configured:
+            self._import().checkpointing.configure(None)  # nothing is left to a later run of this process
+            self._has_configured = False
         self._roots, self._last = [], None
         self._plan = {}
+        self.has_stages = False
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -376,37 +426,79 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """Return what runs the module; `setup_optimizer` puts the engine around it. On every rank: it communicates.
 
         Raises:
-            ModuleError: The ranks built different modules, or it is a PipelineModule.
+            ModuleError: The ranks built different modules.
+            ConfigError: It has a PipelineModule that cannot be run.
         """
         from .deepspeed_engine import EngineRoot
 
-        self._refuse_pipeline(module)
+        self.look_at(module)
+        if self.has_stages:
+            return self._setup_stages(module)
         self.check_module(module)
-        root = EngineRoot(module, self.stage)
+        root = EngineRoot(module, self.stage, is_stepped_by_hand=not self._plan.get("is_automatic", True))
+        root.take_over()
         self._roots = [one for one in self._roots if one() is not None]
         self._roots.append(weakref.ref(root))
         return root
 
     def place_module(self, module: nn.Module) -> EngineRoot:
-        """Return what runs the module in evaluation; in stage 3 an engine without an optimizer. It communicates."""
+        """Return what runs the module in evaluation and manual optimization. It communicates.
+
+        In evaluation that is, in stage 3, an engine without an optimizer.
+        """
         from .deepspeed_engine import start
 
         root = self.setup_module(module)
+        if root.is_stepped_by_hand:
+            return root  # the optimizer brings its engine
+        if root.is_pipeline:
+            self._start_stages(root, None)
+            return root
         if self.stage == 3:
             start(self._import(), root, None, self._engine_config())
         elif self.world_size > 1:
             broadcast_tensors([*module.parameters(), *module.buffers()])
         return root
 
-    def _refuse_pipeline(self, module: nn.Module) -> None:
-        kinds = [kind for kind in type(module).__mro__ if kind.__name__ == _PIPELINE]
-        if any(kind.__module__.startswith("deepspeed.") for kind in kinds):
-            raise ModuleError(
-                "DeepSpeed's PipelineModule runs whole windows by itself (train_batch), which this strategy does not "
-                "do.",
-                fix="drive it by hand: deepspeed.initialize(model=...) and engine.train_batch(...); or pass a plain "
-                "module.",
-            )
+    def look_at(self, module: nn.Module) -> None:
+        """Find out from a module which ranks read the same data: the stages of one PipelineModule.
+
+        Called before data are shared out; on every rank.
+
+        Raises:
+            ModuleError: There are several PipelineModules.
+        """
+        from .deepspeed_pipeline import find_pipeline
+
+        found = find_pipeline(module)
+        if found is None and not self.has_stages:
+            return
+        self.has_stages = found is not None
+        rank, size = self.global_rank, self.world_size
+        if found is not None:
+            grid = found[1].mpu()
+            rank, size = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+        self._topology = replace(self.topology, data_rank=rank, data_size=size)
+
+    def _setup_stages(self, module: nn.Module) -> PipelineRoot:
+        from . import deepspeed_pipeline, deepspeed_stages
+
+        found = deepspeed_pipeline.find_pipeline(module)
+        assert found is not None
+        path, pipe = found
+        deepspeed_pipeline.check(
+            module, pipe, self.given_config, self.precision, is_automatic=self._plan.get("is_automatic", True)
+        )
+        count = self.micro_batches or pipe.num_stages
+        root = deepspeed_pipeline.PipelineRoot(
+            module, path, pipe, stage=self.stage, micro_batches=count, precision=self.precision
+        )
+        everyone = self.gather_objects(deepspeed_stages.described(root))
+        root.__dict__["layout"] = deepspeed_stages.learn_names(root, everyone)
+        root.sync_buffers()
+        self._roots = [one for one in self._roots if one() is not None]
+        self._roots.append(weakref.ref(root))
+        return root
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
@@ -448,18 +540,30 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if has_masters:
             masters = {**whole_parameters(root.module), **(loaded or {})}
         root.__dict__["loaded"] = None
-        if self.stage == 0 and self.world_size > 1:
+        if self.stage == 0 and self.world_size > 1 and not root.is_pipeline:
             broadcast_tensors(list(root.module.buffers()))
-        made = start(deepspeed, root, optimizer, self._engine_config())
+        if root.is_pipeline:
+            made = self._start_stages(root, optimizer)
+        else:
+            made = start(deepspeed, root, optimizer, self._engine_config())
         if masters:
             set_masters(root, masters)
         assert made is not None
         return made  # type: ignore[return-value]  # it says that it is one
 
+    def _start_stages(self, root: Any, optimizer: Optimizer | None) -> EngineOptimizer | None:
+        from .deepspeed_pipeline import stage_config, start_stages
+        from .deepspeed_stages import group_names, learn_groups
+
+        if optimizer is not None:
+            groups = [group["params"] for group in optimizer.param_groups]
+            learn_groups(root.layout, self.gather_objects(group_names(root, groups)))
+        config = stage_config(self._engine_config(), root, trains=optimizer is not None)
+        return start_stages(self._import(), root, optimizer, config)
+
     def _root_of(self, optimizer: Optimizer) -> EngineRoot:
         own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        roots = [root for root in (one() for one in self._roots) if root is not None]
-        for root in reversed(roots):
+        for root in reversed(self._live_roots()):
             if any(id(one) in own for one in root.module.parameters()):
                 return root
         raise ConfigError(
@@ -478,8 +582,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return config
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Let all ranks have rank 0's buffers."""
-        if self.world_size > 1:
+        """Let all ranks have rank 0's buffers; with a PipelineModule, those of the first replica's stage."""
+        if self.has_stages:
+            module.sync_buffers()  # type: ignore[operator]  # a PipelineRoot's
+        elif self.world_size > 1:
             broadcast_tensors(list(self.unwrap(module).buffers()))
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -501,16 +607,43 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             step = _within(context, step)
         if not isinstance(module, EngineRoot):
             return step
-        root, call = module, Call(step, is_training=name == "training_step")
+        if module.is_pipeline:
+            stages = cast("PipelineRoot", module)
+            return self._bind_stages(step) if name == "training_step" else stages.count_evaluations(step)
+        root, call = module, Call(step, is_training=name == "training_step" and not module.is_stepped_by_hand)
         reference = weakref.ref(root)
 
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            if not self.shards_parameters:
+                output = step(*args, **kwargs)
+            else:
+                output = (root.run if self.world_size == 1 else root.evaluate)(call, args, kwargs)
+            if self._keeps_activations:  # until a backward pass, which does not come
+                self._deepspeed.checkpointing.reset()
+            return output
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                self._last = reference
-            elif not self.shards_parameters:
-                return step(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return evaluate(*args, **kwargs)
+            self._last = reference
             output = root.run(call, args, kwargs)
             if call.is_training and output.__class__ is not Tensor:
+                self._check_loss(output)
+            return output
+
+        return run
+
+    def _passed(self) -> EngineRoot | None:
+        """Return the pipeline whose gradients wait for `backward`; else the newest one."""
+        roots = self._live_roots()
+        return next((root for root in roots if root.is_pipeline and cast("PipelineRoot", root).has_pass), roots[-1])
+
+    def _bind_stages(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the step, in which the module itself calls the engine."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if output.__class__ is not Tensor:
                 self._check_loss(output)
             return output
 
@@ -537,6 +670,28 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             fix="give all ranks equally many batches, or pass uneven='stop_all' or 'cycle'.",
         )
 
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Take part in an evaluation step for which this rank has no batch, where others have one.
+
+        Modules are gathered in the order in which this rank's last evaluation step ran them.
+
+        Raises:
+            DataError: This rank has not evaluated any batch.
+        """
+        from .deepspeed_engine import EngineRoot
+
+        known = [root for root in self._live_roots() if root.evaluated is not None]
+        if isinstance(module, EngineRoot):
+            known = [root for root in known if root is module]
+        if not known:
+            raise DataError(
+                f"rank {self.global_rank} has no batch of an evaluation and did not have one before, so that it cannot "
+                "know what the other ranks' engines gather.",
+                fix="evaluate on at least as many batches as there are ranks, or with strategy='deepspeed_stage_2'.",
+            )
+        for root in known:
+            root.evaluate_without_data()
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not end a window, if enabled: the engine accumulates."""
         from .deepspeed_engine import EngineRoot
@@ -549,7 +704,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: There is no engine yet.
         """
-        root = None if self._last is None else self._last()
+        root = self._passed() if self.has_stages else None if self._last is None else self._last()
         if root is None or root.engine is None:
             raise ConfigError(
                 "a backward pass was made before DeepSpeed had an optimizer: its engine needs module and optimizer "
@@ -566,6 +721,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 fix="call backward with the loss alone, or with retain_graph.",
             )
         root.backward(tensor, **kwargs)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to add a tensor over replicas, in place; see `Strategy.start_sum`."""
+        root = self._newest() if self.has_stages else None
+        if root is None:
+            return super().start_sum(tensor)
+        return cast("PipelineRoot", root).start_sum(tensor)
 
     def drop_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of a window which was broken off; of all modules for None."""
@@ -633,6 +795,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         original = self.unwrap(module)
         state = super().module_state_dict(original)
+        if isinstance(module, EngineRoot) and module.is_pipeline:
+            from .deepspeed_stages import whole_state
+
+            return whole_state(cast("PipelineRoot", module), state)
         if self.exclude_frozen_parameters:
             frozen = {name for name, one in original.named_parameters(remove_duplicate=False) if not one.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
@@ -648,6 +814,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         original = self.unwrap(module)
         if not isinstance(module, EngineRoot):
             return super().load_module_state_dict(original, state, strict)
+        if module.is_pipeline:
+            from .deepspeed_stages import own_state
+
+            state = own_state(cast("PipelineRoot", module), state, strict=strict)
         targets = {
             name: key
             for name in original.state_dict()
@@ -667,6 +837,16 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         if type(optimizer) is not EngineOptimizer:  # type: ignore[comparison-overlap]  # it says that it is one
             return super().optimizer_state(optimizer, module)
+        if self.is_global_zero and optimizer.root.has_gradients:
+            warnings.warn(
+                "gradients that DeepSpeed's engine has accumulated since the last step are not saved with the "
+                "optimizer's state",
+                stacklevel=2,
+            )
+        if optimizer.root.is_pipeline:
+            from .deepspeed_stages import whole_steps
+
+            return whole_steps(optimizer)
         return optimizer_state(optimizer)
 
     get_optimizer_state = optimizer_state
@@ -681,6 +861,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if type(optimizer) is not EngineOptimizer:  # type: ignore[comparison-overlap]  # it says that it is one
             super().load_optimizer_state(optimizer, state, module)
             return
+        if optimizer.root.is_pipeline:
+            from .deepspeed_stages import own_steps
+
+            state = own_steps(optimizer, state)
         load_optimizer(optimizer, state)
 
 

@@ -22,7 +22,9 @@ __all__ = [
     "ENVIRONMENT_VARIABLES",
     "Arguments",
     "Facts",
+    "activation_options",
     "build",
+    "check_activations",
     "check_arguments",
     "differences",
     "read",
@@ -293,6 +295,12 @@ def settle(config: Config, facts: Facts, where: str) -> Config:
     if rows:
         raise differences(rows, where, "Trainer, Fabric and loaders")
     _drop_auto(result, where)
+    if _at(result, "zero_optimization.round_robin_gradients") is True and stage_of(result) in (1, 2):
+        raise ConfigError(
+            f"{where}: with zero_optimization.round_robin_gradients, DeepSpeed (0.19) says wrongly which part of the "
+            "optimizer's state belongs to which parameter, so that checkpoints would hold it under wrong names.",
+            fix="leave round_robin_gradients out; it changes how gradients are dealt out, and no result.",
+        )
     return result
 
 
@@ -305,6 +313,39 @@ def fp16_section(arguments: Arguments) -> Config:
         "hysteresis": arguments.hysteresis,
         "min_loss_scale": arguments.min_loss_scale,
     }
+
+
+def activation_options(config: Config) -> Config:
+    """Return the arguments of `deepspeed.checkpointing.configure` that a configuration says."""
+    section = config.get("activation_checkpointing") or {}
+    return {
+        argument: False if section.get(key) == "auto" else section.get(key, otherwise)
+        for argument, key, otherwise in _ACTIVATIONS
+    }
+
+
+def check_activations(config: Config, where: str) -> list[tuple[str, str]]:
+    """Return (what, fix) of what cannot work in the section on activation checkpointing."""
+    options = activation_options(config)
+    if not options["contiguous_checkpointing"]:
+        return []
+    found = []
+    if not options["partition_activations"]:
+        found.append(
+            (
+                f"{where}: contiguous_memory_optimization without partition_activations, of whose parts it makes one "
+                "buffer",
+                "set partition_activations, too",
+            )
+        )
+    if options["num_checkpoints"] is None:
+        found.append(
+            (
+                f"{where}: contiguous_memory_optimization needs to know how many parts of the model are checkpointed",
+                'pass config={"activation_checkpointing": {"number_checkpoints": ...}}',
+            )
+        )
+    return found
 
 
 def without_sections(config: Config) -> Config:
@@ -326,6 +367,16 @@ def differences(rows: Iterable[tuple[str, Any, Any]], left: str, right: str) -> 
 # --- inside --------------------------------------------------------------------------------------------------------
 
 _ABSENT: Any = object()
+
+# Argument of DeepSpeed's function, key in its section, value where the key is not there.
+_ACTIVATIONS: tuple[tuple[str, str, Any], ...] = (
+    ("partition_activations", "partition_activations", False),
+    ("contiguous_checkpointing", "contiguous_memory_optimization", False),
+    ("num_checkpoints", "number_checkpoints", None),
+    ("checkpoint_in_cpu", "cpu_checkpointing", False),
+    ("synchronize", "synchronize_checkpoint_boundary", False),
+    ("profile", "profile", False),
+)
 
 # Sections whose "auto" is DeepSpeed's own default, so that leaving the key out is the same.
 _OPTIONAL = ("zero_optimization", "fp16", "bf16", "aio", "activation_checkpointing", "optimizer", "scheduler")

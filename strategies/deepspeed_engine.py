@@ -1,21 +1,24 @@
 """A module inside a DeepSpeed engine, and the gradients that the engine holds. Made by DeepSpeedStrategy.
 
 The engine does the backward pass, the reduction and the step. Accumulation is ours: at every backward pass the engine
-is told whether it ends a window. Gradients are scaled and clipped in the engine's own buffers, between the last
-backward pass of a window and the step; the engine's own clipping is off.
+is told whether it ends a window; where nobody knows, in manual optimization, the step ends it. Gradients are scaled and
+clipped in the engine's own buffers, between the last backward pass of a window and the step; the engine's own clipping
+is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..precision.base import DefaultDtype
 from .base import non_finite_norm
+from .clipping import largest_over_ranks
 from .deepspeed_ops import quietly
 from .replica import NOTHING, Call, loss_tensor
 
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["EngineOptimizer", "EngineRoot", "start"]
 
 # Any in this file: deepspeed has no types, and what the user's steps take and return.
+
+# Of a user's module: the root that it was set up with last. Other objects than the strategy may set it up next.
+_ENGINE = "_deepspeed_root"
+
+
+_BLOCK_BYTES = 4096  # of disks; some have 512
 
 
 class EngineRoot(nn.Module):
@@ -38,34 +47,47 @@ class EngineRoot(nn.Module):
         engine: The DeepSpeedEngine; None before there is an optimizer.
         stage: The ZeRO stage.
         output: What a step returned beside its loss tensor; None where that was all.
+        is_stepped_by_hand: Whether the user's step makes backward passes and optimizer steps itself.
         ends_window: Whether the next backward pass is the last before a step.
+        is_window_open: Whether the last backward pass did not end its window, so that a step has to.
         has_gradients: Whether a backward pass was made since the last step.
         grad_norm: Norm of the gradients of the last step, before clipping; None where nobody computed it.
         loaded: A state that was loaded before there was an engine, for its masters.
+        evaluated: The modules that the last evaluation step has entered (True) and left (False), in order; None before
+            the first. In stage 3 with several ranks.
     """
 
+    is_pipeline = False
     module: nn.Module
     engine: Any
     stage: int
     output: Any
+    is_stepped_by_hand: bool
     ends_window: bool
+    is_window_open: bool
     has_gradients: bool
-    grad_norm: Any
+    grad_norm: Tensor | None
     loaded: dict[str, Any] | None
+    evaluated: list[tuple[bool, nn.Module]] | None
 
-    def __init__(self, module: nn.Module, stage: int) -> None:
+    def __init__(self, module: nn.Module, stage: int, *, is_stepped_by_hand: bool = False) -> None:
         super().__init__()
         self.module = module
         # Beside nn.Module's own registration: the engine has this module as its submodule.
         self.__dict__.update(
             engine=None, stage=stage, output=None, ends_window=True, has_gradients=False, grad_norm=None, loaded=None
         )
+        self.__dict__.update(is_stepped_by_hand=is_stepped_by_hand, is_window_open=False, evaluated=None)
         self.__dict__.update(_work=None, _clipped_norm=None)
 
     def forward(self) -> Any:
         """Run the call that was left, and return what a backward pass may begin at."""
         call, args, kwargs = self.__dict__["_work"]
         output = call.step(*args, **kwargs)
+        if self.is_stepped_by_hand or not torch.is_grad_enabled():
+            # No backward pass begins at it, and the engine's hooks take no outputs of any kind.
+            self.__dict__["output"] = NOTHING if output is None else output
+            return None
         if not call.is_training or output.__class__ is Tensor:
             return output
         self.__dict__["output"] = NOTHING if output is None else output
@@ -88,14 +110,110 @@ class EngineRoot(nn.Module):
             return output
         return None if extra is NOTHING else extra
 
+    def take_over(self) -> None:
+        """Let the engine that the module may have from an earlier run go: its hooks would run beside the next one's.
+
+        On every rank: what is on its way arrives.
+        """
+        own = vars(self.module)
+        before: EngineRoot | None = own.get(_ENGINE)
+        if before is not None and before.engine is not None:
+            if before.stage == 3:
+                before.engine.optimizer.empty_partition_cache()
+            before.engine.destroy()
+        own[_ENGINE] = self
+
+    # -- evaluation in stage 3 -----------------------------------------------------------------------------------
+
+    def evaluate(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an evaluation step, and remember which modules it entered and left."""
+        events: list[tuple[bool, nn.Module]] = []
+
+        def enter(module: nn.Module, _: Any) -> None:
+            # Those with the engine's hooks, but for us. The engine itself hands on our attributes as its own.
+            if module is not self and "ds_id" in vars(module):
+                events.append((True, module))
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            if module is not self and "ds_id" in vars(module):
+                events.append((False, module))
+
+        hooks = nn.modules.module
+        handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)]
+        try:
+            output = self.run(call, args, kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.__dict__["evaluated"] = events
+        return output
+
+    def evaluate_without_data(self) -> None:
+        """Take part in another rank's evaluation step: gather what this rank's last one has gathered."""
+        with torch.no_grad():
+            self.run(Call(self._walk, is_training=False), (), {})
+
+    def _walk(self) -> None:
+        from deepspeed.runtime.zero import parameter_offload as hooks
+
+        optimizer = self.engine.optimizer
+        gathering = getattr(optimizer, "parameter_offload", optimizer)  # an engine without an optimizer has that alone
+        for begins, module in self.evaluated or ():
+            if begins:
+                gathering.pre_sub_module_forward_function(module)
+            else:
+                hooks.FWD_MODULE_STACK.pop()
+                gathering.post_sub_module_forward_function(module)
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute gradients and let the engine reduce them, at the end of a window."""
-        engine = self.engine
-        engine.set_gradient_accumulation_boundary(self.ends_window)
-        self.__dict__["has_gradients"] = True
-        engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        """Compute gradients; the engine reduces them now, or in some stages at the end of the window."""
+        own, engine = self.__dict__, self.engine
+        by_hand = own["is_stepped_by_hand"]
+        if kwargs and self.stage == 3:
+            raise ConfigError(
+                "backward was given retain_graph in ZeRO stage 3, where a pass gives back the parameters that a second "
+                "pass over the same graph needs.",
+                fix="add the losses and call backward once, run the forward pass again, or use stage 2.",
+            )
+        ends_window = own["ends_window"] and not by_hand
+        engine.set_gradient_accumulation_boundary(ends_window)
+        own["has_gradients"], own["is_window_open"] = True, not ends_window
+        if not by_hand:
+            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            return
+        # We are inside the engine's forward pass. Otherwise that one counts backward passes, and what it returns begins
+        # them.
+        if self.stage:
+            engine.optimizer.clear_backward_seen_flag()
+        with self.outside_of_step():
+            handle = loss.register_hook(lambda _: engine._backward_prologue())
+            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            handle.remove()
+
+    def outside_of_step(self) -> AbstractContextManager[Any]:
+        """Return a context without the precision of a step, for what a step does by hand beside its forward pass."""
+        stack = ExitStack()
+        if self.is_stepped_by_hand:
+            stack.enter_context(torch.autocast(self.engine.device.type, enabled=False))
+            stack.enter_context(DefaultDtype(torch.float32))
+        return stack
+
+    def finish_window(self) -> None:
+        """Let the engine do with its gradients what the last backward pass of a window does, if none has done so."""
+        own, engine = self.__dict__, self.engine
+        if not own["is_window_open"]:
+            return
+        own["is_window_open"] = False
+        engine.set_gradient_accumulation_boundary(True)
+        if self.stage >= 2:
+            self.zero.finalize_gradient_accumulation_boundary()
+        elif self.stage == 1:
+            # Its `reduce_gradients` leaves to the backward pass what overlaps with it.
+            engine._flush_coalesced_reduction_zero12(self.zero)
+        else:
+            engine.allreduce_gradients()
 
     @contextmanager
     def within_window(self) -> Iterator[None]:
@@ -146,6 +264,7 @@ class EngineRoot(nn.Module):
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply the reduced gradients."""
+        self.finish_window()
         if self.swaps_gradients:
             # The engine divides by the loss scale when it reads them.
             _override_scale(self.zero, 1.0 / float(factor))
@@ -156,6 +275,7 @@ class EngineRoot(nn.Module):
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the reduced gradients so that their total norm is at most `max_norm`; return the norm before."""
+        self.finish_window()
         if self.swaps_gradients:
             return self._clip_in_engine(max_norm, norm_type)
         parts = self.parts()
@@ -187,6 +307,7 @@ class EngineRoot(nn.Module):
 
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the reduced gradients."""
+        self.finish_window()
         if self.swaps_gradients:
             raise ConfigError(
                 "gradients on a disk cannot be clipped by value.",
@@ -199,14 +320,26 @@ class EngineRoot(nn.Module):
     def step(self) -> bool:
         """Let the engine step and forget the gradients; return whether it did."""
         engine, own = self.engine, self.__dict__
+        self.finish_window()
         engine.set_gradient_accumulation_boundary(True)
-        engine.step()
+        if not own["is_stepped_by_hand"]:
+            engine.step()
+        else:
+            if self.stage == 3:
+                # What the forward pass has left whole would keep its values from before the step.
+                engine.optimizer.empty_partition_cache()
+            with self.outside_of_step():
+                engine.step()
         own["has_gradients"] = False
         if self.stage == 3 and engine.optimizer.swap_optimizer:
             _override_scale(engine.optimizer, None)
             engine.optimizer.clip_grad = 0.0
         clipped, own["_clipped_norm"] = own["_clipped_norm"], None
-        own["grad_norm"] = engine.get_global_grad_norm() if clipped is None else clipped
+        norm = engine.get_global_grad_norm() if clipped is None else clipped
+        # After an overflow the engine says it with a number of the host.
+        own["grad_norm"] = (
+            norm if norm is None or isinstance(norm, Tensor) else torch.tensor(norm, device=engine.device)
+        )
         return bool(engine.was_step_applied())
 
     def drop_gradients(self) -> None:
@@ -214,7 +347,7 @@ class EngineRoot(nn.Module):
         own = self.__dict__
         if not own["has_gradients"]:
             return
-        own["has_gradients"], own["_clipped_norm"] = False, None
+        own["has_gradients"], own["is_window_open"], own["_clipped_norm"] = False, False, None
         zero = self.zero
         if zero is None:
             for parameter in self.module.parameters():
@@ -232,9 +365,9 @@ class EngineRoot(nn.Module):
         zero._release_preflattened_grad_buffers()
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
-        for number in zero.averaged_gradients:
-            zero.averaged_gradients[number] = None
-            zero.all_grad_tensors[number] = None
+        for gradients in (zero.averaged_gradients, zero.all_grad_tensors):  # in the first window one may be empty
+            for number in gradients:
+                gradients[number] = None
 
 
 class EngineOptimizer:
@@ -281,10 +414,19 @@ def start(
 ) -> EngineOptimizer | None:
     """Put an engine around a module and its optimizer. On every rank: it communicates."""
     groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+    # DeepSpeed saves the configuration, and so says to checkpoint/deepspeed_folder.py what names begin with.
+    config = {**config, "loopwright": {"prefix": "module."}}
     with quietly():
         engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=config, dist_init_required=False)
     root.__dict__["engine"] = engine
     zero = root.zero
+    offload = getattr(zero, "parameter_offload", None)
+    if offload is not None:
+        # DeepSpeed (0.19) may read a parameter ahead that is used twice in what comes, and fails at the second time.
+        offload.get_param_coordinator()._PartitionedParameterCoordinator__prefetch_nvme = False
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is not None:
+        swapper.swap_out_gradients = _aligned_only(swapper.swap_out_gradients)
     if zero is not None and getattr(zero, "cpu_offload", False):
         # With 1 it would not add up micro-batches; windows are ours, and may be longer.
         zero.gradient_accumulation_steps = max(2, zero.gradient_accumulation_steps)
@@ -292,6 +434,21 @@ def start(
         # Its 16-bit optimizer of stage 0 makes a step without gradients, to have state: Adam's count is 1 then.
         optimizer.state.clear()
     return None if optimizer is None else EngineOptimizer(optimizer, root, groups)
+
+
+def _aligned_only(swap_out: Callable[..., None]) -> Callable[..., None]:
+    """Return what puts gradients on a disk, and keeps in memory those that could not be read back.
+
+    DeepSpeed (0.19) reads a gradient straight to its place in a flat buffer. Where that does not begin at a block of
+    the disk, direct access fails, which nobody looks at: the step is made with what was in the buffer.
+    """
+
+    def swap_out_gradients(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
+        for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
+            tensor.swappable = offset * tensor.element_size() % _BLOCK_BYTES == 0
+        swap_out(parameter=parameter, gradient_offsets=gradient_offsets, gradient_tensors=gradient_tensors)
+
+    return swap_out_gradients
 
 
 def _override_scale(zero: Any, scale: float | None) -> None:
@@ -306,8 +463,7 @@ def _over_ranks(norm: Tensor, norm_type: float) -> Tensor:
     if dist.get_world_size() == 1:
         return norm
     if norm_type == float("inf"):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-        return norm
+        return largest_over_ranks(norm)
     total = norm**norm_type
     dist.all_reduce(total)
     return total ** (1.0 / norm_type)

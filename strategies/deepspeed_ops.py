@@ -1,33 +1,30 @@
 """Imports DeepSpeed without a surprise: no build that nobody asked for, and builds that say so and end.
 
-DeepSpeed compiles parts of itself with the machine's compiler when they are first used. Called by
-strategies/deepspeed.py and deepspeed_engine.py.
+DeepSpeed compiles parts of itself with the machine's compiler when they are first used; deepspeed_builds.py does it
+instead. Called by strategies/deepspeed.py and deepspeed_engine.py.
 """
 
 from __future__ import annotations
 
-import logging
+import errno
+import functools
 import os
-import threading
-import time
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, LaunchError, MissingDependency
+from ..errors import ConfigError, MissingDependency
 
-__all__ = ["building", "connect", "import_deepspeed", "load", "quietly", "refuse_stale_locks", "stale_locks"]
+__all__ = ["connect", "import_deepspeed", "operators_of", "prepare", "quietly", "takes_cpu_adam"]
 
-logger = logging.getLogger(__name__)
+# Any in this file: deepspeed has no types; values of a JSON document.
 
-# Any in this file: deepspeed has no types.
-
-BUILD_TIMEOUT_S = 900.0
-# A build holds its lock and writes all the time; a lock beside which nothing was written for so long has no owner.
-_STALE_AFTER_S = 600.0
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_DIRECT = getattr(os, "O_DIRECT", 0)
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
 
@@ -46,6 +43,9 @@ def import_deepspeed() -> Any:
         raise MissingDependency("deepspeed", needed_for="strategy='deepspeed'", extra="deepspeed") from error
     # DeepSpeed (0.19) calls collectives by names that torch 2.13 has renamed; users can do nothing about it.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    _watch_builds()
+    from .deepspeed_builds import is_built
+
     operators = deepspeed.ops.__compatible_ops__
     # DeepSpeed (0.19) compiles this one, for a minute, as soon as CPU processes connect; only inference uses it.
     if operators.get(_SHARED_MEMORY) and not is_built(_SHARED_MEMORY):
@@ -87,90 +87,97 @@ def _forget_groups() -> None:
 # --- builds --------------------------------------------------------------------------------------------------------
 
 
-def folder() -> Path:
-    """Return where torch keeps what is built: TORCH_EXTENSIONS_DIR, else its own cache."""
-    from torch.utils import cpp_extension
+def _watch_builds() -> None:
+    """Let `deepspeed_builds.build` build whatever DeepSpeed loads.
 
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    return Path(root)
-
-
-def is_built(name: str) -> bool:
-    """Return whether an operator was built on this machine already."""
-    return any(folder().glob(f"**/{name}/{name}.so"))
-
-
-def stale_locks() -> list[Path]:
-    """Return the locks of builds that ended without removing them: the next build would wait for ever."""
-    now = time.time()
-    found = []
-    for lock in folder().glob("**/lock"):
-        newest = max((one.stat().st_mtime for one in lock.parent.iterdir()), default=0.0)
-        if now - newest > _STALE_AFTER_S:
-            found.append(lock)
-    return found
-
-
-def refuse_stale_locks() -> None:
-    """Raise if a build would wait for a lock that nobody holds.
-
-    Raises:
-        LaunchError: Names the files.
+    All its builds go through one method, also those of an optimizer that the user makes.
     """
-    found = stale_locks()
-    if found:
-        raise LaunchError(
-            f"a build of DeepSpeed's operators was broken off and left its lock, for which the next one would wait for "
-            f"ever: {', '.join(map(str, found))}.",
-            fix="delete the files, if no build is running.",
-        )
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
+    from .deepspeed_builds import build, tools_on_path
 
-@contextmanager
-def building(what: str, *, timeout_s: float = BUILD_TIMEOUT_S) -> Iterator[None]:
-    """Say that an operator is being built, and that it still is; raise in the end if it took too long.
-
-    A build cannot be broken off from outside without leaving its lock; after the limit an error line says where to
-    look, once, and the build goes on.
-    """
-    refuse_stale_locks()
-    done = threading.Event()
-    began = time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(30.0):
-            passed = time.monotonic() - began
-            if passed > timeout_s:
-                logger.error("building %s takes longer than %.0f s; look into %s", what, timeout_s, folder())
-                return
-            logger.warning("building %s with the C++ compiler: %.0f s", what, passed)
-
-    logger.warning("building %s with the C++ compiler, once; it is kept in %s", what, folder())
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    logger.warning("built %s in %.0f s", what, time.monotonic() - began)
-
-
-def load(name: str, builder: Callable[[], Any], *, timeout_s: float = BUILD_TIMEOUT_S) -> None:
-    """Build an operator unless it is there, saying so.
-
-    Raises:
-        ConfigError: It cannot be built here; says why.
-    """
-    if is_built(name):
-        refuse_stale_locks()
+    original = OpBuilder.jit_load
+    if hasattr(original, "__wrapped__"):
         return
-    made = builder()
-    if not made.is_compatible(verbose=False):
-        reason = getattr(made, "error_log", None) or "it is not compatible"
-        raise ConfigError(
-            f"DeepSpeed's operator {name} cannot be built on this machine: {reason}.",
-            fix="install what is missing; for async_io that is libaio (apt-get install libaio-dev).",
-        )
-    with building(f"DeepSpeed's {name}", timeout_s=timeout_s):
-        made.load(verbose=False)
+
+    @functools.wraps(original)
+    def jit_load(self: Any, verbose: bool = True) -> Any:
+        kind = type(self)
+        build(self.name, f"{kind.__module__}:{kind.__qualname__}")
+        with tools_on_path():
+            return original(self, verbose)
+
+    OpBuilder.jit_load = jit_load
+
+
+def operators_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the operators that a configuration makes an engine load, each with what builds it."""
+    found = {}
+    optimizer = str((config.get("optimizer") or {}).get("type")).lower()
+    if optimizer in ("adam", "adamw") and takes_cpu_adam(config):
+        found["cpu_adam"] = "CPUAdamBuilder"
+    if _nvme_paths(config):
+        found.update(pin_memory="PinMemoryBuilder", async_io="AsyncIOBuilder")
+    return {name: f"deepspeed.ops.op_builder:{maker}" for name, maker in found.items()}
+
+
+def takes_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration asks for DeepSpeed's own Adam on the host, rather than for torch's."""
+    return _device(config, "offload_optimizer") != "none" and bool(config.get("zero_force_ds_cpu_optimizer", False))
+
+
+def prepare(config: Mapping[str, Any], where: str) -> None:
+    """Refuse what this machine cannot do for a configuration, and build the operators that the engine will load.
+
+    Called on every process of a node before they connect, and before they are started where that can be.
+
+    Args:
+        config: DeepSpeed's.
+        where: Where it stands, for the message.
+
+    Raises:
+        ConfigError: A folder for NVMe cannot be used; or libaio or the compiler is missing. All of it is named.
+        LaunchError: A build failed, or took too long.
+    """
+    needed = operators_of(config)
+    if not needed:
+        return
+    from .deepspeed_builds import build, is_built, missing_for
+
+    missing = {name: maker for name, maker in needed.items() if not is_built(name)}
+    problems = [one for path in _nvme_paths(config) for one in _problems_of(path)]
+    problems += [(f"DeepSpeed's {', '.join(missing)} must be built, and there is no {tool} here", fix)
+                 for tool, fix in missing_for(missing).items()]  # fmt: skip
+    if problems:
+        whats, fixes = zip(*problems, strict=True)
+        raise ConfigError(f"{where}: {'; '.join(whats)}.", fix=f"{'; '.join(dict.fromkeys(fixes))}.")
+    for name, maker in missing.items():
+        build(name, maker)
+
+
+def _device(config: Mapping[str, Any], section: str) -> str:
+    zero = config.get("zero_optimization")
+    offload = (zero.get(section) or {}) if isinstance(zero, Mapping) else {}
+    return str(offload.get("device", "none"))
+
+
+def _nvme_paths(config: Mapping[str, Any]) -> list[str]:
+    """Return the folders on disks that a configuration names for "nvme", each once."""
+    used = [section for section in _OFFLOADS if _device(config, section) == "nvme"]
+    return list(dict.fromkeys(str(config["zero_optimization"][section].get("nvme_path")) for section in used))
+
+
+def _problems_of(path: str) -> list[tuple[str, str]]:
+    """Return (what, fix) if DeepSpeed could not swap to a folder."""
+    fix = "pass nvme_path=, a folder on a local disk that can be written to"
+    if not Path(path).is_dir():
+        return [(f"nvme_path={path!r} is no folder that exists", fix)]
+    try:
+        # As libaio opens files: without the system's cache.
+        with tempfile.NamedTemporaryFile(dir=path) as file:
+            os.close(os.open(file.name, os.O_RDWR | _DIRECT))
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return [(f"nvme_path={path!r} is on a file system without direct access (O_DIRECT)", fix)]
+        return [(f"nvme_path={path!r} cannot be written to ({error.strerror})", fix)]
+    return []

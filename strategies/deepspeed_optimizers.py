@@ -81,16 +81,12 @@ def _is_optimizer(value: Any) -> bool:
 
 def _cpu_adam(config: dict[str, Any], is_decoupled: bool) -> Any:
     """Return DeepSpeed's own Adam for the host, where the configuration asks for it; None else. It may be built."""
-    zero = config.get("zero_optimization") or {}
-    device = (zero.get("offload_optimizer") or {}).get("device", "none")
-    if device == "none" or not config.get("zero_force_ds_cpu_optimizer", False):
+    from .deepspeed_ops import takes_cpu_adam
+
+    if not takes_cpu_adam(config):
         return None
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from .deepspeed_ops import load
-
-    load("cpu_adam", CPUAdamBuilder)
     return functools.partial(DeepSpeedCPUAdam, adamw_mode=is_decoupled)
 
 

@@ -22,7 +22,19 @@ from ..errors import CheckpointError
 from .deepspeed_engine import EngineOptimizer, EngineRoot
 from .shards import read_whole
 
-__all__ = ["Pending", "gather", "load_module", "load_optimizer", "module_state", "optimizer_state", "set_masters"]
+__all__ = [
+    "Pending",
+    "gather",
+    "lies_in_parts",
+    "load_module",
+    "load_optimizer",
+    "module_state",
+    "optimizer_state",
+    "own_fragment",
+    "set_masters",
+    "state_entry",
+    "state_of",
+]
 
 # Any in this file: deepspeed has no types; states are of the user's modules and optimizers.
 
@@ -48,7 +60,6 @@ class Fragment:
         return tensor.reshape(-1).narrow(0, self.at, self.size)
 
 
-@dataclass(frozen=True)
 class Pending:
     """In the place of a tensor that lies in parts on the ranks, until `gather` puts it together on rank 0.
 
@@ -58,9 +69,11 @@ class Pending:
         key: Of the optimizer's state; None: the parameter itself, in float32.
     """
 
-    root: EngineRoot
-    parameter: Any
-    key: str | None = None
+    # No dataclass: `has_parts` is to see it, not what is in it.
+    def __init__(self, root: EngineRoot, parameter: Any, key: str | None = None) -> None:
+        self.root = root
+        self.parameter = parameter
+        self.key = key
 
     @property
     def is_part(self) -> bool:
@@ -71,6 +84,15 @@ class Pending:
     def shape(self) -> torch.Size:
         """The shape of the whole tensor."""
         return shape_of(self.parameter)
+
+    @property
+    def label(self) -> tuple[Any, ...]:
+        """What is equal for the same tensor."""
+        return (id(self.parameter), self.key)
+
+    def whole(self) -> Any:
+        """Return the whole tensor. On every rank: it communicates."""
+        return _whole(self)
 
 
 def shape_of(parameter: Any) -> torch.Size:
@@ -97,7 +119,7 @@ def module_state(root: EngineRoot, state: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in state.items():
         one = parameters.get(name)
-        if one is not None and _lies_in_parts(root, one):
+        if one is not None and lies_in_parts(root, one):
             value = Pending(root, one)
         elif one is not None and root.engine is not None:
             value = value.float()  # frozen ones have no masters; float32 ones are not copied
@@ -105,11 +127,22 @@ def module_state(root: EngineRoot, state: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _lies_in_parts(root: EngineRoot, parameter: Any) -> bool:
+def lies_in_parts(root: EngineRoot, parameter: Any) -> bool:
+    """Return whether this rank does not have the whole float32 tensor itself."""
     if is_partitioned(parameter):
         return True
     # The masters: below stage 3 the parameters are whole, but of 16 bits.
-    return root.engine is not None and parameter.requires_grad and parameter.dtype != torch.float32
+    return root.engine is not None and parameter.dtype != torch.float32 and is_stepped(root, parameter)
+
+
+def is_stepped(root: EngineRoot, parameter: Any) -> bool:
+    """Return whether the engine's optimizer has the parameter: it is not frozen, and in one of the groups."""
+    if not parameter.requires_grad or root.stage == 0:
+        return bool(parameter.requires_grad)
+    zero = root.zero
+    if root.stage == 3:
+        return zero.get_param_id(parameter) in zero.grad_position
+    return any(one is parameter for group in zero.bit16_groups for one in group)
 
 
 def optimizer_state(optimizer: EngineOptimizer) -> dict[str, Any]:
@@ -124,13 +157,14 @@ def optimizer_state(optimizer: EngineOptimizer) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for members in optimizer.groups:
         for one in members:
-            entry = _entry(root, inner, one)
+            entry = state_entry(root, inner, one)
             if entry:
                 state[numbers[id(one)]] = entry
     return {"state": state, "param_groups": groups}
 
 
-def _entry(root: EngineRoot, inner: Any, parameter: Any) -> dict[str, Any]:
+def state_entry(root: EngineRoot, inner: Any, parameter: Any) -> dict[str, Any]:
+    """Return an optimizer's state of one parameter, with `Pending` for what is as long as it; empty without any."""
     if not parameter.requires_grad:
         return {}
     flats = _flats_of(root, parameter)
@@ -158,18 +192,18 @@ def gather(state: Any, *, keep: bool) -> Any:
         state: The content of a checkpoint, the same on all ranks but for what is in its tensors.
         keep: Whether this is rank 0.
     """
-    made: dict[tuple[int, str | None], Any] = {}
-    settled: set[int] = set()
+    made: dict[tuple[Any, ...], Any] = {}
+    settled: dict[int, EngineRoot] = {}
 
     def resolve(value: Any) -> Any:
         if isinstance(value, Pending):
-            label = (id(value.parameter), value.key)
+            label = value.label
             if label not in made:
                 if id(value.root) not in settled:
-                    settled.add(id(value.root))
+                    settled[id(value.root)] = value.root
                     settle(value.root)
-                whole = _whole(value)
-                made[label] = whole.cpu() if keep else None
+                whole = value.whole()
+                made[label] = (whole.cpu() if isinstance(whole, Tensor) else whole) if keep else None
             return made[label]
         if isinstance(value, Mapping):
             found = {key: resolve(one) for key, one in value.items()}
@@ -179,7 +213,11 @@ def gather(state: Any, *, keep: bool) -> Any:
             return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
         return value
 
-    return resolve(state)
+    try:
+        return resolve(state)
+    finally:
+        for root in settled.values():
+            _swap_out(root)
 
 
 def settle(root: EngineRoot) -> None:
@@ -193,37 +231,56 @@ def _whole(pending: Pending) -> Tensor:
 
     root, parameter, key = pending.root, pending.parameter, pending.key
     shape = pending.shape
-    if root.engine is None or not parameter.requires_grad:
+    if root.engine is None or not is_stepped(root, parameter):
         with _gathered([parameter]):
             copied: Tensor = parameter.detach().float().clone()
             return copied
     whole: Tensor
-    if root.swaps_gradients:  # and all else that the optimizer has
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        if key is None:
-            whole = safe_get_full_fp32_param(parameter)
-        else:
-            whole = safe_get_full_optimizer_state(parameter, key)
-        return whole.reshape(shape)
+    _swap_in(root, parameter)
     if root.stage == 0:
-        fragment = _fragment(root, parameter)
-        source = fragment.flat if key is None else _state_of(root, fragment.flat)[key]
+        fragment = own_fragment(root, parameter)
+        source = fragment.flat if key is None else state_of(root, fragment.flat)[key]
         whole = source.detach().float().reshape(shape).clone()
         return whole
     buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=root.engine.device)
-    fragment = _fragment(root, parameter)
+    fragment = own_fragment(root, parameter)
     if fragment.flat is not None and fragment.size:
-        source = fragment.flat if key is None else _state_of(root, fragment.flat)[key]
+        source = fragment.flat if key is None else state_of(root, fragment.flat)[key]
         buffer.narrow(0, fragment.start, fragment.size).copy_(fragment.of(source.detach()))
     dist.all_reduce(buffer)
     return buffer.reshape(shape)
 
 
-def _state_of(root: EngineRoot, flat: Any) -> Any:
+def state_of(root: EngineRoot, flat: Any) -> Any:
+    """Return the optimizer's state of a flat tensor."""
     engine = root.engine
     inner = engine.basic_optimizer if engine.basic_optimizer is not None else engine.optimizer
     return inner.state[flat]
+
+
+def _swap_in(root: EngineRoot, parameter: Any, *, writes: bool = False) -> None:
+    """Have the optimizer's tensors of a parameter's group in memory, where they lie on a disk, until `_swap_out`.
+
+    One group at a time, as the engine's buffers have room for one; `writes` as in `_swap_out`.
+    """
+    if not root.swaps_gradients:
+        return
+    own, zero = root.__dict__, root.zero
+    number = zero.grad_position[zero.get_param_id(parameter)][0]
+    if own.get("_swapped_in") == number:
+        return
+    _swap_out(root, writes=writes)
+    if zero._swappable_optimizer_subgroup(number):
+        zero._optimizer_states_and_gradient_swap_in(number)
+        own["_swapped_in"] = number
+
+
+def _swap_out(root: EngineRoot, *, writes: bool = False) -> None:
+    """Give the engine's buffers back; with `writes`, put on the disk what is in them."""
+    number = root.__dict__.pop("_swapped_in", None)
+    if number is not None:
+        zero = root.zero
+        (zero._optimizer_states_and_gradient_swap_out if writes else zero._release_swap_buffers)(number)
 
 
 # --- where elements are --------------------------------------------------------------------------------------------
@@ -232,7 +289,7 @@ def _state_of(root: EngineRoot, flat: Any) -> Any:
 def _flats_of(root: EngineRoot, parameter: Any) -> list[Any]:
     """Return the flat tensors of the parameter's group, this rank's own first; there is one on every rank."""
     if root.stage == 0:
-        return [_fragment(root, parameter).flat]
+        return [own_fragment(root, parameter).flat]
     zero = root.zero
     if root.stage == 3:
         return [zero.fp32_partitioned_groups_flat[zero.grad_position[zero.get_param_id(parameter)][0]]]
@@ -240,7 +297,8 @@ def _flats_of(root: EngineRoot, parameter: Any) -> list[Any]:
     return [zero.single_partition_of_fp32_groups[number]]
 
 
-def _fragment(root: EngineRoot, parameter: Any) -> Fragment:
+def own_fragment(root: EngineRoot, parameter: Any) -> Fragment:
+    """Return where this rank has the parameter's float32 elements."""
     total = shape_of(parameter).numel()
     if root.stage == 0:
         wrapper = root.engine.optimizer
@@ -323,19 +381,16 @@ def set_masters(root: EngineRoot, values: Mapping[str, Tensor]) -> None:
     parameters = dict(root.module.named_parameters(remove_duplicate=False))
     for name, value in values.items():
         one = parameters.get(name)
-        if one is None or not one.requires_grad:
+        if one is None or not is_stepped(root, one):
             continue
-        if root.swaps_gradients:
-            from deepspeed.utils import safe_set_full_fp32_param
-
-            safe_set_full_fp32_param(one, value.float())
-            continue
-        fragment = _fragment(root, one)
+        _swap_in(root, one, writes=True)
+        fragment = own_fragment(root, one)
         if fragment.flat is None or fragment.flat is one or not fragment.size:
             continue
         with torch.no_grad():
             part = value.detach().reshape(-1).narrow(0, fragment.start, fragment.size)
             fragment.of(fragment.flat.data).copy_(part)
+    _swap_out(root, writes=True)
 
 
 def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None:
@@ -358,11 +413,17 @@ def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None
         target.update({key: value for key, value in group.items() if key != "params"})
     for flat in [flat for flat in inner.state if not root.swaps_gradients]:
         del inner.state[flat]
+    if root.swaps_gradients:
+        # The tensors stay, for the engine has their places on the disk.
+        for entry in inner.state.values():
+            for key in [key for key, value in entry.items() if not isinstance(value, Tensor) or not value.ndim]:
+                del entry[key]
     for group, members in zip(saved, own, strict=True):
         for number, one in zip(group["params"], members, strict=True):
             entry = state["state"].get(number, state["state"].get(str(number)))
             if entry and one.requires_grad:
                 _put_entry(root, inner, one, entry)
+    _swap_out(root, writes=True)
     relink = getattr(root.zero, "_lazy_init_hp_params_optimizer_state", None)
     if relink is not None and not root.swaps_gradients and inner.state:
         root.zero._hp_optimizer_states_linked = False
@@ -371,15 +432,8 @@ def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None
 
 def _put_entry(root: EngineRoot, inner: Any, parameter: Any, entry: Mapping[str, Any]) -> None:
     shape = shape_of(parameter)
-    if root.swaps_gradients:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        for key, value in entry.items():
-            whole = read_whole(value)
-            if isinstance(whole, Tensor) and whole.shape == shape:
-                safe_set_full_optimizer_state(parameter, whole.float(), key)
-        return
-    fragment = _fragment(root, parameter)
+    _swap_in(root, parameter, writes=True)
+    fragment = own_fragment(root, parameter)
     flat = _flats_of(root, parameter)[0]
     target = inner.state[flat]
     for key, value in entry.items():
@@ -392,13 +446,22 @@ def _put_entry(root: EngineRoot, inner: Any, parameter: Any, entry: Mapping[str,
                     f"{_number(whole)} for another of the same group, and DeepSpeed keeps one for all.",
                     fix="resume with another strategy, or start from the weights with load_from_checkpoint.",
                 )
-            target[key] = _copied(whole)
+            target[key] = _count(inner, whole) if key == "step" else _copied(whole)
             continue
         if key not in target:
             target[key] = torch.zeros_like(flat.data)
         if fragment.size:
             part = whole.reshape(-1).narrow(0, fragment.start, fragment.size)
             fragment.of(target[key]).copy_(part)
+
+
+def _count(inner: Any, value: Any) -> Any:
+    """Return a count of steps as an optimizer keeps it: DeepSpeed's Adam as a number, torch's as a tensor."""
+    if type(inner).__module__.startswith("deepspeed."):
+        return int(_number(value))
+    if isinstance(inner, torch.optim.Adam) and not isinstance(value, Tensor):
+        return torch.tensor(float(value))
+    return _copied(value)
 
 
 def _number(value: Any) -> Any:

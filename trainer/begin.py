@@ -143,6 +143,9 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
         with trainer.fabric.init_module():
             for name in builders:
                 getattr(module, name)()
+    look_at: Callable[[nn.Module], None] | None = getattr(trainer.strategy, "look_at", None)
+    if look_at is not None:  # which ranks read the same data may depend on the module
+        look_at(module)
     if run.has_ranks:
         from . import ranks  # not imported where there is one process
 

@@ -46,15 +46,17 @@ def _asking(batches: Iterator[Any], run: Run) -> Iterator[Any]:
     while True:
         batch = next(batches, _DONE)
         has_batch = batch is not _DONE
-        count = int(strategy.all_reduce(torch.tensor(int(has_batch)), reduce_op="sum"))
+        is_stuck = not has_batch and not strategy.helps_in_evaluation
+        answer = strategy.all_reduce(torch.tensor([int(has_batch), int(is_stuck)]), reduce_op="sum")
+        count, stuck = answer.tolist()
         if not count:
             return
-        if count < strategy.world_size and not strategy.helps_in_evaluation:
+        if stuck:
             raise DataError(
-                f"{count} of {strategy.world_size} ranks have a batch in the last round of an evaluation, and under "
-                f"{type(strategy).__name__} all ranks have to run every step.",
-                fix="evaluate on a number of batches that the number of ranks divides (batch_size, limit_val_batches), "
-                "or with a strategy whose parameters are whole, such as 'ddp' or 'deepspeed_stage_2'.",
+                f"{count} of {strategy.world_size} ranks have a batch in a round of an evaluation, and under "
+                f"{type(strategy).__name__} a rank that never had one cannot take part in the others' steps.",
+                fix="evaluate on at least as many batches as there are ranks (batch_size, limit_val_batches), or "
+                "with a strategy whose parameters are whole, such as 'ddp' or 'deepspeed_stage_2'.",
             )
         if has_batch:
             yield batch

@@ -177,8 +177,12 @@ class FitLoop:
         progress.batches_in_epoch = 0
         run.lifecycle.on_train_epoch_start()
         assert run.stream is not None
-        # Samplers draw as they would in one process, whatever other ranks have drawn for their own data.
-        run.stream.open(progress.epochs, run.fabric.broadcast(capture_rng()) if run.has_ranks else None)
+        if run.has_ranks:
+            from . import ranks  # not imported where there is one process
+
+            ranks.open_epoch(run)
+        else:
+            run.stream.open(progress.epochs)
         progress.epoch_open = True
 
     def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:

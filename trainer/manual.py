@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,8 @@ def manual_backward(run: Run, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     own = run.lifecycle.own("backward")
     if own is not None:
         own(scaled, *args, **kwargs)
-    elif args or kwargs:
-        scaled.backward(*args, **kwargs)
     else:
-        run.fabric.strategy.backward(scaled)
+        run.fabric.strategy.backward(scaled, *args, **kwargs)
     if run.has_ranks:
         run.unreduced = list(run.optimizers)
         give_back(run)
@@ -115,6 +114,8 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     Returns:
         A list for each optimizer, empty where nothing waits: the gradients of its parameters, in order.
     """
+    if run.fabric.strategy.holds_gradients:
+        return [[] for _ in run.optimizers]
     waiting = []
     for optimizer in run.optimizers:
         if run.trainer.ranks_answer:  # rank 0 writes the checkpoint, and all ranks read it
@@ -127,6 +128,15 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
 
 def restore_gradients(run: Run, waiting: list[list[Any]]) -> None:  # Any: tensors, or such that are still in a file
     """Put back what `waiting_gradients` returned."""
+    strategy = run.fabric.strategy
+    if strategy.holds_gradients:
+        if any(waiting) and strategy.is_global_zero:
+            warnings.warn(
+                f"{type(strategy).__name__} cannot load gradients: what had been accumulated since the last step is "
+                "left out",
+                stacklevel=5,
+            )
+        return
     for optimizer, gradients in zip(run.optimizers, waiting, strict=True):
         for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=bool(gradients)):
             parameter.grad = None if gradient is None else _placed(gradient, parameter)

@@ -35,6 +35,7 @@ __all__ = [
     "facts_of",
     "gather_data",
     "meet",
+    "open_epoch",
     "ordered",
     "plain",
     "require_whole",
@@ -52,8 +53,10 @@ logger = logging.getLogger(__name__)
 
 def facts_of(trainer: Trainer, verb: str, module: nn.Module) -> dict[str, str]:
     """Return what must be the same on every rank, each fact as a short text."""
-    parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in module.named_parameters()]
-    count = sum(parameter.numel() for parameter in module.parameters())
+    # The strategy compares modules of which ranks have different layers.
+    same = {} if getattr(trainer.strategy, "has_stages", False) else dict(module.named_parameters())
+    parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in same.items()]
+    count = sum(parameter.numel() for parameter in same.values())
     script = getattr(sys.modules.get("__main__"), "__spec__", None)
     entry = script.name if script is not None else os.path.basename(sys.argv[0] if sys.argv else "")
     return {
@@ -128,6 +131,20 @@ def share_out(trainer: Trainer) -> None:
     }
 
 
+def open_epoch(run: Run) -> None:
+    """Begin an epoch of the training data, whose samplers draw as they would in one process.
+
+    Whatever the ranks have drawn for their own data: all use the generators of rank 0.
+    """
+    from ..data.dealt import drawn_alike
+
+    assert run.stream is not None
+    topology = run.fabric.strategy.topology
+    rng = run.fabric.broadcast(capture_rng())
+    with drawn_alike(topology.global_rank, topology.data_rank, rng):
+        run.stream.open(run.progress.epochs, rng)
+
+
 def check_first_batch(run: Run, batch: Any) -> None:
     """Find out, once per run, whether ranks read what they should: their own share of one order.
 
@@ -151,7 +168,9 @@ def check_first_batch(run: Run, batch: Any) -> None:
                 fix="let the order depend on the global generators, on a generator in an attribute with the same seed "
                 "everywhere, or on set_epoch; or pass a DistributedSampler.",
             )
-    elif is_same_on_all(run.fabric.strategy.gather_objects(fingerprint_batch(batch))):
+        return
+    strategy = run.fabric.strategy
+    if strategy.topology.data_size > 1 and is_same_on_all(strategy.gather_objects(fingerprint_batch(batch))):
         logger.warning(SAME_DATA, type(stream.loader).__name__)
 
 

@@ -163,7 +163,9 @@ def count_samples(trainer: Trainer) -> int:
     """Return the samples that all ranks have trained on. Each counts its own since fit began or was resumed."""
     before = trainer.samples_before
     counts: list[int] = trainer.strategy.gather_objects(trainer.progress.samples)
-    return before + sum(count - before for count in counts)
+    topology = trainer.strategy.topology
+    copies = topology.world_size // topology.data_size  # ranks that train on the same samples
+    return before + sum(count - before for count in counts) // copies
 
 
 def logger_states(trainer: Trainer) -> dict[str, Any]:
@@ -326,8 +328,8 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
 def restore_frozen(run: Run, content: Content) -> None:
     """Put back which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
     frozen = content.states.get("frozen")
-    if frozen is None:
-        return
+    if frozen is None or getattr(run.fabric.strategy, "has_stages", False):
+        return  # with stages it says what rank 0 has; the others' modules are as they were built
     parameters, modules = set(frozen["parameters"]), set(frozen["modules"])
     changed = []
     for name, parameter in run.module.named_parameters():
@@ -342,6 +344,17 @@ def restore_frozen(run: Run, content: Content) -> None:
 
 
 def _load_optimizer(trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+    from ..checkpoint.by_name import NAMES, fit_by_name  # not imported where nothing is resumed
+
+    if any(NAMES in group for group in state.get("param_groups", ())):
+        names = {id(one): name for name, one in run.module.named_parameters()}
+        own = (
+            optimizer.groups  # DeepSpeed's engine has put flat tensors into `param_groups`
+            if "root" in vars(optimizer)
+            else [group["params"] for group in optimizer.param_groups]
+        )
+        if all(id(one) in names for members in own for one in members):
+            state = fit_by_name(state, [[names[id(one)] for one in members] for members in own])
     try:
         trainer.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
     except ValueError as error:

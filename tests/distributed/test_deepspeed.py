@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,109 @@ def test_optimizer_and_schedule_of_the_file_work_as_the_engine_does_them(tmp_pat
     assert distance(weights(tmp_path / "6.ckpt"), weights(tmp_path / "3-6.ckpt")) == 0
 
 
+# --- manual optimization -------------------------------------------------------------------------------------------
+
+
+class ByHand(lw.Module):
+    """Steps its optimizer itself, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Net()
+        self.scale = nn.Parameter(torch.ones(3))  # of no submodule
+        self.way = way
+
+    def loss_of(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]) * self.scale, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if self.way == "each":
+            optimizer.zero_grad()
+            self.manual_backward(self.loss_of(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.05)
+            optimizer.step()
+            return None
+        if self.way == "accumulated":
+            self.manual_backward(self.loss_of(batch) / 2)
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            return {"anything": "else"}
+        # One or two steps in a batch, and gradients that are dropped before.
+        for _ in range(1 + batch_idx % 2):
+            self.manual_backward(self.loss_of(batch))
+            optimizer.zero_grad()
+            for part in (0.25, 0.75):
+                self.manual_backward(part * self.loss_of(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"anything": 1.5}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.loss_of(batch), sync_dist=True)
+        return "anything"
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-2)
+
+
+WAYS = ("each", "accumulated", "varying")
+
+
+def step_by_hand(rank: int, size: int, cases: list[tuple[int | None, str]], folder: str) -> list[tuple[float, int]]:
+    found = []
+    for stage, way in cases:
+        strategy = "single_device" if stage is None else engine(stage)
+        trainer, _ = fit(strategy, size, -1, max_epochs=2, clip=None, accumulate_grad_batches=1, module=ByHand(way))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.save_checkpoint(f"{folder}/{stage}-{way}.ckpt")
+        found.append((float(trainer.callback_metrics["val"]), len(said)))
+    return found
+
+
+def test_steps_by_hand_are_those_of_one_process(tmp_path: Path) -> None:
+    wanted = dict(
+        zip(
+            WAYS,
+            run_ranks(step_by_hand, 1, [(None, way) for way in WAYS], str(tmp_path), connect=False)[0],
+            strict=True,
+        )
+    )
+    cases = [(1, "accumulated"), (2, "varying"), (3, "each"), (3, "varying")]
+    results = run_ranks(step_by_hand, 2, cases, str(tmp_path), connect=False)
+    for rank, found in enumerate(results):
+        assert [loss for loss, _ in found] == pytest.approx([wanted[way][0] for _, way in cases], rel=1e-6)
+        # The last batch of five did not step: that its gradients are not saved is said once.
+        assert [count for _, count in found] == [int(rank == 0), 0, 0, 0]
+    for stage, way in cases:
+        one, other = (weights(tmp_path / f"{name}-{way}.ckpt") for name in (stage, None))
+        assert distance(one, other) < 1e-6, (stage, way)  # the order of additions
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def evaluate_unevenly(rank: int, size: int, is_sharded: bool) -> list[float]:
+    """Train, evaluate 3 batches of 20 samples and 5 of 12, and train on."""
+    strategy = engine(3) if is_sharded else "single_device"
+    trainer, module = fit(strategy, size, 3)
+    found = [float(trainer.callback_metrics["val"])]
+    for batch_size in (20, 12):
+        loader = DataLoader(data(), batch_size=batch_size)
+        found.append(trainer.validate(module, loader, verbose=False)[0]["val"])
+    trainer, _ = fit(engine(3) if is_sharded else "single_device", size, 3, module=module)
+    return [*found, float(trainer.callback_metrics["val"])]
+
+
+def test_ranks_evaluate_unequally_many_batches_in_stage_3() -> None:
+    wanted = run_ranks(evaluate_unevenly, 1, False, connect=False)[0]
+    for found in run_ranks(evaluate_unevenly, 2, True, connect=False):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -251,9 +355,10 @@ def test_what_cannot_work_is_refused_before_a_process_starts() -> None:
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     if not (asked and asked()):
         refused("needs a device with float16", precision="16-mixed")
-    module = Trained()
-    module.automatic_optimization = False
-    refused("manual optimization", module=module, clip=None, accumulate_grad_batches=1)
+    with pytest.raises(ConfigError, match="without partition_activations"):
+        DeepSpeedStrategy(contiguous_memory_optimization=True)
+    with pytest.raises(ConfigError, match="number_checkpoints"):
+        DeepSpeedStrategy(contiguous_memory_optimization=True, partition_activations=True)
 
 
 def refuse_on_ranks(rank: int, size: int, folder: str) -> dict[str, str]:
@@ -285,14 +390,16 @@ def refuse_on_ranks(rank: int, size: int, folder: str) -> dict[str, str]:
         assert torch.equal(net.head.weight, Net().head.weight)
     fabric.backward(running(torch.randn(2, 6)).sum())
     optimizer.zero_grad()  # forgets what the engine has accumulated
-    fabric.backward(running(torch.zeros(2, 6)).sum() * 0)
+    loss = running(torch.zeros(2, 6)).sum() * 0
+    refused("retain", ConfigError, lambda: fabric.backward(loss, retain_graph=True))
+    fabric.backward(loss)
     norm = fabric.clip_gradients(running, optimizer, max_norm=1.0)
     said["norm"] = str(float(norm))
     optimizer.step()
     fabric.save(f"{folder}/f.ckpt", {"model": running, "optimizer": optimizer})
     wrong = {**torch.load(f"{folder}/f.ckpt", weights_only=True)["model"], "head.weight": torch.zeros(4, 8)}
     refused("shape", CheckpointError, lambda: fabric.strategy.load_module_state_dict(running._without_fabric, wrong))
-    odd = DataLoader(TensorDataset(torch.zeros(3, 6), torch.zeros(3, 3)), batch_size=1)
+    odd = DataLoader(TensorDataset(torch.zeros(1, 6), torch.zeros(1, 3)), batch_size=1)
     with torch.no_grad():
         refused("uneven by hand", DataError, lambda: next(iter(fabric.setup_dataloaders(odd))))
     trainer = lw.Trainer(accelerator="cpu", strategy=engine(3), devices=size, logger=False, enable_progress_bar=False)
@@ -321,7 +428,8 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> 
     assert float(said["norm"]) == 0
     assert "head.weight is (4, 8) there, and (3, 8) in the module" in said["shape"]
     assert "returned no loss" in said["none"]
-    assert "3 batches do not go round 2 processes" in said["uneven by hand"]
-    assert "1 of 2 ranks have a batch in the last round" in said["uneven"]
+    assert "1 batches may leave some of 2 processes without one" in said["uneven by hand"]
+    assert "1 of 2 ranks have a batch in a round" in said["uneven"]
+    assert "where a pass gives back the parameters" in said["retain"]
     saved = torch.load(tmp_path / "f.ckpt", weights_only=True)
     assert torch.equal(saved["model"]["head.weight"], Net().head.weight)

@@ -209,3 +209,13 @@ def test_names_stand_for_stages() -> None:
     assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "nvme"
     assert made["deepspeed_stage_2_offload"].given_config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert "offload_param" not in made["deepspeed_stage_2_offload"].given_config["zero_optimization"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_option_with_which_states_get_wrong_names_is_refused(stage: int) -> None:
+    config = {"zero_optimization": {"stage": stage, "round_robin_gradients": True}}
+    if stage == 3:  # it has no effect there
+        settle(config, Facts(2), "here")
+        return
+    with pytest.raises(ConfigError, match="round_robin_gradients"):
+        settle(config, Facts(2), "here")
