@@ -7,6 +7,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from . import sharded, storage
 from .dcp_folder import DcpFolder
+from .deepspeed_folder import is_deepspeed_folder, read_folder
 from .forms import LIGHTNING_EXTRA, is_dcp_folder, is_safetensors
 from .remote import as_local
 from .weights_file import read_weights
@@ -29,6 +30,8 @@ def check(path: str | Path) -> str:
     if local is not None and is_safetensors(local):
         weights, _ = read_weights(local)
         return f"{len(weights)} tensors (safetensors has no checksums: only sizes and places were compared)"
+    if local is not None and is_deepspeed_folder(local):
+        read_folder(local)  # whether the files of all ranks are there, and fit together
     found = storage.verify(path)
     if found.sealed:
         return f"every byte matches its checksum ({found.entries} records, {found.size_bytes:,} bytes)"

@@ -17,7 +17,7 @@ from .weights_file import write_weights
 
 __all__ = ["FORMATS", "guess_format", "rename", "weights_of", "without_training", "write_as"]
 
-FORMATS = ("checkpoint", "sharded", "safetensors", "state-dict", "lightning")
+FORMATS = ("checkpoint", "sharded", "safetensors", "state-dict", "lightning", "deepspeed")
 
 _SUFFIXES = {".ckpt": "checkpoint", ".safetensors": "safetensors", ".pt": "state-dict", ".pth": "state-dict"}
 _KEPT = ("state_dict", "epoch", "global_step", "loopwright_version", LIGHTNING_VERSION_KEY)
@@ -64,6 +64,10 @@ def write_as(
         save_streaming(weights_of(opened), path, advance=advance)
     elif to == "lightning":
         save_streaming(_for_lightning(_as_checkpoint(opened)), path, advance=advance)
+    elif to == "deepspeed":
+        from .deepspeed_universal import write_universal
+
+        write_universal(_as_checkpoint(opened), path, advance=advance)
     elif to == "sharded":
         from .cut import save_cut
 
@@ -165,11 +169,11 @@ def _for_lightning(tree: dict[str, Any]) -> dict[str, Any]:  # Any: see Opened.t
     kept = {key: value for key, value in tree.items() if key not in (OWN_KEY, "loopwright_version")}
     kept.setdefault(LIGHTNING_VERSION_KEY, _LIGHTNING_VERSION)
     if isinstance(own, dict):
-        kept["loops"] = {"fit_loop": _fit_loop(own.get("progress", {}))}
+        kept["loops"] = {"fit_loop": lightning_loop(own.get("progress", {}))}
     return kept
 
 
-def _fit_loop(progress: dict[str, Any]) -> dict[str, Any]:  # Any: counts
+def lightning_loop(progress: dict[str, Any]) -> dict[str, Any]:  # Any: counts
     """Return our counts as the state of Lightning's fit loop."""
     steps, epochs = int(progress.get("steps", 0)), int(progress.get("epochs", 0))
     batches, in_epoch = int(progress.get("total_batches", steps)), int(progress.get("batches_in_epoch", 0))

@@ -173,7 +173,7 @@ def _optimizer(state: Any) -> dict[str, Any]:  # Any: an optimizer's state; JSON
 def _plain_entries(value: Any) -> dict[str, Any]:  # Any: a dict of plain values and tensors; JSON
     if not isinstance(value, Mapping):
         return {}
-    return {str(key): _json(entry) for key, entry in value.items() if key != "params"}
+    return {str(key): _json(entry) for key, entry in value.items() if key not in ("params", "param_names")}
 
 
 def _json(value: Any) -> Any:  # Any: a plain value; JSON

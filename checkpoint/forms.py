@@ -21,6 +21,7 @@ from . import sharded, storage
 from .content import LIGHTNING_VERSION_KEY, OWN_KEY
 from .convert_plain import to_plain
 from .dcp_folder import METADATA, DcpFolder
+from .deepspeed_folder import is_deepspeed_folder, read_folder
 from .lazy import is_tensor, tensors_in
 from .remote import as_local
 from .restricted import load_replacing
@@ -59,11 +60,11 @@ class Opened:
     Attributes:
         path: As the user gave it.
         form: "checkpoint", "sharded checkpoint", "Lightning checkpoint", "Lightning sharded checkpoint", "DCP folder",
-            "state dict", "safetensors", or "file of torch.save".
+            "DeepSpeed folder", "DeepSpeed universal folder", "state dict", "safetensors", or "file of torch.save".
         tree: The content with the field's keys; weights alone stand under `state_dict`. Tensors may not be read yet.
         is_bare: Whether there are weights only, without the keys around them.
         dropped: Paths of entries that were left out, since they are no plain values.
-        metadata: Of a safetensors file.
+        metadata: Of a safetensors file; of a folder of DeepSpeed its version, the ZeRO stage and the number of ranks.
     """
 
     path: str
@@ -83,7 +84,7 @@ def open_checkpoint(path: str | Path, how: Reading) -> Opened:
     """
     local = as_local(path)
     if local is not None and local.is_dir() and not sharded.is_folder_checkpoint(local):
-        return _open_dcp(local, how)
+        return _open_deepspeed(local, how) if is_deepspeed_folder(local) else _open_dcp(local, how)
     if local is not None and is_safetensors(local):
         weights, metadata = read_weights(local)
         return Opened(str(path), "safetensors", {"state_dict": weights}, is_bare=True, metadata=metadata)
@@ -106,7 +107,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
         if not entry.name.startswith(".")
         and (
             (entry.is_file() and entry.suffix in SUFFIXES)
-            or (entry.is_dir() and (sharded.is_folder_checkpoint(entry) or is_dcp_folder(entry)))
+            or (entry.is_dir() and any(is_one(entry) for is_one in FOLDERS))
         )
     )
 
@@ -114,6 +115,9 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def is_dcp_folder(path: Path) -> bool:
     """Return whether a path is a folder of torch.distributed.checkpoint."""
     return (path / METADATA).is_file()
+
+
+FOLDERS = (sharded.is_folder_checkpoint, is_dcp_folder, is_deepspeed_folder)
 
 
 def is_safetensors(path: Path) -> bool:
@@ -196,6 +200,20 @@ def _at(opened: Opened, key: str) -> dict[str, Any]:  # Any: tensors by name
             fix="pass one of these as --weights-key.",
         )
     return found
+
+
+def _open_deepspeed(path: Path, how: Reading) -> Opened:
+    if how.verify:
+        storage.verify(path)
+    folder = read_folder(path)
+    if folder.dropped and how.trust:
+        raise CheckpointError(
+            f"{str(path)!r}: objects in DeepSpeed's files are never unpickled here, not with --trust either.",
+            fix="pass --drop-objects to leave them out, and see which they are.",
+        )
+    _refuse_dropped(str(path), folder.dropped, how)
+    opened = Opened(str(path), folder.form, folder.tree, dropped=folder.dropped, metadata=folder.metadata)
+    return _classified(opened, how)
 
 
 def _open_dcp(path: Path, how: Reading) -> Opened:

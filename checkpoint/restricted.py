@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 import torch
 from torch import nn
 
-__all__ = ["Unknown", "UnknownClass", "load_replacing", "refusing"]
+__all__ = ["WITHOUT_ATTRIBUTES", "Unknown", "UnknownClass", "load_replacing", "refusing"]
 
 Known = Mapping[tuple[str, str], Any]  # Any: classes and functions that may be called
 
@@ -122,22 +122,33 @@ def refusing(known: Known, buildable: tuple[type, ...]) -> Callable[[IO[bytes]],
     return lambda file: Refusing(file).load()
 
 
-def load_replacing(file: Any, *, mmap: bool) -> Any:  # Any: path or file, and whatever it holds
+def load_replacing(
+    file: Any, *, mmap: bool, named: set[str] | None = None, known: Known | None = None
+) -> Any:  # Any: path or file, and whatever it holds
     """Read a file of torch.save; objects of classes that are not known come as `Unknown`. Nothing in it is executed.
 
     Args:
         file: Path or open file.
         mmap: Whether tensors stay on disk until they are used.
+        named: Gets the names of those classes, and of functions, wherever in the file they are named.
+        known: What may be called besides, such as `WITHOUT_ATTRIBUTES`.
     """
+
+    class Replacing(_Replacing):
+        def unknown(self, name: str) -> UnknownClass:
+            if named is not None:
+                named.add(name)
+            return UnknownClass(name)
+
+    Replacing.known = {**_Replacing.known, **(known or {})}
     reader = types.SimpleNamespace(
-        __name__="restricted", Unpickler=_Replacing, load=lambda file, **kwargs: _Replacing(file, **kwargs).load()
+        __name__="restricted", Unpickler=Replacing, load=lambda file, **kwargs: Replacing(file, **kwargs).load()
     )
     return torch.load(file, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=reader)
 
 
 class _Replacing(_Unpickler):
-    def unknown(self, name: str) -> UnknownClass:
-        return UnknownClass(name)
+    """Know harmless values."""
 
 
 class _Dict(dict[Any, Any]):  # Any: a mapping of another library, such as Lightning's AttributeDict
@@ -175,3 +186,25 @@ def _join(*parts: object) -> str:
 
 
 _Replacing.known = _known_values()
+
+
+_PLAIN_TENSOR = UnknownClass("torch.Tensor")
+_REBUILDERS = tuple(getattr(torch._utils, name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2"))
+
+
+def _tensor_alone(rebuild: object, kind: object, args: tuple[Any, ...], state: object) -> Any:  # Any: as in pickle
+    if rebuild not in _REBUILDERS or kind is not _PLAIN_TENSOR:
+        raise pickle.UnpicklingError(f"it rebuilds a tensor as {getattr(kind, 'name', kind)!r}")
+    return rebuild(*args)  # type: ignore[operator]  # one of the two above
+
+
+def _parameter_alone(data: torch.Tensor, requires_grad: bool, hooks: object, state: object) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad=requires_grad)
+
+
+# Tensors and parameters on which somebody has set attributes, as DeepSpeed does: they come without them.
+WITHOUT_ATTRIBUTES: Known = {
+    ("torch", "Tensor"): _PLAIN_TENSOR,
+    ("torch._tensor", "_rebuild_from_type_v2"): _tensor_alone,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter_alone,
+}

@@ -139,10 +139,11 @@ def load(
     *,
     lazy: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or the folder of a sharded one, after comparing it with its checksums.
+    """Read a checkpoint, a file or a folder (sharded, or DeepSpeed's), after comparing it with its checksums.
 
     With weights_only=True (or None) nothing in the file can be executed. With False, `Trusted` objects are unpickled,
-    and files of other programs that hold arbitrary objects are read with pickle: both can run any code.
+    and files of other programs that hold arbitrary objects are read with pickle: both can run any code. Of DeepSpeed's
+    folders nothing is ever executed: with False, objects are left out there.
 
     Args:
         path: File, folder or URL; a remote file is copied to a local temporary folder (TMPDIR) first.
@@ -170,6 +171,13 @@ def load(
             verify=verify,
             storage_options=storage_options,
         )
+    if local is not None and local.is_dir():
+        from . import deepspeed_folder
+
+        if deepspeed_folder.is_deepspeed_folder(local):
+            return deepspeed_folder.load(
+                local, map_location=map_location, lazy=lazy, is_safe=weights_only is not False, verify=verify
+            )
     mmap = mmap or lazy
     if local is not None:
         return _load(local, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
@@ -207,7 +215,12 @@ def verify_share(
         from . import sharded
 
         sharded.verify_share(path, rank, size, storage_options)
-    elif rank == 0:
+        return
+    local = as_local(path)
+    files = verified.files_of_deepspeed(local) if local is not None else []
+    for file in files[rank::size]:
+        verified.verify_as(file, str(file))
+    if not files and rank == 0:
         verify(path, storage_options)
 
 

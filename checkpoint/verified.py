@@ -67,6 +67,10 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> V
         return sharded.verify(path, storage_options)
     local = as_local(path)
     if local is not None:
+        files = files_of_deepspeed(local)
+        if files:
+            found = [verify_as(file, str(file)) for file in files]
+            return Verified(False, sum(one.size_bytes for one in found), sum(one.entries for one in found))
         return verify_as(local, str(path))
     remote = Remote(str(path), storage_options)
     if not remote.exists():
@@ -84,6 +88,15 @@ def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | Non
     from . import sharded
 
     return sharded.is_folder_checkpoint(path, storage_options)
+
+
+def files_of_deepspeed(path: Path) -> list[Path]:
+    """Return the files of a folder that DeepSpeed has saved; none if it is another, or no folder."""
+    if not path.is_dir():
+        return []
+    from .deepspeed_folder import checkpoint_files, is_deepspeed_folder
+
+    return checkpoint_files(path) if is_deepspeed_folder(path) else []
 
 
 def verify_as(path: Path, shown: str) -> Verified:

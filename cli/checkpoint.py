@@ -26,6 +26,10 @@ _COMMANDS = {
     "convert": "write a checkpoint in another form: one file, sharded, safetensors, a state dict, Lightning's",
     "consolidate": "make one file of a sharded checkpoint",
 }
+_FOLDER_FORMS = (
+    "sharded checkpoint", "Lightning sharded checkpoint", "DCP folder", "DeepSpeed folder",
+    "DeepSpeed universal folder",
+)  # fmt: skip
 _EXIT_CODES = "Exit codes: 0 all is well; 1 the answer is no (damaged, different); 2 it could not be done."
 
 
@@ -38,8 +42,8 @@ def checkpoint(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="loopwright checkpoint",
         description="Look into checkpoints, check, compare and convert them. Reads Loopwright's files and sharded "
-        "folders, Lightning's files and folders, folders of torch.distributed.checkpoint, state dicts of torch.save, "
-        "and safetensors. Nothing in a file is executed, unless --trust is given.",
+        "folders, Lightning's files and folders, folders of torch.distributed.checkpoint and of DeepSpeed, state dicts "
+        "of torch.save, and safetensors. Nothing in a file is executed, unless --trust is given.",
         epilog=f"{_EXIT_CODES} `loopwright checkpoint COMMAND --help` has examples.",
         allow_abbrev=False,
     )
@@ -171,12 +175,11 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _each(path: str) -> Sequence[str | Path]:
-    from ..checkpoint.forms import find_checkpoints, is_dcp_folder
+    from ..checkpoint.forms import FOLDERS, find_checkpoints
     from ..checkpoint.remote import as_local
-    from ..checkpoint.sharded import is_folder_checkpoint
 
     local = as_local(path)
-    if local is None or not local.is_dir() or is_folder_checkpoint(local) or is_dcp_folder(local):
+    if local is None or not local.is_dir() or any(is_one(local) for is_one in FOLDERS):
         return [path]
     return find_checkpoints(local)
 
@@ -238,14 +241,16 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "  loopwright checkpoint convert weights.safetensors model.ckpt --map model.=net.\n"
         "  loopwright checkpoint convert lightning-folder/ resumed.ckpt\n"
         "  loopwright checkpoint convert last.ckpt for-lightning.ckpt --to lightning\n"
-        "  loopwright checkpoint convert last.ckpt sharded.ckpt --to sharded --shards 8\n",
+        "  loopwright checkpoint convert last.ckpt sharded.ckpt --to sharded --shards 8\n"
+        "  loopwright checkpoint convert last.ckpt folder/ --to deepspeed\n",
     )
     parser.add_argument("source", metavar="IN", help="a checkpoint of any form")
     parser.add_argument("target", metavar="OUT", help="file, folder or URL to write")
     parser.add_argument(
         "--to", choices=FORMATS, metavar="FORMAT",
         help="checkpoint: one file of Loopwright; sharded: a folder of Loopwright; safetensors and state-dict: weights "
-        "only; lightning: what Lightning opens. Guessed from OUT's suffix: .ckpt, .safetensors, .pt, .pth",
+        "only; lightning: what Lightning opens; deepspeed: a folder, DeepSpeed's universal checkpoint. Guessed from "
+        "OUT's suffix: .ckpt, .safetensors, .pt, .pth",
     )  # fmt: skip
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="files to cut a sharded one into (1)")
     parser.add_argument(
@@ -318,9 +323,12 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
         commands,
         "consolidate",
         "  loopwright checkpoint consolidate sharded.ckpt whole.ckpt             with optimizer states\n"
-        "  loopwright checkpoint consolidate sharded.ckpt weights.safetensors    weights only\n",
+        "  loopwright checkpoint consolidate sharded.ckpt weights.safetensors    weights only\n"
+        "  loopwright checkpoint consolidate deepspeed-folder/ whole.ckpt        with optimizer states\n",
     )
-    parser.add_argument("source", metavar="FOLDER", help="a sharded checkpoint: of Loopwright, Lightning or DCP")
+    parser.add_argument(
+        "source", metavar="FOLDER", help="a sharded checkpoint: of Loopwright, Lightning, DCP or DeepSpeed"
+    )
     parser.add_argument("target", metavar="OUT", help="a file that ends in .ckpt, .safetensors, .pt or .pth, or a URL")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     _add_reading(parser)
@@ -335,7 +343,7 @@ def _consolidate(given: argparse.Namespace) -> int:
     to = guess_format(given.target)
     _refuse_target(given)
     opened = open_checkpoint(given.source, _reading(given, verify=True))
-    if opened.form not in ("sharded checkpoint", "Lightning sharded checkpoint", "DCP folder"):
+    if opened.form not in _FOLDER_FORMS:
         raise ConfigError(
             f"{given.source!r} is a {opened.form}, in one file already.", fix="use `loopwright checkpoint convert`."
         )

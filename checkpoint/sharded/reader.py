@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ... import protocols
 from ...errors import CheckpointError
 from .. import storage, verified
 from .manifest import MANIFEST, SEAL_DIGEST_SIZE, Chunk, Manifest, TensorEntry, damaged, decode, digest_of
@@ -23,7 +24,7 @@ from .places import LocalPlace, RemotePlace, place_of
 from .shard_file import bytes_of
 from .tree import put_back
 
-__all__ = ["StoredTensor", "load", "read_manifest", "verify", "verify_share"]
+__all__ = ["StoredTensor", "load", "read_manifest", "read_to", "verify", "verify_share"]
 
 _PIECE = 16 << 20
 # Below it, one read of a span with gaps is cheaper than a read for each run of bytes: a page, a request.
@@ -156,7 +157,7 @@ def load(
     if not lazy:
         for name, tensor in stored.items():
             try:
-                tensors[name] = _read_to(tensor, map_location)
+                tensors[name] = read_to(tensor, map_location)
             except CheckpointError as error:  # name all that is wrong, not the first
                 problems = list(_content_problems(place, manifest))
                 raise damaged(shown, problems) if problems else error from error
@@ -329,7 +330,7 @@ def _held(manifest: Manifest, file: str) -> str:
     return f" (it holds a part of {', '.join(held[:3])}{more})"
 
 
-def _read_to(stored: StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
+def read_to(stored: protocols.StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
     """Return a whole tensor where map_location says."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
