@@ -15,12 +15,18 @@ FRESH   ?=
 ARGS    ?=
 TESTS   ?= tests
 
+# What runs with torch 2.9 as well, in less than two minutes: devices, precisions, strategies, Fabric, and the Trainer.
+TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
+           $(patsubst %,tests/unit/trainer/test_%.py,step manual evaluate checkpoints precision limits) \
+           $(patsubst %,tests/distributed/test_%.py,ddp fsdp) \
+           tests/strategies/test_conformance.py --ignore-glob "*deepspeed*"
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-gpu test-xla check format bench docs docs-test all clean
+.PHONY: help setup train digits test test-slow test-gpu test-xla test-engines check format bench docs docs-test all clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(VENV)/installed-dev  ## make .venv with everything that developers need
 
@@ -32,7 +38,11 @@ digits: $(VENV)/installed-examples  ## train a classifier of handwritten digits,
 
 test: export OMP_NUM_THREADS ?= 1
 test: setup  ## run the tests: TESTS=path, ARGS="-k name"
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu" $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu and not slow" $(TESTS) $(ARGS)
+
+test-slow: export OMP_NUM_THREADS ?= 1
+test-slow: setup  ## run the tests that take long: the examples, kills, the benchmarks in short
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "slow and not gpu" $(TESTS) $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -m gpu $(TESTS) $(ARGS)
@@ -40,6 +50,13 @@ test-gpu: setup  ## run the tests that need a GPU
 test-xla: export OMP_NUM_THREADS ?= 1
 test-xla: $(XLA)/installed  ## run the tests of XLA, in .venv-xla with torch 2.9: ARGS="-k name"
 	$(XLA)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla -n 2 tests/xla $(ARGS)
+	$(XLA)/bin/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu and not slow" $(TORCH29) \
+		-k "not deepspeed" $(ARGS)
+
+test-engines: export OMP_NUM_THREADS ?= 1
+test-engines: setup  ## run the tests of DeepSpeed that take minutes: compiled operators, disks: ARGS="-k name"
+	-@[ -e /usr/include/libaio.h ] || [ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -qq -y libaio-dev; }
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -o timeout=2400 tests/engines $(ARGS)
 
 check: setup $(VENV)/types/loopwright  ## lint, formatting and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -58,7 +75,7 @@ docs: setup  ## write docs/lifecycle.md, and the reference into site/
 docs-test: setup  ## run the examples of README and docs, and check links and docs/lifecycle.md
 	$(BIN)/python docs/check_docs.py
 
-all: check test docs-test  ## what CI runs
+all: check test test-slow docs-test  ## what CI runs, but for test-xla
 
 clean:  ## remove caches and generated pages; keeps .venv and runs/
 	rm -rf build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from .base import Accelerator, parse_device_indices
+from .matmul_precision import get_matmul_precision
 from .registry import ACCELERATOR_REGISTRY
 
 __all__ = ["CUDAAccelerator", "find_usable_cuda_devices"]
@@ -59,7 +60,7 @@ class CUDAAccelerator(Accelerator):
                 f"the CUDA accelerator was asked to set up {device}.", fix='pass accelerator="auto" or a cuda device.'
             )
         torch.cuda.set_device(device)
-        if torch.cuda.get_device_capability(device) >= (8, 0) and torch.get_float32_matmul_precision() == "highest":
+        if torch.cuda.get_device_capability(device) >= (8, 0) and get_matmul_precision() == "highest":
             log.info("%s has tensor cores; torch.set_float32_matmul_precision('high') would use them.", device)
 
     def teardown(self) -> None:

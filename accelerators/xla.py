@@ -22,6 +22,8 @@ from .registry import ACCELERATOR_REGISTRY
 __all__ = ["XLAAccelerator", "import_xla", "is_runtime_started", "why_xla_is_missing"]
 
 _MEGABYTE = 1 << 20
+# What torch_xla put into PJRT_DEVICE when we imported it, where nobody had chosen.
+_chosen_by_torch_xla: set[str] = set()
 
 
 def why_xla_is_missing(needed_for: str) -> tuple[str, str] | None:
@@ -48,10 +50,13 @@ def why_xla_is_missing(needed_for: str) -> tuple[str, str] | None:
 
 @cache
 def _import_problem() -> str | None:
+    is_chosen = "PJRT_DEVICE" in os.environ
     try:
         import_module("torch_xla")
     except (ImportError, OSError) as error:  # built for another torch: a symbol is missing
         return str(error)
+    if not is_chosen and "PJRT_DEVICE" in os.environ:
+        _chosen_by_torch_xla.add(os.environ["PJRT_DEVICE"])
     return None
 
 
@@ -113,16 +118,33 @@ class XLAAccelerator(Accelerator):
 
     @staticmethod
     def explain_missing(needed_for: str) -> tuple[str, str] | None:
-        """Return (what, fix) where torch_xla cannot be imported."""
-        return why_xla_is_missing(needed_for)
+        """Return (what, fix) where torch_xla cannot be imported, or finds no TPU for who asked for one.
+
+        With PJRT_DEVICE=CPU in the environment, "tpu" trains on the CPU: its user wants to try a program.
+        """
+        missing = why_xla_is_missing(needed_for)
+        if missing is None and needed_for.lower() == "accelerator='tpu'" and "CPU" in _chosen_by_torch_xla:
+            return (
+                f"{needed_for}, but torch_xla finds no TPU on this machine: it would compute on the CPU.",
+                "run it where a TPU is; to try a program without one, set PJRT_DEVICE=CPU before it starts.",
+            )
+        return missing
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return the number of devices of the runtime; on a CPU CPU_NUM_DEVICES, else 1. A TPU's runtime is started."""
+        """Return the number of devices of the runtime, or of this host's replicas; on a CPU CPU_NUM_DEVICES, else 1.
+
+        A TPU's runtime is not started for it: the processes that will use its chips may still have to be.
+        """
         if not is_runtime_started() and _is_cpu():
             count = os.environ.get("CPU_NUM_DEVICES", "1")
             return int(count) if count.isdecimal() and int(count) > 0 else 1
-        return int(import_xla("torch_xla.runtime").global_runtime_device_count())
+        runtime = import_xla("torch_xla.runtime")
+        if int(os.environ.get("PJRT_LOCAL_PROCESS_COUNT") or 1) > 1:  # this process is one of several replicas
+            return int(os.environ["PJRT_LOCAL_PROCESS_COUNT"])
+        if not is_runtime_started() and runtime.device_type() == "TPU":
+            return int(import_xla("torch_xla._internal.tpu").num_available_devices())
+        return int(runtime.global_runtime_device_count())
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:  # Any: whatever the user typed

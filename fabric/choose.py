@@ -246,9 +246,11 @@ def _best(accept: Callable[[type[Accelerator]], bool]) -> Accelerator | None:
 
 
 def _check_available(name: str, accelerator: Accelerator, *, asked: str | None = None) -> None:
+    missing = accelerator.explain_missing(asked or f"accelerator={name!r}")
+    if missing is not None:
+        raise ConfigError(missing[0], fix=missing[1])
     if not accelerator.is_available():
-        missing = accelerator.explain_missing(asked or f"accelerator={name!r}")
-        raise _not_available(name) if missing is None else ConfigError(missing[0], fix=missing[1])
+        raise _not_available(name)
 
 
 def _not_available(name: str) -> ConfigError:

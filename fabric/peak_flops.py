@@ -8,6 +8,8 @@ from importlib import import_module
 
 import torch
 
+from ..accelerators.matmul_precision import get_matmul_precision
+
 __all__ = ["get_available_flops", "measure_peak_flops"]
 
 # Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They were
@@ -84,7 +86,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype) -> int | None:
     if row is None:
         return _unknown(f"{name} is not in the table of peak FLOPs")
     _, half, tf32, single, double = row
-    may_use_tf32 = tf32 and torch.get_float32_matmul_precision() != "highest"
+    may_use_tf32 = tf32 and get_matmul_precision() != "highest"
     peaks = {
         torch.float16: half,
         torch.bfloat16: 0 if row[0] in ("t4", "v100", "p100", "titan rtx", "rtx 2080 ti") else half,

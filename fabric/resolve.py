@@ -369,7 +369,7 @@ def _facts(
         "several processes": is_several,
         "strategy of XLA": is_of_xla,
         # One of the user's own may cut graphs by itself.
-        "strategy of other devices": isinstance(strategy, SingleDeviceStrategy | ParallelStrategy),
+        "strategy of other devices": isinstance(strategy, SingleDeviceStrategy | ParallelStrategy) and not is_of_xla,
         "accelerator of other strategies": accelerator is not None and accelerator.name() != "xla",
         "num_nodes>1": num_nodes > 1,
         "devices>1": num_devices > 1,

@@ -61,6 +61,9 @@ STRATEGY_REGISTRY.register_lazily("xla_debug", _XLA, "the same, and torch_xla re
 STRATEGY_REGISTRY.register_lazily(
     "xla_fsdp", f"{__package__}.xla_fsdp:XLAFSDPStrategy", "the same as xla, with each parameter cut over the devices"
 )
+STRATEGY_REGISTRY.register_lazily(
+    "xla_replicas", f"{__package__}.xla_replicas:XLAReplicasStrategy", "several processes, one XLA device each"
+)
 _DEEPSPEED = f"{__package__}.deepspeed:DeepSpeedStrategy"
 _ON_DISK = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 STRATEGY_REGISTRY.register_lazily("deepspeed", _DEEPSPEED, "several processes run by DeepSpeed, ZeRO stage 2")

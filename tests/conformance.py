@@ -218,7 +218,9 @@ def train(fabric: lw.Fabric, case: Case, folder: str) -> State:
         for part in range(case.accumulate):
             x, y = (t.chunk(fabric.world_size)[fabric.global_rank] for t in global_batch(step * case.accumulate + part))
             with fabric.no_backward_sync(model, enabled=part < case.accumulate - 1):
-                loss = nn.functional.mse_loss(model(x), y.to(x.dtype))
+                output = model(x)
+                # torch 2.9 has no gradient of a loss of float64 and float32.
+                loss = nn.functional.mse_loss(output, y.to(torch.promote_types(x.dtype, output.dtype)))
                 fabric.backward(loss / case.accumulate)
         if case.clip == "norm":
             fabric.clip_gradients(model, optimizer, max_norm=0.1)

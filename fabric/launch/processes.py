@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...accelerators.matmul_precision import get_matmul_precision, set_matmul_precision
 from ...errors import ConfigError, LaunchError, StopBySignal
 from ...strategies import rendezvous
 from ..failure import Failure, describe_exit
@@ -338,7 +339,7 @@ class _Settings:
             warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             benchmark=torch.backends.cudnn.benchmark,
             cudnn_deterministic=torch.backends.cudnn.deterministic,
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=get_matmul_precision(),
         )
 
     def apply(self) -> None:
@@ -346,7 +347,7 @@ class _Settings:
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
         torch.backends.cudnn.benchmark = self.benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        torch.set_float32_matmul_precision(self.matmul_precision)
+        set_matmul_precision(self.matmul_precision)
         set_rng_state(self.rng)
 
 

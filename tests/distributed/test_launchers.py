@@ -190,7 +190,8 @@ def run(*command: Any, limit_s: float = 200, **variables: str) -> subprocess.Com
 def test_fresh_interpreters_start_as_a_fork_would(tmp_path: Path, start_method: str) -> None:
     done = run(program(tmp_path, _SPAWNS), start_method)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "well"
+    # torch 2.9 prints when processes are connected.
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")] == ["well"]
 
 
 def test_spawn_without_a_main_guard_is_an_error_with_advice(tmp_path: Path) -> None:

@@ -16,8 +16,19 @@ TASKS = Path(__file__).with_name("tasks.py")
 TIME_LIMIT_S = 240
 
 
-def run_task(folder: Path, task: str, devices: int, *arguments: Any, limit_s: int = TIME_LIMIT_S) -> Any:
-    """Return what the task returned; a process that fails or takes too long fails the test with all that it wrote."""
+def run_task(
+    folder: Path, task: str, devices: int, *arguments: Any, limit_s: int = TIME_LIMIT_S, program: Path = TASKS
+) -> Any:
+    """Return what the task returned; a process that fails or takes too long fails the test with all that it wrote.
+
+    Args:
+        folder: The test's own.
+        task: Name of a function of `program`.
+        devices: Its first argument.
+        arguments: Its further arguments.
+        limit_s: Seconds that it may take.
+        program: Where the function is.
+    """
     file = folder / f"{task}-{devices}"
     torch.save(arguments, file)
     environment = {
@@ -26,14 +37,14 @@ def run_task(folder: Path, task: str, devices: int, *arguments: Any, limit_s: in
         "TF_CPP_MIN_LOG_LEVEL": "2",  # else a line of XLA for each graph
         # Models are tiny, and compiling them is all the time there is: no optimization of machine code.
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "PYTHONPATH": str(TASKS.parents[1]),
+        "PYTHONPATH": os.pathsep.join((str(TASKS.parents[1]), str(TASKS.parents[1] / "xla_support"))),
         "PYTHONWARNINGS": "error::UserWarning:loopwright",
     }
     # Without them: the strategy is to find out, and to say, by itself.
     for name in ("CPU_NUM_DEVICES", "XLA_USE_SPMD"):
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", TASKS, task, str(devices), file],
+        [sys.executable, "-W", "error::UserWarning", program, task, str(devices), file],
         env=environment, cwd=folder, timeout=limit_s, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, f"{task} on {devices} devices\n{done.stdout}\n{done.stderr}"

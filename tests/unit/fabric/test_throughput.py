@@ -10,6 +10,7 @@ from torch import nn
 from toys import RecordingLogger
 
 import loopwright as lw
+from loopwright.accelerators.matmul_precision import get_matmul_precision, set_matmul_precision
 from loopwright.errors import ConfigError
 from loopwright.fabric.peak_flops import get_available_flops, measure_peak_flops
 from loopwright.fabric.throughput import Throughput, ThroughputMonitor, measure_flops
@@ -102,12 +103,12 @@ def test_the_table_knows_the_chip(name: str, dtype: torch.dtype, tflops: float, 
 
 def test_float32_is_tf32_where_torch_may_use_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    before = get_matmul_precision()
+    set_matmul_precision("high")
     try:
         assert get_available_flops(torch.device("cuda"), torch.float32) == 156e12
     finally:
-        torch.set_float32_matmul_precision(before)
+        set_matmul_precision(before)
 
 
 def test_an_unknown_chip_is_said_and_a_cpu_is_measured(monkeypatch: Any) -> None:

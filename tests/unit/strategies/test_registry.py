@@ -38,7 +38,7 @@ def test_every_name_of_the_field_is_known() -> None:
     known = set(STRATEGY_REGISTRY.available_strategies())
     assert {"ddp", "ddp_spawn_find_unused_parameters_true", "dp", "deepspeed_stage_3_offload_nvme"} <= known
     assert {"fsdp_cpu_offload", "xla_debug", "xla_fsdp", "single_tpu", "single_device"} <= known
-    assert len(known) == 29
+    assert len(known) == 30
 
 
 def test_a_name_can_stand_for_a_class_that_is_imported_when_it_is_asked_for() -> None:
