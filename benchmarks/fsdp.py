@@ -53,11 +53,11 @@ def measure_fsdp(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict
     return {"sizes": sizes, "memory": memory}
 
 
-def run_program(*arguments: object, **variables: str) -> dict[str, Any]:
+def run_program(*arguments: object, python: str = sys.executable, **variables: str) -> dict[str, Any]:
     """Run a program of this folder and return the numbers of the one line of JSON that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *map(str, arguments)]
+    command = [python, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} failed:\n{done.stderr}")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fsdp import MODES, NAMES
+from memory import expected
 from steps import per_value
+from xla import NAMES as XLA_NAMES
 
 
 def describe(results: dict[str, Any]) -> str:
@@ -346,6 +348,147 @@ def _sharded_saves(numbers: dict[str, Any]) -> list[str]:
     ]
 
 
+def _deepspeed(numbers: dict[str, Any]) -> list[str]:
+    if "skipped" in numbers:
+        return ["## A step by DeepSpeed", f"Not measured: {numbers['skipped']}."]
+    names = ("DeepSpeed by hand", *NAMES[1:])
+    rows = [
+        (stage["stage"], size, mode, name)
+        for stage in numbers["stages"]
+        for size in stage["sizes"]
+        for mode, name in zip(MODES, names, strict=True)
+    ]
+    different = [
+        f"{name} (stage {stage})" for stage, size, mode, name in rows if not size["modes"][mode]["weights_equal"]
+    ]
+    return [
+        "## A step by DeepSpeed",
+        "Two processes with gloo, eight blocks, AdamW, batches of 8 in memory; medians of single steps; CPU time is "
+        "that of rank 0, all threads. The ratio is to the same engine, driven by hand. Aim: 1.05 in wall time. Calls: "
+        "of Python + of C functions in the step that has the fewest.",
+        table(
+            ("", "stage", "elements of a block", "wall ms", "ratio", "CPU ms", "ratio", "calls added"),
+            (
+                (
+                    name,
+                    stage,
+                    f"{size['elements']:,}",
+                    f"{1e-3 * size['modes'][mode]['wall_us']:.1f}",
+                    f"**{size['modes'][mode]['wall_us'] / size['modes']['hand']['wall_us']:.2f}**",
+                    f"{1e-3 * size['modes'][mode]['cpu_us']:.1f}",
+                    f"{size['modes'][mode]['cpu_us'] / size['modes']['hand']['cpu_us']:.2f}",
+                    " ".join(
+                        f"{own - by_hand:+.0f}"
+                        for own, by_hand in zip(size["calls"][mode], size["calls"]["hand"], strict=True)
+                    )
+                    if size["calls"]
+                    else "",
+                )
+                for stage, size, mode, name in rows
+            ),
+        ),
+        "The weights at the end equal those of the loop by hand, bit for bit"
+        + (f", EXCEPT in: {', '.join(dict.fromkeys(different))}." if different else "."),
+    ]
+
+
+def _xla(numbers: dict[str, Any]) -> list[str]:
+    if "skipped" in numbers:
+        return ["## A step by XLA", f"Not measured: {numbers['skipped']}."]
+    rows = [
+        (devices["devices"], size, name, size["modes"][mode], size["modes"]["hand"])
+        for devices in numbers["devices"]
+        for size in devices["sizes"]
+        for mode, name in XLA_NAMES.items()
+    ]
+    different = [name for _, _, name, row, _ in rows if row["largest_difference"]]
+    return [
+        "## A step by XLA",
+        f"torch {numbers['devices'][0]['torch']} and torch_xla on the CPU's runtime, in one process: one device, and "
+        "two by SPMD; eight blocks, AdamW, batches of 16 in memory; medians of single steps, CPU time of all threads. "
+        "The ratio is to a loop of torch_xla by hand; aim: 1.05 in wall time. Compiled and read: graphs, and reads of "
+        "the device, in the second half of the steps; aim: none. Calls are those of Python functions + of C functions "
+        "in the step that has the fewest.",
+        table(
+            (
+                "", "devices", "elements of a block",
+                "wall ms", "ratio", "CPU ms", "ratio", "compiled", "read", "calls",
+            ),
+            (
+                (
+                    name,
+                    devices,
+                    f"{size['elements']:,}",
+                    f"{1e-3 * row['wall_us']:.1f}",
+                    f"**{row['wall_us'] / hand['wall_us']:.2f}**",
+                    f"{1e-3 * row['cpu_us']:.1f}",
+                    f"{row['cpu_us'] / hand['cpu_us']:.2f}",
+                    row["compiled"],
+                    row["reads"],
+                    f"{row['calls'][0]:.0f} + {row['calls'][1]:.0f}",
+                )
+                for devices, size, name, row, hand in rows
+            ),
+        ),
+        "The weights at the end equal those of the loop by hand, bit for bit"
+        + (f", EXCEPT in: {', '.join(dict.fromkeys(different))}." if different else "."),
+    ]  # fmt: skip
+
+
+def _memory_of_strategies(numbers: dict[str, Any]) -> list[str]:
+    rows = numbers["rows"]
+    parts = ("parameters", "gradients", "optimizer")
+    moments = ("resting", "accumulating", "backward_peak", "step_peak", "process")
+
+    def mb(row: dict[str, Any], name: str) -> str:
+        return f"{row[name] / 1e6:.1f}" if name in row else "unknown"
+
+    def memory(row: dict[str, Any]) -> tuple[object, ...]:
+        form = expected(row["name"], row["precision"], row["ranks"]).total
+        size = form * row["elements"]
+        return (
+            row["name"],
+            row["precision"],
+            row["ranks"],
+            f"{form:.4g} P",
+            f"{size / 1e6:.1f}",
+            f"**{row['before_step_bytes'] / 1e6:.1f}**",
+            f"{100 * (row['before_step_bytes'] / size - 1):+.0f} %",
+            *(mb(row, f"{name}_bytes") for name in (*parts, *moments)),
+        )
+
+    return [
+        "## Memory of each strategy",
+        f"{rows[0]['elements'] / 1e6:.1f} million parameters P in eight units, Adam, activations of next to nothing; "
+        "MB on rank 0. Expected and measured: after the last backward pass, before the optimizer steps; of that, "
+        "parameters, gradients, and moments with masters. Then: between two steps; between two micro-batches of a "
+        "window; at most in the backward pass, and in the optimizer's step. All of these are storages of live tensors. "
+        "The process is its highest memory over that before the model was built.",
+        table(
+            (
+                "", "precision", "ranks", "form", "expected", "measured", "off", "parameters", "gradients", "optimizer",
+                "between steps", "accumulating", "backward", "step", "process",
+            ),
+            map(memory, rows),
+        ),
+        "What a step of one micro-batch sends: collectives, and the bytes of the tensors that they are about (what "
+        "all_gather makes, what reduce_scatter takes).",
+        table(
+            ("", "precision", "ranks", "calls", "MB"),
+            (
+                (
+                    row["name"],
+                    row["precision"],
+                    row["ranks"],
+                    ", ".join(f"{calls} {name}" for name, (calls, _) in row["sent"].items()) or "none",
+                    ", ".join(f"{size / 1e6:.1f}" for _, size in row["sent"].values()) or "0",
+                )
+                for row in rows
+            ),
+        ),
+    ]  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "steps": _steps,
     "calls": _calls,
@@ -357,5 +500,8 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "ranks": _ranks,
     "launch": _launch,
     "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
     "sharded-saves": _sharded_saves,
+    "memory": _memory_of_strategies,
+    "xla": _xla,
 }

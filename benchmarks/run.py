@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed_steps import measure_deepspeed
 from fsdp import measure_fsdp
 from log_queue import time_logging
+from memory import measure_memory_of_strategies
 from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
 from saving import time_saves
 from sharded_saves import measure_sharded_saves
 from startup import time_first_steps, time_imports
 from steps import count_calls, count_reads, time_steps
+from xla import measure_xla
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -98,8 +101,18 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
             results[part] = measure_fsdp(
                 num_steps=10 if is_quick else 15, rounds=1 if is_quick else 2, is_quick=is_quick
             )
+        elif part == "deepspeed":
+            results[part] = measure_deepspeed(
+                num_steps=5 if is_quick else 30, rounds=1 if is_quick else 3, is_quick=is_quick
+            )
         elif part == "sharded-saves":
             results[part] = measure_sharded_saves(megabytes=24 if is_quick else 256, rounds=1 if is_quick else 3)
+        elif part == "memory":
+            results[part] = measure_memory_of_strategies(is_quick=is_quick)
+        elif part == "xla":
+            results[part] = measure_xla(
+                num_steps=20 if is_quick else 60, rounds=1 if is_quick else 3, is_quick=is_quick
+            )
     return results
 
 

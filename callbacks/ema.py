@@ -105,6 +105,7 @@ class EMA(Callback):
         self._raw: dict[str, Tensor] | None = None  # the raw values while the module holds the average
         self._aliases: dict[str, str] = {}
         self._source: nn.Module | None = None
+        self._has_stepped = False  # in this run
         # What the update touches, found once per run: (source tensors, averages), by how they are treated.
         self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
         self._converted: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -157,6 +158,7 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
         self._bind(pl_module)
+        self._has_stepped = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Go on where the checkpoint was taken: if it was taken before its step's update, update now."""
@@ -229,6 +231,9 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
+        if not self._has_stepped and self._shadow:
+            self._bind(module)  # torch before 2.13 moves shards that it pads to other memory in the first forward
+        self._has_stepped = True
         if not self._shadow:
             self._shadow = {
                 name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)

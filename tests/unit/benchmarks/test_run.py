@@ -25,6 +25,12 @@ def test_quick_run_writes_every_section(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results" / "latest.json").read_text())
     assert {"steps", "calls", "reads", "imports", "first-step", "saving", "logging", "ranks", "launch"} <= set(results)
-    assert {"fsdp", "sharded-saves"} <= set(results)
+    assert {"fsdp", "deepspeed", "sharded-saves", "xla", "memory"} <= set(results)
     assert all(row["weights_equal"] for part in ("steps", "ranks") for row in results[part])
+    # Bytes of live tensors are exact, however busy the machine is; two ranks.
+    bytes_per_parameter = {"single": 16, "fsdp FULL_SHARD": 8, "deepspeed 2": 12}
+    rows = {row["name"]: row for row in results["memory"]["rows"]}
+    assert {name: row["before_step_bytes"] / row["elements"] for name, row in rows.items()} == pytest.approx(
+        bytes_per_parameter, rel=0.05
+    )
     assert "EXCEPT" not in (tmp_path / "RESULTS.md").read_text()
