@@ -7,8 +7,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from .app import CLI as CLI
+    from .groups import Groups as Groups
+    from .saved_config import SaveConfig as SaveConfig
+
+__all__ = ["CLI", "Groups", "SaveConfig", "run"]
+
+_TRAINING = {
+    "fit": "train a model that is named by its class, and validate it",
+    "validate": "evaluate a model on its validation data",
+    "test": "evaluate a model on its test data",
+    "predict": "make predictions with a model",
+}
+_HOME = {"CLI": "app", "Groups": "groups", "SaveConfig": "saved_config"}
+
+
+def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -19,11 +42,19 @@ def run(arguments: Sequence[str]) -> int:
     """
     from .. import __version__
 
+    if arguments and arguments[0] in _TRAINING:
+        from .train import train
+
+        return train(arguments)
     if arguments and arguments[0] == "launch":
         # Its options end where the program begins, whose options are none of ours: it reads them by itself.
         from .launch import launch
 
         return launch(arguments[1:])
+    if arguments and arguments[0] == "run-lightning":
+        from .run_lightning import run_lightning
+
+        return run_lightning(arguments[1:])
     if arguments and arguments[0] in ("report", "watch"):
         from . import report
 
@@ -39,11 +70,14 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="loopwright", description="A trainer framework for PyTorch.")
     parser.add_argument("--version", action="version", version=f"loopwright {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in _TRAINING.items():
+        commands.add_parser(name, help=text)
     commands.add_parser("launch", help="start a program in several processes, on this machine or on several")
     commands.add_parser("checkpoint", help="look into checkpoints, check, compare and convert them")
     commands.add_parser("doctor", help="say what this machine offers for training, and what is wrong with it")
     commands.add_parser("lifecycle", help="print the table of hooks and their order, as Markdown")
     commands.add_parser("report", help="make one HTML page of runs: curves, numbers, checkpoints, configuration")
+    commands.add_parser("run-lightning", help="run a program that was written for Lightning on Loopwright")
     commands.add_parser("watch", help="show the curves of runs in the terminal while they train")
     chosen = parser.parse_args(arguments)
     if chosen.command == "lifecycle":

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .combined import CombinedLoader
-from .hparams import AttributeDict, HyperParameters, save_hyperparameters
+from .hparams import AttributeDict, HyperParameters, save_hyperparameters, without_omegaconf
 from .limit import find_length, resolve_limit
 from .module import DataModule
 from .move import apply_to_collection, find_batch_size, move_to_device
@@ -46,6 +46,7 @@ __all__ = [
     "restore_rng",
     "save_hyperparameters",
     "shard_eval",
+    "without_omegaconf",
 ]
 
 _LATER = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError, nearest
 
-__all__ = ["AttributeDict", "HyperParameters", "save_hyperparameters"]
+__all__ = ["AttributeDict", "HyperParameters", "save_hyperparameters", "without_omegaconf"]
 
 
 class AttributeDict(dict[str, Any]):
@@ -91,7 +91,7 @@ def save_hyperparameters(
 def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, Any], ignored: set[str]) -> tuple[Any, str]:
     """Return the hyperparameters and the name of the argument that holds them."""
     if not args:
-        return arguments, "kwargs"
+        return without_omegaconf(arguments), "kwargs"
     objects = [arg for arg in args if not isinstance(arg, str)]
     if len(args) == 1 and objects:
         name = next((name for name, value in arguments.items() if value is objects[0]), "kwargs")
@@ -111,7 +111,7 @@ def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, Any], ignored:
             f"{', '.join(arguments) or 'none'}.",
             fix="pass names of arguments of __init__ to save_hyperparameters, or none to keep all.",
         )
-    return {name: arguments[name] for name in wanted}, "kwargs"
+    return without_omegaconf({name: arguments[name] for name in wanted}), "kwargs"
 
 
 def _entries(container: Any, ignored: set[str]) -> Any:
@@ -140,6 +140,18 @@ def _entries(container: Any, ignored: set[str]) -> Any:
 
 def _is_omegaconf(container: Any) -> bool:
     return type(container).__module__.startswith("omegaconf.")
+
+
+def without_omegaconf(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values in which OmegaConf's containers, as Hydra passes them, are plain and resolved."""
+    if not any(map(_is_omegaconf, values.values())):
+        return values
+    from omegaconf import OmegaConf
+
+    return {
+        name: OmegaConf.to_container(value, resolve=True) if _is_omegaconf(value) else value
+        for name, value in values.items()
+    }
 
 
 def _init_arguments(obj: Any, frame: FrameType | None) -> dict[str, Any]:

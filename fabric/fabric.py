@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..errors import ConfigError, LaunchError
 from ..precision import MixedPrecision, Precision
@@ -67,6 +68,8 @@ class Fabric:
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
+        lists = {"devices": devices, "plugins": plugins, "callbacks": callbacks, "loggers": loggers}
+        devices, plugins, callbacks, loggers = without_omegaconf(lists).values()
         parts = resolve(
             accelerator=accelerator,
             strategy=strategy,

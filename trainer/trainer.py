@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks import Callback, Checkpoint, EarlyStopping, GradientAccumulationScheduler, Timer
+from ..data.hparams import without_omegaconf
 from ..data.rng import capture_rng, restore_rng
 from ..errors import CheckpointError, ConfigError, LoopwrightError, ModuleError, StopBySignal, nearest
 from ..fabric import Fabric
@@ -161,7 +162,7 @@ class Trainer:
         nonfinite_loss: str = "warn",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        given = from_environment(given, dict(Trainer.__init__.__kwdefaults__ or {}))
+        given = from_environment(without_omegaconf(given), dict(Trainer.__init__.__kwdefaults__ or {}))
         if given["model_registry"] is not None:
             raise ConfigError(
                 f"model_registry={given['model_registry']!r}: there is no model registry.",
@@ -839,7 +840,7 @@ class Trainer:
     def _samples_of_all_ranks(self) -> int:
         # Without asking the other ranks: rank 0 takes as many samples as each of them, but for an uneven last batch.
         before = self.samples_before
-        return before + (self.progress.samples - before) * self.world_size
+        return before + (self.progress.samples - before) * self.strategy.topology.data_size
 
     def write_hyperparameters(self) -> None:
         """Send hyperparameters of module and data module to the loggers; called once per run."""

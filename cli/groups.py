@@ -1,0 +1,194 @@
+"""`Groups`: what a program declares beside trainer, model and data. Given to `CLI.add_arguments`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from .parameters import EMPTY, Parameter
+
+__all__ = ["Groups"]
+
+# Any in this file: values of settings, and classes of users.
+
+
+@dataclass(frozen=True)
+class _Link:
+    sources: tuple[str, ...]
+    target: str
+    compute: Callable[..., Any] | None
+    after_build: bool
+
+    def value(self, found: Sequence[Any]) -> Any:
+        return found[0] if self.compute is None else self.compute(*found)
+
+
+class Groups:
+    """Further settings of a program: classes, values, defaults, and links between them.
+
+    Args:
+        reserved: Names that are taken.
+    """
+
+    def __init__(self, reserved: Sequence[str] = ()) -> None:
+        self._reserved = tuple(reserved)
+        self._links: list[_Link] = []
+        self.classes: dict[str, Any] = {}
+        self.required: set[str] = set()
+        self.values: dict[str, Parameter] = {}
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All keys at the top that were declared."""
+        return [*self.classes, *self.values]
+
+    def add_class(self, name: str, target: Callable[..., Any], *, required: bool = True) -> None:
+        """Declare an object, whose parameters stand below `name`. A callback goes to the trainer.
+
+        Args:
+            name: The key.
+            target: Its class, or a function that makes it.
+            required: Whether it is made where no setting names it.
+        """
+        self._check_free(name)
+        self.classes[name] = target
+        if required:
+            self.required.add(name)
+
+    def add_value(self, name: str, kind: Any = Any, default: Any = EMPTY, text: str = "") -> None:
+        """Declare a value.
+
+        Args:
+            name: The key.
+            kind: Its type.
+            default: Without one, it must be given.
+            text: For --help.
+        """
+        self._check_free(name)
+        self.values[name] = Parameter(name, kind, default, text)
+
+    def set_defaults(self, values: dict[str, Any]) -> None:
+        """Set what files and the command line may change.
+
+        Args:
+            values: Dotted key to value, as in {"trainer.max_epochs": 3}.
+        """
+        self.defaults.update(values)
+
+    def link(
+        self,
+        source: str | Sequence[str],
+        target: str,
+        compute: Callable[..., Any] | None = None,
+        *,
+        after_build: bool = False,
+    ) -> None:
+        """Let one setting follow from others; it cannot be set then.
+
+        Args:
+            source: Dotted keys, as "data.batch_size". With after_build, attributes of objects: "data.num_classes".
+            target: A dotted key.
+            compute: Gets the sources' values and returns the target's; None takes the one source's value.
+            after_build: Take the values from the objects that were made.
+        """
+        sources = (source,) if isinstance(source, str) else tuple(source)
+        if compute is None and len(sources) != 1:
+            raise ConfigError(f"the link to {target} has {len(sources)} sources.", fix="pass compute=.")
+        self._links.append(_Link(sources, target, compute, after_build))
+
+    # -- for CLI -------------------------------------------------------------------------------------------------
+
+    def linked(self, key: str) -> frozenset[str]:
+        """Return the names of parameters of a group that are set by links after objects were made."""
+        return frozenset(
+            one.target.partition(".")[2] for one in self._links if one.after_build and one.target.startswith(f"{key}.")
+        )
+
+    def with_links(self, tree: dict[str, Any], linked: Callable[[str], frozenset[str]]) -> dict[str, Any]:
+        """Return settings in which links between settings have been followed."""
+        for one in self._links:
+            if _has(tree, one.target):
+                raise ConfigError(
+                    f"{one.target} is set, but it follows from {', '.join(one.sources)}.",
+                    fix=f"leave {one.target} out.",
+                )
+            if not one.after_build:
+                _put(tree, one.target, one.value([_at(tree, source) for source in one.sources]))
+        return tree
+
+    def order(self, keys: Sequence[str]) -> list[str]:
+        """Return groups in an order in which the objects that links read are there.
+
+        Raises:
+            ConfigError: Links go round in a circle.
+        """
+        needs = {key: set() for key in keys}  # type: dict[str, set[str]]
+        for one in self._links:
+            if one.after_build:
+                needs[one.target.partition(".")[0]] |= {source.partition(".")[0] for source in one.sources}
+        ordered: list[str] = []
+        while len(ordered) < len(keys):
+            ready = [key for key in keys if key not in ordered and needs[key] <= set(ordered)]
+            if not ready:
+                rest = ", ".join(key for key in keys if key not in ordered)
+                raise ConfigError(f"the links between {rest} go round in a circle.", fix="remove one of them.")
+            ordered.append(ready[0])
+        return ordered
+
+    def linked_values(self, key: str, built: dict[str, Any]) -> dict[str, Any]:
+        """Return parameters of a group that follow from objects."""
+        found = {}
+        for one in self._links:
+            if one.after_build and one.target.startswith(f"{key}."):
+                values = []
+                for source in one.sources:
+                    group, *parts = source.split(".")
+                    value = built[group]
+                    for part in parts:
+                        value = getattr(value, part)
+                    values.append(value)
+                found[one.target.partition(".")[2]] = one.value(values)
+        return found
+
+    def _check_free(self, name: str) -> None:
+        if name in self._reserved or name in self.names or not name.isidentifier():
+            raise ConfigError(f"the setting {name!r} is taken, or is no name.", fix="choose another name.")
+
+
+def _node(tree: dict[str, Any], key: str) -> Any:
+    node = tree.get(key)
+    return node["init_args"] if isinstance(node, dict) and "class_path" in node else node
+
+
+def _has(tree: dict[str, Any], path: str) -> bool:
+    key, _, name = path.partition(".")
+    node = _node(tree, key)
+    return (isinstance(node, dict) and name in node) if name else key in tree
+
+
+def _at(tree: dict[str, Any], path: str) -> Any:
+    key, *parts = path.split(".")
+    node = _node(tree, key)
+    for part in parts:
+        if not isinstance(node, dict) or part not in node:
+            raise ConfigError(f"{path} is not set, and another setting follows from it.", fix=f"set {path}.")
+        node = node[part]
+    return node
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    key, *parts = path.split(".")
+    if not parts:
+        tree[key] = value
+        return
+    if tree.get(key) is None:
+        tree[key] = {}
+    elif isinstance(tree[key], str):
+        tree[key] = {"class_path": tree[key], "init_args": {}}
+    node = _node(tree, key)
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+    node[parts[-1]] = value

@@ -1,0 +1,92 @@
+"""Texts of --help. Called by app.py."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .parameters import EMPTY, Parameter, parameters_of
+from .typed import show_type
+
+__all__ = ["describe_class", "overview"]
+
+# Any in this file: classes of any kind, and defaults.
+
+_WIDTH = 100
+
+_USAGE = """\
+usage: {program} [--config FILE]... [KEY=VALUE]...
+
+{title}
+
+Settings are KEY=VALUE or --KEY VALUE, as in trainer.max_epochs=3; KEY+=VALUE adds to a list, ~KEY forgets what a file
+says.
+  --config FILE, -c FILE     a YAML file; later ones are laid over earlier ones
+  --print-config[=short]     print the settings that all sources give together, and end; short: without defaults
+  --help [KEY or CLASS]      this text; or the parameters of trainer, model, data, or of any class
+
+Files come first, then environment variables ({prefix}TRAINER__MAX_EPOCHS=3; {files} names files), then this line.
+`data=digits` takes data/digits.yaml beside a --config file, here, or in conf/; else it names a class.
+"""
+
+
+def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterable[Parameter]) -> str:
+    """Return the text of --help.
+
+    Args:
+        program: How the program was started, with the subcommand.
+        title: What it does.
+        groups: Key to the class whose parameters stand below it; None: a class is to be named.
+        values: Settings that stand at the top.
+    """
+    from .sources import CONFIG_VARIABLE, PREFIX
+
+    lines = [_USAGE.format(program=program, title=title, prefix=PREFIX, files=CONFIG_VARIABLE)]
+    for one in values:
+        lines += _parameter(one, "")
+    for key, target in groups.items():
+        if target is None or isinstance(target, tuple):
+            lines += [
+                "",
+                f"{key}: name a class, as in {key}=package.module.Class, and its parameters as {key}.PARAMETER=...",
+            ]
+            continue
+        lines += ["", f"{key}: {target.__module__}.{target.__qualname__}"]
+        known = parameters_of(target)
+        names = ", ".join(f"{name}*" if one.is_required else name for name, one in known.named.items())
+        lines += textwrap.wrap(names or "it takes no parameters", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines.append(f"  (--help {key} tells more{'; * must be given' if '*' in names else ''})")
+    return "\n".join(lines) + "\n"
+
+
+def describe_class(target: Any, key: str) -> str:
+    """Return the parameters of a class, with types, defaults and what its docstring says of them."""
+    known = parameters_of(target)
+    lines = [f"{target.__module__}.{target.__qualname__}", *([f"  {known.title}"] if known.title else []), ""]
+    for one in known.named.values():
+        lines += _parameter(one, f"{key}." if key else "")
+    if known.is_open:
+        lines.append("  and others, which it passes on")
+    return "\n".join(lines) + "\n"
+
+
+def _parameter(one: Parameter, prefix: str) -> list[str]:
+    default = "must be given" if one.default is EMPTY else f"default {_shown(one.default)}"
+    lines = [f"  {prefix}{one.name}: {show_type(one.annotation)} ({default})"]
+    if one.text:
+        lines += textwrap.wrap(one.text, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        getattr(value, "__qualname__", repr(value))
+        if inspect.isroutine(value) or inspect.isclass(value)
+        else repr(value)
+    )

@@ -1,0 +1,127 @@
+"""Classes by name: `EarlyStopping`, `early_stopping`, `tensorboard`, `torch.optim.Adam`, `my.module.Net`.
+
+Called by typed.py and app.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+__all__ = ["ClassProblem", "find_class", "import_object", "known_classes"]
+
+# Any in this file: classes of any kind.
+
+
+class ClassProblem(Exception):
+    """A name leads to no class that fits; the message says why."""
+
+
+def import_object(path: str) -> Any:
+    """Return what a dotted path names; a colon may stand before the last part.
+
+    Raises:
+        ClassProblem: It cannot be imported.
+    """
+    parts = path.replace(":", ".").split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                continue  # a shorter part of it may be a module
+            raise ClassProblem(f"{path}: the module {name} needs {error.name}, which is not installed") from error
+        for number, part in enumerate(parts[count:], count):
+            if not hasattr(found, part):
+                near = get_close_matches(part, dir(found), n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ClassProblem(f"{path}: {'.'.join(parts[:number])} has no {part!r}{hint}")
+            found = getattr(found, part)
+        return found
+    raise ClassProblem(
+        f"{path}: there is no module {parts[0]!r}; looked in the current folder and among installed packages"
+    )
+
+
+def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
+    """Return the class that a name stands for.
+
+    Args:
+        name: A dotted path, or the name of a known subclass; upper and lower case, underscores, and the base's own name
+            at the end do not matter ("csv" is CSVLogger).
+        base: What it must be a subclass of.
+
+    Raises:
+        ClassProblem: There is none, or several; or it is something else.
+    """
+    bases = base if isinstance(base, tuple) else (base,)
+    shown = " or ".join(one.__name__ for one in bases)
+    if "." in name or ":" in name:
+        found = import_object(name)
+        if not inspect.isclass(found):
+            raise ClassProblem(f"{name} is no class, expected one of {shown}")
+        if not issubclass(found, bases):
+            raise ClassProblem(f"{name} is no {shown}")
+        return found
+    known = list(known_classes(bases))
+    endings = [_folded(one.__name__) for one in bases]
+    matches = [one for one in known if one.__name__ == name] or [
+        one
+        for one in known
+        if _folded(one.__name__) in (_folded(name), *(_folded(name) + ending for ending in endings))
+    ]
+    own = [one for one in matches if one.__module__ == "__main__"] or matches
+    if len(own) == 1:
+        return own[0]
+    if own:
+        paths = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
+        raise ClassProblem(f"{name} may be {paths}: write the whole path")
+    near = get_close_matches(name, [one.__name__ for one in known], n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ClassProblem(f"no {shown} is called {name!r}{hint}; for a class of your own, write package.module.Class")
+
+
+def known_classes(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
+    """Give the subclasses that can be named without a path: Loopwright's public ones, torch's, and imported ones."""
+    bases = tuple(bases)
+    seen: set[type[Any]] = set()
+    for one in [*_public(bases), *_below(bases)]:
+        if one not in seen and not one.__name__.startswith("_") and not inspect.isabstract(one):
+            seen.add(one)
+            yield one
+
+
+def _public(bases: tuple[type[Any], ...]) -> Iterator[type[Any]]:
+    """Give Loopwright's public classes and torch's optimizers and schedules, which may not have been imported yet."""
+    loopwright = importlib.import_module("..", __package__)
+    folders = {base.__module__.split(".")[1] for base in bases if base.__module__.startswith("loopwright.")}
+    for name, home in loopwright._HOME.items():
+        if home.partition(".")[0] in folders:
+            found = getattr(loopwright, name)
+            if inspect.isclass(found) and issubclass(found, bases):
+                yield found
+    if any(base.__module__.startswith("torch.optim") for base in bases):
+        import torch
+
+        for module in (torch.optim, torch.optim.lr_scheduler):
+            for found in vars(module).values():
+                if inspect.isclass(found) and issubclass(found, bases):
+                    yield found
+
+
+def _below(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
+    for base in bases:
+        for one in base.__subclasses__() if base is not object else ():
+            # A class that was imported anew, or made in a function, cannot be meant by a name.
+            if getattr(sys.modules.get(one.__module__), one.__name__, None) is one:
+                yield one
+            yield from _below([one])
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()

@@ -1,0 +1,221 @@
+"""What a class or function can be made with: names, types, defaults and texts of its parameters. Called by typed.py and
+help_text.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["EMPTY", "Parameter", "Parameters", "parameters_of"]
+
+# Any in this file: annotations and defaults are whatever users wrote.
+
+EMPTY: Any = inspect.Parameter.empty
+"""Stands for a missing default or annotation."""
+
+_BASES = ("loopwright.trainer.module", "loopwright.data.module", "torch.nn.modules.module")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        name: Its name.
+        annotation: Its type, with text evaluated; Any where there is none, or where it cannot be evaluated.
+        default: EMPTY where a value must be given.
+        text: What the docstring says of it.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    text: str = ""
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is EMPTY
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a class or function, by name.
+
+    Attributes:
+        named: Each one.
+        is_open: Whether other names are taken, too: `**kwargs` whose use cannot be seen.
+        title: First line of the docstring.
+    """
+
+    named: Mapping[str, Parameter]
+    is_open: bool
+    title: str
+
+
+def parameters_of(target: Callable[..., Any]) -> Parameters:
+    """Return the parameters of a class or function.
+
+    Those that a constructor passes on by `super().__init__(**kwargs)` count, without the ones that it sets itself.
+    """
+    return _parameters_of(target)
+
+
+@lru_cache(maxsize=512)
+def _parameters_of(target: Any) -> Parameters:
+    title = (inspect.getdoc(target) or "").partition("\n")[0]
+    named: dict[str, Parameter] = {}
+    if not inspect.isclass(target):
+        named, is_open = _of_function(target, _texts(inspect.getdoc(target) or ""))
+        return Parameters(MappingProxyType(named), is_open, title)
+    hidden: set[str] = set()
+    is_open = False
+    for owner in target.__mro__:
+        function = vars(owner).get("__init__")
+        if function is None or owner is object:
+            continue
+        if not inspect.isfunction(function):  # written in C, or a wrapper that shows no more than (*args, **kwargs)
+            is_open = True
+            break
+        texts = {**_texts(inspect.getdoc(owner) or ""), **_texts(inspect.getdoc(function) or "")}
+        found, is_open = _of_function(function, texts, skip_first=True)
+        for name, parameter in found.items():
+            if name not in hidden:
+                named.setdefault(name, parameter)
+        if not is_open:
+            break
+        if not found and owner.__module__ in _BASES:
+            is_open = False  # bases of users' classes: they take anything, and nothing has a meaning
+            break
+        passed = _passed_on(function)
+        if passed is None:
+            break  # nobody can see what happens with them: any name is taken
+        hidden |= passed | set(found)
+    return Parameters(MappingProxyType(named), is_open, title)
+
+
+def _of_function(
+    function: Callable[..., Any], texts: Mapping[str, str], *, skip_first: bool = False
+) -> tuple[dict[str, Parameter], bool]:
+    signature = inspect.signature(function)
+    names = _Names(function)
+    named, is_open = {}, False
+    for number, (name, one) in enumerate(signature.parameters.items()):
+        if one.kind is one.VAR_KEYWORD:
+            is_open = True
+        elif (
+            one.kind is not one.VAR_POSITIONAL
+            and one.kind is not one.POSITIONAL_ONLY
+            and not (skip_first and not number)
+        ):
+            named[name] = Parameter(name, names.evaluated(one.annotation), one.default, texts.get(name, ""))
+    return named, is_open
+
+
+class _Names(dict[str, Any]):
+    """Evaluates annotations that are text. Names that only type checkers see are looked up where they may come from."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        function = inspect.unwrap(function)
+        self._module = getattr(function, "__module__", "")
+        self._globals = getattr(function, "__globals__", {})
+
+    def evaluated(self, annotation: Any) -> Any:
+        if annotation is EMPTY:
+            return Any
+        if not isinstance(annotation, str):
+            return annotation
+        try:
+            return eval(annotation, {"__builtins__": {}}, self)  # the source of the class that is being made
+        except Exception:
+            return Any  # it holds a name that nothing defines: then nothing is checked
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._globals:
+            return self._globals[name]
+        if hasattr(builtins, name):
+            return getattr(builtins, name)
+        if hasattr(typing, name):
+            return getattr(typing, name)
+        home = _HOMES.get(name)
+        if home is not None:
+            return getattr(__import__(home, fromlist=[name]), name)
+        if self._module.partition(".")[0] == "loopwright":
+            loopwright = import_module("..", __package__)
+            if name in loopwright.__all__:
+                return getattr(loopwright, name)
+        for module in (self._module.rpartition(".")[0], "torch"):
+            if name in vars(sys.modules.get(module, builtins)):
+                return getattr(sys.modules[module], name)
+        raise NameError(name)
+
+
+_HOMES = {
+    "Optimizer": "torch.optim",
+    "LRScheduler": "torch.optim.lr_scheduler",
+    "DataLoader": "torch.utils.data",
+    "Dataset": "torch.utils.data",
+    "Path": "pathlib",
+    "timedelta": "datetime",
+    "nn": "torch",
+    "Tensor": "torch",
+    **dict.fromkeys(
+        ("Callable", "Iterable", "Iterator", "Mapping", "MutableMapping", "Sequence", "Collection"), "collections.abc"
+    ),
+}
+
+
+def _passed_on(function: Callable[..., Any]) -> set[str] | None:
+    """Return the names that `super().__init__(..., **kwargs)` sets itself; None if there is no such call."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
+        return None
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "__init__":
+            continue
+        above = call.func.value
+        is_super = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "super"
+        if is_super and any(keyword.arg is None for keyword in call.keywords) and not call.args:
+            return {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+    return None
+
+
+_ENTRY = re.compile(r"^(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+
+
+def _texts(docstring: str) -> dict[str, str]:
+    """Return parameter to text, of a docstring in Google's form."""
+    found: dict[str, str] = {}
+    lines = docstring.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:", "Parameters:")]
+    if not starts:
+        return found
+    margin, name = None, None
+    for line in lines[starts[0] + 1 :]:
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        margin = indent if margin is None else margin
+        if indent < margin or not indent:
+            break
+        entry = _ENTRY.match(line.strip()) if indent == margin else None
+        if entry is not None:
+            name = entry[1].lstrip("*")
+            found[name] = entry[2]
+        elif name is not None:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found

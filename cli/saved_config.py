@@ -1,0 +1,85 @@
+"""The configuration of a run, beside its checkpoints and in them. Added to the Trainer by app.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import Callback
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+__all__ = ["SaveConfig", "config_of"]
+
+_KEY = "SaveConfig"
+
+
+class SaveConfig(Callback):
+    """Write the configuration into the run's folder, beside its checkpoints, and into each of them.
+
+    Rank 0 writes when training begins. In each folder, the file is that of the run which began last. Nothing is written
+    in a fast_dev_run.
+
+    Args:
+        text: The configuration, as YAML.
+        filename: Name of the file.
+    """
+
+    def __init__(self, text: str, filename: str = "config.yaml") -> None:
+        self.text = text
+        self.filename = filename
+        self._is_written = False
+
+    @property
+    def state_key(self) -> str:
+        """The name under which a checkpoint has it."""
+        return _KEY
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return {"config": self.text}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Leave the configuration as it is: a run that goes on may have been started with another one."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:  # Any: the user's module
+        """Write the file, once: the folders of checkpoints are known now, and were looked into."""
+        if self._is_written or not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        self._is_written = True
+        folders = [trainer.log_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
+        for folder in dict.fromkeys(str(one) for one in folders if one):
+            self._write(folder)
+
+    def _write(self, folder: str) -> None:
+        import fsspec
+
+        files, path = fsspec.core.url_to_fs(folder)
+        files.makedirs(path, exist_ok=True)
+        temporary = f"{path.rstrip('/')}/.{self.filename}.tmp"
+        with files.open(temporary, "w", encoding="utf-8") as file:
+            file.write(self.text)
+        files.mv(temporary, f"{path.rstrip('/')}/{self.filename}")
+
+
+def config_of(checkpoint: str) -> str | None:
+    """Return the configuration that a checkpoint holds, as YAML; None if it holds none, or is no file or folder here.
+
+    Nothing of the checkpoint is executed, and its tensors are not read.
+    """
+    from ..checkpoint.forms import Reading, open_checkpoint
+
+    if "://" not in checkpoint and not Path(checkpoint).exists():
+        return None
+    tree = open_checkpoint(checkpoint, Reading()).tree
+    state = (tree.get("callbacks") or {}).get(_KEY) if isinstance(tree.get("callbacks"), dict) else None
+    if state is None:
+        return None
+    text = state.get("config") if isinstance(state, dict) else None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"the configuration in the checkpoint {checkpoint} is damaged.", fix="pass the configuration with --config."
+        )
+    return text

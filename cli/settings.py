@@ -1,0 +1,247 @@
+"""The tree of settings: how sources are laid over each other, and where each value came from.
+
+A node that names a class has one form in here: `class_path`, with arguments below `init_args`. Hydra's `_target_` is
+brought into it, and `model.lr` reaches `model.init_args.lr`. Called by sources.py and app.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["CLASS_KEYS", "Settings", "is_class_node", "resolve"]
+
+# Any in this file: settings are what YAML can hold.
+
+CLASS_KEYS = ("model", "data", "optimizer", "lr_scheduler")
+"""Keys at the top whose text is the name of a class."""
+
+_NODE = ("class_path", "init_args")
+_INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+def is_class_node(value: Any) -> bool:
+    """Return whether a value names a class and its arguments."""
+    return isinstance(value, dict) and "class_path" in value
+
+
+@dataclass
+class Settings:
+    """Settings of several sources, the later ones over the earlier ones.
+
+    Attributes:
+        tree: Nested dicts and lists in the form that this file describes.
+        origins: Dotted path to the name of the source that set it last.
+        texts: Dotted path to what was typed, for values of the command line and of environment variables: text that
+            looks like a number is text again where text is expected.
+        stale: Dotted paths of arguments that were given for another class than the one that is chosen now.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    stale: set[str] = field(default_factory=set)
+
+    def lay(self, values: dict[str, Any], source: str) -> None:
+        """Lay the content of a file over what is there."""
+        self.tree = self._merged(self.tree, _normal(values), "", source)
+
+    def assign(self, path: str, value: Any, source: str, *, text: str | None = None, appends: bool = False) -> None:
+        """Set one value, as `trainer.max_epochs=3` does.
+
+        Args:
+            path: Dotted; numbers are places in lists.
+            value: The value.
+            source: Where it came from.
+            text: What was typed.
+            appends: Add it to the list that is there.
+        """
+        if appends:
+            value = [*_as_list(self._at(path)), value]
+        nested: Any = value
+        for part in reversed(path.split(".")):
+            nested = _normal({part: nested})
+        self.tree = self._merged(self.tree, nested, "", source)
+        if text is not None and not appends:
+            self.texts[self.route(path)] = text
+
+    def remove(self, path: str) -> None:
+        """Forget what stands at a path, as if no source had named it."""
+        *above, last = self.route(path).split(".")
+        node: Any = self.tree
+        for part in above:
+            node = _step(node, part)
+        if not isinstance(node, dict) or last not in node:
+            raise ConfigError(f"~{path}: nothing is set there.", fix=f"leave ~{path} out.")
+        del node[last]
+
+    def route(self, path: str) -> str:
+        """Return the path in this form: `model.lr` becomes `model.init_args.lr` where the model names its class."""
+        node: Any = self.tree
+        parts: list[str] = []
+        for part in path.split("."):
+            if is_class_node(node) and part not in _NODE:
+                parts.append("init_args")
+                node = node.get("init_args")
+            parts.append(part)
+            node = _step(node, part)
+        return ".".join(parts)
+
+    def origin(self, path: str) -> str:
+        """Return the source of what stands at a path, or of the nearest thing above it; empty for defaults."""
+        while path:
+            if path in self.origins:
+                return self.origins[path]
+            path = path.rpartition(".")[0]
+        return ""
+
+    def _at(self, path: str) -> Any:
+        node: Any = self.tree
+        for part in self.route(path).split("."):
+            node = _step(node, part)
+        return node
+
+    def _merged(self, base: Any, over: Any, path: str, source: str) -> Any:
+        if not path:
+            return self._into_dict(dict(base), over, "", source)
+        key = path.rpartition(".")[2]
+        # A trainer's strategy, logger and profiler may be names, which get arguments by a later source.
+        if isinstance(over, dict) and isinstance(base, str):
+            base = {"class_path": base, "init_args": {}}
+        if isinstance(over, str) and (is_class_node(base) or (isinstance(base, dict) and key in CLASS_KEYS)):
+            over = {"class_path": over, "init_args": {}}
+        if isinstance(over, dict) and isinstance(base, dict):
+            if not is_class_node(base) and (is_class_node(over) or set(over) == {"init_args"}):
+                base = base if set(base) == {"init_args"} else {"init_args": base}
+            if is_class_node(base) or set(base) == {"init_args"}:
+                return self._class_node(base, over, path, source)
+            return self._into_dict(dict(base), over, path, source)
+        if isinstance(over, dict) and isinstance(base, list) and base and over:
+            return self._into_list(list(base), over, path, source)
+        self._forget(path)
+        self._note(over, path, source)
+        return over
+
+    def _into_dict(self, base: dict[str, Any], over: dict[str, Any], path: str, source: str) -> dict[str, Any]:
+        for key, value in over.items():
+            below = f"{path}.{key}" if path else str(key)
+            if key in base:
+                base[key] = self._merged(base[key], value, below, source)
+            else:
+                base[key] = value
+                self._note(value, below, source)
+        return base
+
+    def _class_node(self, base: dict[str, Any], over: dict[str, Any], path: str, source: str) -> dict[str, Any]:
+        node = dict(base)
+        arguments = dict(over.get("init_args") or {})
+        if "class_path" in over:
+            if over["class_path"] != base.get("class_path"):
+                self.stale |= {f"{path}.init_args.{key}" for key in base.get("init_args") or {} if "class_path" in base}
+            node["class_path"] = over["class_path"]
+            self.origins[f"{path}.class_path"] = source
+        arguments.update({key: value for key, value in over.items() if key not in _NODE and key != "partial"})
+        if "partial" in over:
+            node["partial"] = over["partial"]
+        node["init_args"] = self._into_dict(dict(base.get("init_args") or {}), arguments, f"{path}.init_args", source)
+        self.stale -= {f"{path}.init_args.{key}" for key in arguments}
+        return node
+
+    def _into_list(self, base: list[Any], over: dict[str, Any], path: str, source: str) -> list[Any]:
+        """Change items by their numbers; other keys are arguments of the last item, as in Lightning's command line."""
+        for key, value in over.items():
+            place, below = (int(key), value) if key.isdigit() else (len(base) - 1, {key: value})
+            if place >= len(base):
+                raise ConfigError(
+                    f"{path}.{key} ({source}): the list has {len(base)} entries.", fix=f"use {path}+=VALUE to add one."
+                )
+            base[place] = self._merged(base[place], below, f"{path}.{place}", source)
+        return base
+
+    def _forget(self, path: str) -> None:
+        for kept in (self.origins, self.texts):
+            for one in [one for one in kept if one == path or one.startswith(f"{path}.")]:
+                del kept[one]
+        self.stale = {one for one in self.stale if not one.startswith(f"{path}.")}
+
+    def _note(self, value: Any, path: str, source: str) -> None:
+        self.origins[path] = source
+        self.texts.pop(path, None)
+        for key, below in _items(value):
+            self._note(below, f"{path}.{key}", source)
+
+
+def resolve(settings: Settings) -> dict[str, Any]:
+    """Return the tree with interpolations (`${trainer.max_epochs}`, `${oc.env:HOME}`) replaced, by OmegaConf.
+
+    Raises:
+        ConfigError: An interpolation leads nowhere, or a value is `???`.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def routed(value: Any) -> Any:
+        if isinstance(value, str):
+            return _INTERPOLATION.sub(lambda found: "${" + settings.route(found[1]) + "}", value)
+        if isinstance(value, dict):
+            return {key: routed(below) for key, below in value.items()}
+        return [routed(below) for below in value] if isinstance(value, list) else value
+
+    try:
+        container = OmegaConf.to_container(OmegaConf.create(routed(settings.tree)), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        path = str(getattr(error, "full_key", "") or "")
+        source = settings.origin(path)
+        what = str(getattr(error, "msg", None) or error).splitlines()[0]
+        shown = f"{path}{f' ({source})' if source else ''}: {what}" if path else what
+        raise ConfigError(f"{shown.rstrip('.')}.", fix="name a key that is set, or write the value.") from None
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _normal(value: Any) -> Any:
+    """Return a value in the form of this file: `_target_` and its neighbours become a class node."""
+    if isinstance(value, list | tuple):
+        return [_normal(below) for below in value]
+    if not isinstance(value, dict):
+        return value
+    node = {str(key): _normal(below) for key, below in value.items()}
+    if "_target_" in node:
+        if node.get("_args_"):
+            raise ConfigError(
+                f"_args_ of {node['_target_']}: arguments without names are not supported.",
+                fix="give them their names.",
+            )
+        dropped = ("_target_", "_args_", "_convert_", "_recursive_", "_partial_")
+        arguments = {key: below for key, below in node.items() if key not in dropped}
+        found = {"class_path": node["_target_"], "init_args": arguments}
+        return {**found, "partial": True} if node.get("_partial_") else found
+    if "class_path" in node:
+        more = {key: below for key, below in node.items() if key not in (*_NODE, "dict_kwargs", "partial")}
+        arguments = {**(node.get("init_args") or {}), **(node.get("dict_kwargs") or {}), **more}
+        found = {"class_path": node["class_path"], "init_args": arguments}
+        return {**found, "partial": True} if node.get("partial") else found
+    return node
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list):
+        yield from enumerate(value)
+
+
+def _step(node: Any, part: str) -> Any:
+    if isinstance(node, list):
+        return node[int(part)] if part.isdigit() and int(part) < len(node) else None
+    return node.get(part) if isinstance(node, dict) else None
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]

@@ -1,0 +1,208 @@
+"""Where settings come from: files, environment variables, the command line. Called by app.py.
+
+The later ones win, in this order: a checkpoint's configuration, files (as they are named), environment variables, the
+command line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .settings import CLASS_KEYS, Settings
+from .yaml_file import parse_scalar, read
+
+__all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line"]
+
+# Any in this file: values of settings.
+
+PREFIX = "LW__"
+"""Environment variables that begin so are settings: LW__TRAINER__MAX_EPOCHS is trainer.max_epochs."""
+
+CONFIG_VARIABLE = "LW_CONFIG"
+"""Names configuration files, separated as the system separates paths; they come before those of --config."""
+
+_ASSIGNMENT = re.compile(r"^(--)?(~?[A-Za-z_][\w.-]*)(\+?=)(.*)$", re.DOTALL)
+_OPTION = re.compile(r"^--([A-Za-z_][\w.-]*)(\+?)$")
+_SHOWS = ("full", "short")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One `key=value`; `op` is "=", "+=" (add to a list) or "~" (forget)."""
+
+    path: str
+    text: str
+    op: str = "="
+
+
+@dataclass
+class CommandLine:
+    """What was typed.
+
+    Attributes:
+        files: Configuration files.
+        assignments: In order.
+        prints: "full" or "short" for --print-config, empty without it.
+        help: What help is wanted about; an empty text is all, None is no help.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
+    prints: str = ""
+    help: str | None = None
+
+
+def parse_command_line(tokens: Sequence[str]) -> CommandLine:
+    """Return what was typed after the subcommand.
+
+    Raises:
+        ConfigError: Something is no option and no assignment; all of them are named.
+    """
+    found = CommandLine()
+    wrong: list[str] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if token in ("-h", "--help"):
+            found.help = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+        elif token.startswith("--help="):
+            found.help = token.partition("=")[2]
+        elif re.fullmatch(r"--[\w.]+\.help(=.*)?", token):
+            found.help = _help_topic(token, rest)
+        elif token in ("-c", "--config"):
+            if not rest:
+                wrong.append(f"{token} without a file")
+                continue
+            found.files.append(Path(rest.pop(0)))
+        elif token.startswith("--config="):
+            found.files.append(Path(token.partition("=")[2]))
+        elif re.fullmatch(r"--print[-_]config(=.*)?", token):
+            found.prints = _shows(token.partition("=")[2])
+        else:
+            one = _assignment(token, rest)
+            if one is None:
+                wrong.append(token)
+            else:
+                found.assignments.append(one)
+    if wrong:
+        raise ConfigError(
+            f"the command line has {', '.join(map(repr, wrong))}, which is neither an option nor a setting.",
+            fix="write settings as key=value or --key value, as in trainer.max_epochs=3; files as --config FILE.",
+        )
+    return found
+
+
+def _help_topic(token: str, rest: list[str]) -> str:
+    name, _, value = token.partition("=")
+    if value:
+        return value
+    return rest.pop(0) if rest and not rest[0].startswith("-") else name[2:].removesuffix(".help")
+
+
+def _shows(text: str) -> str:
+    text = {"": "full", "skip_null": "short", "comments": "full"}.get(text, text)
+    if text not in _SHOWS:
+        raise ConfigError(f"--print-config={text} is unknown.", fix="pass --print-config or --print-config=short.")
+    return text
+
+
+def _assignment(token: str, rest: list[str]) -> Assignment | None:
+    if re.fullmatch(r"~[A-Za-z_][\w.]*", token):
+        return Assignment(token[1:], "", "~")
+    found = _ASSIGNMENT.match(token)
+    if found is not None:
+        name = found[2].replace("-", "_") if found[1] else found[2]
+        return Assignment(name, found[4], found[3])
+    option = _OPTION.match(token)
+    if option is None:
+        return None
+    name = option[1].replace("-", "_")
+    # An option without a value is a switch: --trainer.fast_dev_run.
+    is_switch = not rest or rest[0] in ("-c", "-h") or (rest[0].startswith("--") and len(rest[0]) > 2)
+    return Assignment(name, "true" if is_switch else rest.pop(0), "+=" if option[2] else "=")
+
+
+def gather(
+    line: CommandLine,
+    *,
+    command: str,
+    commands: Sequence[str],
+    defaults: Mapping[str, Any],
+    checkpoint: tuple[dict[str, Any], str] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Settings:
+    """Return the settings of all sources.
+
+    Args:
+        line: The command line.
+        command: The subcommand; a file's section of this name is laid over the rest of the file.
+        commands: All subcommands; the sections of the others are left out.
+        defaults: What the program sets by itself, dotted.
+        checkpoint: The configuration of a checkpoint, and its name.
+        variables: Environment variables; None takes those of this process.
+    """
+    variables = os.environ if variables is None else variables
+    settings = Settings()
+    if checkpoint is not None:
+        settings.lay(*checkpoint)
+    for path, value in defaults.items():
+        settings.assign(path, value, "default of the program")
+    files = [Path(one) for one in variables.get(CONFIG_VARIABLE, "").split(os.pathsep) if one] + line.files
+    for file in files:
+        values = read(file)
+        values.pop("config", None)  # Lightning's files name those that they were made of
+        own = values.get(command)
+        values = {key: value for key, value in values.items() if key not in commands}
+        _lay_groups(settings, values, file)
+        settings.lay(values, str(file))
+        if isinstance(own, dict):
+            settings.lay(own, f"{file}, section {command}")
+    folders = [file.parent for file in files]
+    for assignment, source in (*_of_environment(variables), *((one, "command line") for one in line.assignments)):
+        _assign(settings, assignment, source, folders)
+    return settings
+
+
+def _of_environment(variables: Mapping[str, str]) -> Iterator[tuple[Assignment, str]]:
+    for name in sorted(variables):
+        if name.startswith(PREFIX) and len(name) > len(PREFIX):
+            yield Assignment(name[len(PREFIX) :].lower().replace("__", "."), variables[name]), name
+
+
+def _assign(settings: Settings, one: Assignment, source: str, folders: Sequence[Path]) -> None:
+    if one.op == "~":
+        settings.remove(one.path)
+        return
+    group = _group_file(one.path, one.text, folders) if one.op == "=" else None
+    if group is not None:
+        settings.lay({one.path: read(group)}, str(group))
+        return
+    settings.assign(one.path, parse_scalar(one.text), source, text=one.text, appends=one.op == "+=")
+
+
+def _lay_groups(settings: Settings, values: dict[str, Any], file: Path) -> None:
+    """Take `data: digits` of a file for the file data/digits.yaml beside it, where there is one."""
+    for key in CLASS_KEYS:
+        if isinstance(values.get(key), str):
+            group = _group_file(key, values[key], [file.parent])
+            if group is not None:
+                settings.lay({key: read(group)}, str(group))
+                del values[key]
+
+
+def _group_file(key: str, text: str, folders: Sequence[Path]) -> Path | None:
+    """Return the file of a group: `data=digits` is data/digits.yaml beside a --config file, here, or in conf/."""
+    if "." in key or not re.fullmatch(r"[\w-]+", text):
+        return None
+    for folder in (*folders, Path(), Path("conf"), Path("configs")):
+        for ending in (".yaml", ".yml"):
+            path = folder / key / f"{text}{ending}"
+            if path.is_file():
+                return path
+    return None

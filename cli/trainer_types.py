@@ -1,0 +1,69 @@
+"""Types of the Trainer's parameters that take names as well as objects. Called by app.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["TRAINER_TYPES"]
+
+# Any in this file: annotations.
+
+
+def _accelerator() -> Any:
+    from ..accelerators import Accelerator
+
+    return str | Accelerator
+
+
+def _strategy() -> Any:
+    from ..strategies import Strategy
+
+    return str | Strategy
+
+
+def _precision() -> Any:
+    from ..precision import Precision
+
+    return str | int | Precision | None
+
+
+def _logger() -> Any:
+    from ..loggers import Logger
+
+    return bool | None | Logger | list[Logger]
+
+
+def _callbacks() -> Any:
+    from ..callbacks import Callback
+
+    return None | Callback | list[Callback]
+
+
+def _profiler() -> Any:
+    from ..profilers import Profiler
+
+    return None | str | Profiler
+
+
+def _plugins() -> Any:
+    from ..checkpoint import CheckpointIO
+    from ..fabric import ClusterEnvironment
+    from ..precision import Precision
+    from ..strategies import LayerSync
+
+    one = Precision | CheckpointIO | ClusterEnvironment | LayerSync
+    return None | one | list[one]
+
+
+TRAINER_TYPES: dict[str, Callable[[], Any]] = {
+    "accelerator": _accelerator,
+    "strategy": _strategy,
+    "devices": lambda: int | str | list[int],
+    "precision": _precision,
+    "logger": _logger,
+    "callbacks": _callbacks,
+    "profiler": _profiler,
+    "plugins": _plugins,
+}
+"""Parameter to a function that returns its type; the classes are imported when it is called."""

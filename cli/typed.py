@@ -1,0 +1,446 @@
+"""Values as annotations want them; what is wrong is collected, so that all of it can be said at once. Called by app.py.
+
+Nothing is made here: a class with arguments becomes a `Plan`, which build.py carries out when everything is right.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import inspect
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from .names import ClassProblem, find_class, import_object
+from .parameters import parameters_of
+from .settings import Settings, is_class_node
+
+__all__ = ["WRONG", "Plan", "Typed", "show_type"]
+
+# Any in this file: values of settings, and annotations.
+
+WRONG: Any = object()
+"""Stands for a value that does not fit; what is wrong with it has been noted."""
+
+_LISTS = (
+    list,
+    collections.abc.Sequence,
+    collections.abc.Iterable,
+    collections.abc.Collection,
+    collections.abc.MutableSequence,
+)
+_DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+
+@dataclass
+class Plan:
+    """What is to be made: a class, or function, with its arguments.
+
+    Attributes:
+        target: The class or function.
+        arguments: By name; plans may stand in them, also within lists and dicts.
+        path: Where it stands in the settings.
+        is_partial: Whether a function is wanted that makes it when it is called with the other arguments.
+    """
+
+    target: Any
+    arguments: dict[str, Any]
+    path: str
+    is_partial: bool = False
+
+
+@dataclass
+class Typed:
+    """Converts values; `problems` has a line for each that does not fit.
+
+    Attributes:
+        settings: Where the values come from.
+        problems: What is wrong so far.
+        skipped: Paths of arguments that were dropped, since the class that is chosen now does not take them.
+        log_folder: What a logger gets as `save_dir` where nothing is said.
+    """
+
+    settings: Settings
+    problems: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    log_folder: str | None = None
+
+    def plan(self, target: Any, values: dict[str, Any], path: str, *, given: frozenset[str] = frozenset()) -> Plan:
+        """Return a plan for a class with these arguments.
+
+        Args:
+            target: The class or function.
+            values: Its arguments, as they stand in the settings.
+            path: Where they stand.
+            given: Names of arguments that come from elsewhere: links, or a caller of the function.
+        """
+        known = parameters_of(target)
+        arguments: dict[str, Any] = {}
+        if "save_dir" in known.named and not {"save_dir", "root_dir"} & set(values) and _is_logger(target):
+            values = {"save_dir": self.log_folder or os.getcwd(), **values}
+        for name, value in values.items():
+            where = f"{path}.{name}" if path else name
+            if name not in known.named:
+                if known.is_open:
+                    arguments[name] = self.value(value, Any, where)
+                elif where in self.settings.stale:
+                    self.skipped.append(where)
+                else:
+                    self._unknown(where, name, getattr(target, "__name__", str(target)), known.named)
+                continue
+            arguments[name] = self.value(value, known.named[name].annotation, where)
+        missing = [
+            one.name
+            for one in known.named.values()
+            if one.is_required and one.name not in values and one.name not in given
+        ]
+        if missing:
+            name = getattr(target, "__name__", str(target))
+            self.problems.append(f"{path or 'the command line'}: {name} needs {', '.join(missing)}")
+        return Plan(target, arguments, path)
+
+    def value(self, value: Any, annotation: Any, path: str) -> Any:
+        """Return a value as an annotation wants it, or WRONG; see `problems`."""
+        annotation = _plain(annotation)
+        origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+        if annotation is Any or annotation is object or isinstance(annotation, str):
+            return self._anything(value, path)
+        if origin in (Union, types.UnionType):
+            return self._one_of(value, inner, path)
+        if origin is Literal:
+            return self._literal(value, inner, path)
+        if annotation is None or annotation is types.NoneType:
+            return None if value is None else self._wrong(value, annotation, path)
+        if origin is type or annotation is type:
+            return self._class(value, inner[0] if inner else object, path)
+        if origin is collections.abc.Callable or annotation in (typing.Callable, collections.abc.Callable):
+            return self._function(value, inner, path)
+        if (origin or annotation) in (*_LISTS, tuple, set, frozenset):
+            return self._several(value, origin or annotation, inner, path)
+        if (origin or annotation) in _DICTS:
+            return self._dict(value, inner, path)
+        if not inspect.isclass(origin or annotation):
+            return self._anything(value, path)
+        return self._simple(value, origin or annotation, path)
+
+    def _simple(self, value: Any, wanted: type[Any], path: str) -> Any:
+        import torch
+
+        text = self.settings.texts.get(path)
+        if wanted is bool:
+            return value if isinstance(value, bool) else self._wrong(value, wanted, path)
+        if wanted is int:
+            if isinstance(value, float) and value.is_integer():
+                return int(value)
+            return value if isinstance(value, int) and not isinstance(value, bool) else self._wrong(value, wanted, path)
+        if wanted is float:
+            return (
+                float(value)
+                if isinstance(value, int | float) and not isinstance(value, bool)
+                else self._wrong(value, wanted, path)
+            )
+        if wanted is str:
+            if isinstance(value, str):
+                return value
+            return text if text is not None else self._wrong(value, wanted, path, hint="put it between quotes")
+        if wanted in (Path, os.PathLike) or (issubclass(wanted, Path)):
+            return Path(value) if isinstance(value, str | os.PathLike) else self._wrong(value, wanted, path)
+        if issubclass(wanted, enum.Enum):
+            return self._member(value, wanted, path)
+        if wanted is timedelta:
+            if isinstance(value, dict):
+                return Plan(timedelta, value, path)
+            return (
+                value
+                if isinstance(value, timedelta)
+                else self._wrong(value, wanted, path, hint="write it as in {hours: 2}")
+            )
+        if wanted in (torch.dtype, torch.device):
+            return self._of_torch(value, wanted, path)
+        if typing.is_typeddict(wanted):
+            return self._dict(value, (), path)
+        return self._object(value, wanted, path)
+
+    def _object(self, value: Any, wanted: type[Any], path: str) -> Any:
+        if isinstance(value, wanted) and not isinstance(value, str | dict):
+            return value
+        if isinstance(value, str):
+            return self._named(value, {}, wanted, path, path)
+        if is_class_node(value):
+            made = self._named(value["class_path"], value["init_args"], wanted, path, f"{path}.init_args")
+            if made is not WRONG and value.get("partial"):
+                made.is_partial = True
+            return made
+        if isinstance(value, dict):
+            if inspect.isabstract(wanted) or (
+                wanted.__module__.startswith("torch.") and not dataclasses.is_dataclass(wanted)
+            ):
+                return self._wrong(
+                    value, wanted, path, hint="name the class: class_path, and its arguments below init_args"
+                )
+            return self.plan(wanted, value, path)
+        return self._wrong(value, wanted, path)
+
+    def _named(self, name: Any, arguments: dict[str, Any], wanted: type[Any], path: str, below: str) -> Any:
+        try:
+            found = find_class(str(name), wanted)
+        except ClassProblem as problem:
+            return self._note(path, str(problem))
+        return self.plan(found, arguments, below)
+
+    def _one_of(self, value: Any, members: tuple[Any, ...], path: str) -> Any:
+        members = tuple(_plain(one) for one in members)
+        # What has the right type already stays: 1 is a number for `float | int`, and "ddp" a text for `Strategy | str`.
+        exact = [one for one in members if one is type(value)]
+        best: list[str] | None = None
+        for member in [*exact, *(one for one in members if one not in exact)]:
+            if member is str and not isinstance(value, str):
+                continue  # only if nothing else fits: "1" that was typed for `str | int` is a number
+            attempt = Typed(self.settings, log_folder=self.log_folder)
+            found = attempt.value(value, member, path)
+            if not attempt.problems:
+                self.skipped += attempt.skipped
+                return found
+            if _fits_by_shape(value, member) and best is None:
+                best = attempt.problems
+        if str in members and path in self.settings.texts:
+            return self.settings.texts[path]
+        if best is not None:
+            self.problems += best
+            return WRONG
+        return self._wrong(value, Union[members], path)  # noqa: UP007  # made of what is known at run time only
+
+    def _literal(self, value: Any, choices: tuple[Any, ...], path: str) -> Any:
+        for one in choices:
+            if one == value and type(one) is type(value):
+                return one
+            if isinstance(one, str) and self.settings.texts.get(path) == one:
+                return one
+        near = get_close_matches(str(value), [str(one) for one in choices], n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return self._note(path, f"expected one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+
+    def _member(self, value: Any, wanted: type[enum.Enum], path: str) -> Any:
+        for one in wanted:
+            if value is one or value == one.value or (isinstance(value, str) and value.lower() == one.name.lower()):
+                return one
+        near = get_close_matches(str(value), [one.name for one in wanted], n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return self._note(path, f"expected one of {', '.join(one.name for one in wanted)}, got {value!r}{hint}")
+
+    def _class(self, value: Any, base: Any, path: str) -> Any:
+        if inspect.isclass(value):
+            return value
+        base = base if inspect.isclass(base) else object
+        try:
+            return find_class(str(value), base)
+        except ClassProblem as problem:
+            return self._note(path, str(problem))
+
+    def _function(self, value: Any, inner: tuple[Any, ...], path: str) -> Any:
+        """Return a function: that of a path, or one that makes the class which the annotation says it returns."""
+        made = _plain(inner[-1]) if inner else Any
+        name = value["class_path"] if is_class_node(value) else value
+        arguments = value["init_args"] if is_class_node(value) else {}
+        if not isinstance(name, str):
+            return (
+                value
+                if callable(value)
+                else self._note(path, f"expected a function or class by its path, got {value!r}")
+            )
+        base = typing.get_origin(made) or made
+        try:
+            found = find_class(name, base) if inspect.isclass(base) and not _is_function(name) else import_object(name)
+        except ClassProblem as problem:
+            return self._note(path, str(problem))
+        if not callable(found):
+            return self._note(path, f"{name} is no function")
+        if not inspect.isclass(found) and not arguments:
+            return found
+        known = parameters_of(found)
+        count = len(inner[0]) if inner and isinstance(inner[0], list) else 1
+        first = [one for one in known.named if one not in arguments][:count]  # what its caller gives
+        plan = self.plan(
+            found,
+            arguments,
+            f"{path}.init_args" if is_class_node(value) else path,
+            given=frozenset(known.named) if not inner else frozenset(first),
+        )
+        plan.is_partial = True
+        return plan
+
+    def _several(self, value: Any, kind: Any, inner: tuple[Any, ...], path: str) -> Any:
+        if not isinstance(value, list | tuple | set | frozenset):
+            return self._wrong(value, kind, path, hint="write a list: [a, b]")
+        values = list(value)
+        if kind is tuple and inner and inner[-1] is not Ellipsis:
+            if len(values) != len(inner):
+                return self._note(path, f"expected {len(inner)} entries, got {len(values)}")
+            wanted = list(inner)
+        else:
+            wanted = [inner[0] if inner else Any] * len(values)
+        found = [
+            self.value(one, kind_of_one, f"{path}.{number}")
+            for number, (one, kind_of_one) in enumerate(zip(values, wanted, strict=True))
+        ]
+        return (
+            kind(found)
+            if kind in (tuple, set, frozenset) and not any(isinstance(one, Plan) for one in found)
+            else found
+        )
+
+    def _dict(self, value: Any, inner: tuple[Any, ...], path: str) -> Any:
+        if not isinstance(value, dict):
+            return self._wrong(value, dict, path, hint="write a mapping: {a: 1}")
+        of_key, of_value = inner if len(inner) == 2 else (Any, Any)
+        found = {}
+        for key, below in value.items():
+            found[self.value(key, of_key, f"{path}.{key}")] = self.value(below, of_value, f"{path}.{key}")
+        return found
+
+    def _of_torch(self, value: Any, wanted: type[Any], path: str) -> Any:
+        import torch
+
+        if isinstance(value, wanted):
+            return value
+        name = str(value).removeprefix("torch.")
+        if wanted is torch.dtype:
+            found = getattr(torch, name, None)
+            return found if isinstance(found, torch.dtype) else self._note(path, f"torch has no dtype {value!r}")
+        try:
+            return torch.device(value)
+        except (RuntimeError, TypeError) as error:
+            return self._note(path, str(error).splitlines()[0])
+
+    def _anything(self, value: Any, path: str) -> Any:
+        """Return a value for a parameter whose type nobody knows.
+
+        A class may be named for it only if it is of a kind that runs are made of: a configuration may come with a
+        checkpoint of somebody else, and must not be able to start programs.
+        """
+        if is_class_node(value):
+            return self._object(value, _Harmless, path)
+        if isinstance(value, dict):
+            return {key: self._anything(below, f"{path}.{key}") for key, below in value.items()}
+        if isinstance(value, list):
+            return [self._anything(below, f"{path}.{number}") for number, below in enumerate(value)]
+        return value
+
+    # -- problems ------------------------------------------------------------------------------------------------
+
+    def _wrong(self, value: Any, annotation: Any, path: str, hint: str = "") -> Any:
+        shown = self.settings.texts.get(path, repr(value))
+        return self._note(path, f"expected {show_type(annotation)}, got {shown}{f'; {hint}' if hint else ''}")
+
+    def _note(self, path: str, what: str) -> Any:
+        source = self.settings.origin(path)
+        self.problems.append(f"{_short(path)}{f' ({source})' if source else ''}: {what}")
+        return WRONG
+
+    def _unknown(self, path: str, name: str, owner: str, known: typing.Iterable[str]) -> None:
+        near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known)) or 'nothing'}"
+        self._note(path, f"{owner} has no parameter {name!r}; {hint}")
+
+
+class _HarmlessMeta(type):
+    def __subclasscheck__(cls, subclass: type[Any]) -> bool:
+        from torch import nn
+        from torch.optim import Optimizer
+        from torch.optim.lr_scheduler import LRScheduler
+        from torch.utils.data import DataLoader, Dataset, Sampler
+
+        kinds = (nn.Module, Optimizer, LRScheduler, Dataset, Sampler, DataLoader)
+        return (
+            issubclass(subclass, kinds)
+            or subclass.__module__.startswith("loopwright.")
+            or dataclasses.is_dataclass(subclass)
+        )
+
+
+class _Harmless(metaclass=_HarmlessMeta):
+    pass
+
+
+_Harmless.__name__ = (
+    "module, optimizer, schedule, data set, sampler, loader, dataclass or class of Loopwright "
+    "(annotate the parameter to allow others)"
+)
+
+
+def _is_logger(target: Any) -> bool:
+    from ..loggers import Logger
+
+    return inspect.isclass(target) and issubclass(target, Logger)
+
+
+def _short(path: str) -> str:
+    return path.replace(".init_args", "")
+
+
+def _is_function(name: str) -> bool:
+    if "." not in name:
+        return False
+    try:
+        return not inspect.isclass(import_object(name))
+    except ClassProblem:
+        return False
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation without what does not concern values."""
+    while True:
+        if isinstance(annotation, typing.TypeVar):
+            annotation = annotation.__bound__ or Any
+        elif hasattr(annotation, "__supertype__"):
+            annotation = annotation.__supertype__
+        elif typing.get_origin(annotation) in (typing.Annotated, typing.Final, typing.ClassVar):
+            annotation = typing.get_args(annotation)[0]
+        elif hasattr(annotation, "__value__"):  # type X = ...
+            annotation = annotation.__value__
+        else:
+            return annotation
+
+
+def _fits_by_shape(value: Any, member: Any) -> bool:
+    origin = typing.get_origin(member) or member
+    if isinstance(value, list):
+        return origin in (*_LISTS, tuple, set, frozenset)
+    if is_class_node(value):
+        return (
+            inspect.isclass(origin) and origin not in (*_LISTS, *_DICTS, str, int, float, bool)
+        ) or origin is collections.abc.Callable
+    if isinstance(value, dict):
+        return origin in _DICTS or (
+            inspect.isclass(origin) and origin not in (*_LISTS, str, int, float, bool, types.NoneType)
+        )
+    if isinstance(value, str):
+        return inspect.isclass(origin) and origin not in (*_LISTS, *_DICTS, int, float, bool, types.NoneType, str)
+    return False
+
+
+def show_type(annotation: Any) -> str:
+    """Return an annotation as people write it."""
+    annotation = _plain(annotation)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is None or annotation is types.NoneType:
+        return "null"
+    if annotation is Any:
+        return "anything"
+    if origin in (Union, types.UnionType):
+        return " | ".join(show_type(one) for one in inner)
+    if origin is Literal:
+        return " | ".join(map(repr, inner))
+    if origin is collections.abc.Callable:
+        return f"function that makes {show_type(inner[-1])}" if inner else "function"
+    name = getattr(origin or annotation, "__name__", str(annotation))
+    if inner and origin is not None:
+        return f"{name}[{', '.join('...' if one is Ellipsis else show_type(one) for one in inner)}]"
+    return name

@@ -1,0 +1,140 @@
+"""YAML as configuration files need it: what looks like text stays text. Called by sources.py and saved_config.py.
+
+YAML 1.1, which PyYAML reads, takes `no` and `on` for booleans, `12:30:00` for 45000 and `1e-3` for text. Here scalars
+are those of YAML 1.2, and a key that stands twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+
+__all__ = ["parse", "parse_scalar", "read", "write"]
+
+# Any in this file: whatever a document holds.
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not annotated
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+(?:_[0-9]+)*|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.?(?:inf|Inf|INF)|\.?(?:nan|NaN|NAN)",
+        "-+0123456789.iInN",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node).replace("_", "")
+    return int(text, 16) if "0x" in text else int(text)
+
+
+def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(loader.construct_scalar(node).replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen and key != "<<":
+            raise yaml.MarkedYAMLError(problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return {
+        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value
+    }
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # as above
+    """Writes text so that this reader and those of YAML 1.1 read the same."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    if not text.replace("\n", "").isprintable():
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')  # which escapes what others would fold
+    is_plain = isinstance(parse_scalar(text), str) and not re.fullmatch(r"[-+0-9_:.eE]+", text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else "'")
+
+
+_Dumper.add_representer(str, _text)
+
+
+def parse(text: str, where: str) -> Any:
+    """Return what a YAML document holds.
+
+    Args:
+        text: The document.
+        where: Its name in errors.
+
+    Raises:
+        ConfigError: It is no YAML; with the line.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it makes plain values only
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"{where}{place}: {problem}.", fix="write it as YAML: key: value, two spaces for what belongs to a key."
+        ) from None
+
+
+def parse_scalar(text: str) -> Any:
+    """Return the value of what stands behind `=` on the command line: a number, `[1, 2]`, `{a: 1}`, null, or text."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # as above
+    except yaml.YAMLError:
+        return text  # a path with `: `, a pattern with brackets
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the mapping that a file holds; an empty file is an empty one.
+
+    Raises:
+        ConfigError: There is no such file, or it holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"the configuration file {path} cannot be read: {reason}.", fix="pass a file of YAML."
+        ) from None
+    found = parse(text, str(path))
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(
+            f"the configuration file {path} holds {type(found).__name__}, expected a mapping with names as keys.",
+            fix="write it as in `trainer:` and, below it with two spaces, `max_epochs: 3`.",
+        )
+    return found
+
+
+def write(value: Any) -> str:
+    """Return a value as YAML, in the order of its keys."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text

@@ -1,0 +1,487 @@
+"""`lw.cli.CLI`: sources, types, links, help and what is saved, in one process; and as a user types it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.cli.cli_program import Data, Net, Noise, Size, Wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import loopwright as lw
+from loopwright.checkpoint import storage
+from loopwright.cli.groups import Groups
+from loopwright.cli.sources import CommandLine, gather, parse_command_line
+from loopwright.cli.yaml_file import parse, parse_scalar, write
+from loopwright.errors import ConfigError
+
+FOLDER = Path(__file__).parents[2] / "fixtures" / "cli"
+QUIET = ["trainer.logger=false", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false",
+         "trainer.enable_model_summary=false", "trainer.accelerator=cpu"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _seed_is_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.chdir(tmp_path)
+
+
+def made(
+    *args: str, model: Any = Net, data: Any = Data, cls: type[lw.cli.CLI] = lw.cli.CLI, **kwargs: Any
+) -> lw.cli.CLI:
+    return cls(model, data, args=[*QUIET, *args], run=False, exits=False, **kwargs)
+
+
+def problems(*args: str, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        made(*args, **kwargs)
+    return str(caught.value)
+
+
+# -- YAML ----------------------------------------------------------------------------------------------------------
+
+
+def test_yaml_takes_no_text_for_something_else() -> None:
+    text = "a: 1e-3\nb: no\nc: on\nd: 12:30:00\ne: 0123\nf: 1_000\ng: .5\nh: 2026-01-01\ni: ~\nj: true\nk: nan\n"
+    found = parse(text, "x")
+    assert found.pop("k") != found.pop("k", None)
+    assert found == {"a": 1e-3, "b": "no", "c": "on", "d": "12:30:00", "e": 123, "f": 1000, "g": 0.5,
+                     "h": "2026-01-01", "i": None, "j": True}  # fmt: skip
+
+
+def test_a_key_that_stands_twice_is_an_error_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"base.yaml, line 3, column 1: the key 'a' stands twice"):
+        parse("a: 1\nb: 2\na: 3\n", "base.yaml")
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PLAIN)
+def test_what_is_written_is_read_back(value: Any) -> None:
+    assert parse(write(value), "x") == value
+
+
+# -- sources -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["trainer.max_epochs", "model.lr", "model.act.init_args.x", "data.batch_size", "seed_everything"]
+        ),
+        st.sets(
+            st.sampled_from(["checkpoint", "default", "first", "second", "section", "variable", "line"]), min_size=1
+        ),
+        min_size=1,
+    )
+)
+def test_the_later_source_wins(tmp_path_factory: pytest.TempPathFactory, given_by: dict[str, set[str]]) -> None:
+    order = ["checkpoint", "default", "first", "second", "section", "variable", "line"]
+    folder = tmp_path_factory.mktemp("sources")
+
+    def nested(source: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, sources in given_by.items():
+            if source in sources:
+                node = found
+                *above, last = path.split(".")
+                for part in above:
+                    node = node.setdefault(part, {})
+                node[last] = order.index(source)
+        return found
+
+    (folder / "first.yaml").write_text(write(nested("first")))
+    (folder / "second.yaml").write_text(
+        write({**nested("second"), "fit": nested("section"), "test": {"model": {"lr": 99}}})
+    )
+    found = gather(
+        parse_command_line(
+            ["--config", str(folder / "first.yaml"), f"--config={folder / 'second.yaml'}"]
+            + [f"{path}={order.index('line')}" for path, sources in given_by.items() if "line" in sources]
+        ),
+        command="fit",
+        commands=("fit", "test"),
+        defaults={path: order.index("default") for path, sources in given_by.items() if "default" in sources},
+        checkpoint=(nested("checkpoint"), "a checkpoint"),
+        variables={
+            f"LW__{path.upper().replace('.', '__')}": str(order.index("variable"))
+            for path, sources in given_by.items()
+            if "variable" in sources
+        },
+    )
+    for path, sources in given_by.items():
+        node: Any = found.tree
+        for part in path.split("."):
+            node = node[part]
+        assert node == max(order.index(source) for source in sources)
+
+
+def test_every_form_of_the_command_line() -> None:
+    line = parse_command_line(
+        [
+            "a.b=1",
+            "--c-d.e",
+            "2",
+            "--f=x=y",
+            "g+=1",
+            "--h+",
+            "z",
+            "~k.l",
+            "--switch",
+            "-c",
+            "file.yaml",
+            "--print_config",
+            "--last",
+        ]
+    )
+    assert [(one.path, one.text, one.op) for one in line.assignments] == [
+        ("a.b", "1", "="), ("c_d.e", "2", "="), ("f", "x=y", "="), ("g", "1", "+="), ("h", "z", "+="),
+        ("k.l", "", "~"), ("switch", "true", "="), ("last", "true", "="),
+    ]  # fmt: skip
+    assert line.files == [Path("file.yaml")]
+    assert line.prints == "full"
+    with pytest.raises(ConfigError, match="'fast', '3'"):
+        parse_command_line(["fast", "3", "a=1"])
+
+
+def test_files_of_a_group_are_found_beside_a_file_and_in_conf(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "digits.yaml").write_text("batch_size: 3\n")
+    assert (
+        made("data=digits", "data.samples=12").datamodule.__dict__.items() >= {"batch_size": 3, "samples": 12}.items()
+    )
+    (tmp_path / "other" / "data").mkdir(parents=True)
+    (tmp_path / "other" / "data" / "digits.yaml").write_text("batch_size: 5\n")
+    (tmp_path / "other" / "base.yaml").write_text("data: digits\n")
+    assert made("--config", str(tmp_path / "other" / "base.yaml")).datamodule.batch_size == 5
+
+
+def test_interpolations_reach_other_settings_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WIDTH", "12")
+    cli = made(
+        "data.batch_size=${model.width}",
+        "model.class_path=fixtures.cli.cli_program.Net",
+        "model.width=${oc.decode:${oc.env:WIDTH}}",
+    )
+    assert cli.datamodule.batch_size == 12
+    assert "model.lr (command line): Interpolation key 'nowhere' not found" in problems("model.lr=${nowhere}")
+    assert "???" in problems("model.lr=???") or "Missing" in problems("model.lr=???")
+
+
+# -- types ---------------------------------------------------------------------------------------------------------
+
+
+def test_values_get_the_types_of_the_signature() -> None:
+    cli = made(
+        "model.lr=1", "model.width=1e1", "model.name=123", "model.size=large", "model.noise.scale=0.5",
+        "model.layers=[1,2]", "model.place=/tmp", "model.dtype=bfloat16", "model.act=Tanh",
+        "model.whatever={a: [1, no]}",
+        "model.optimizer.class_path=torch.optim.Adam", "model.optimizer.lr=0.25", "model.steps=007x",
+        "trainer.max_time=00:00:30:00", "trainer.devices=1", "trainer.callbacks=[LearningRateMonitor]",
+    )  # fmt: skip
+    model = cli.model
+    assert (model.lr, type(model.lr)) == (1.0, float)
+    assert model.layer[0].out_features == 10
+    assert (model.name, model.size, model.mode) == ("123", Size.LARGE, "b")
+    assert model.noise == Noise(0.5)
+    assert (model.layers, model.place, model.dtype_) == ([1, 2], Path("/tmp"), torch.bfloat16)
+    assert isinstance(model.layer[1], torch.nn.Tanh)
+    assert model.whatever == {"a": [1, "no"]}
+    assert model.steps == "007x"
+    optimizer = model.optimizer(model.parameters())
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert any(isinstance(one, lw.LearningRateMonitor) for one in cli.trainer.callbacks)
+
+
+def test_everything_that_is_wrong_is_named_at_once() -> None:
+    said = problems(
+        "trainer.max_epoch=1", "model.lr=fast", "model.widht=3", "model.size=huge", "model.noise.scle=1",
+        "model.mode=a", "model.layers=[1,x]", "model.act=Tanhh", "data.batch_size=2.5",
+        "trainer.callbacks=[{class_path: EarlyStopping}]", "trainr.max_epochs=1", "model.dtype=float33",
+    )  # fmt: skip
+    for line in (
+        "trainer.max_epoch (command line): Trainer has no parameter 'max_epoch'; did you mean 'max_epochs'?",
+        "model.lr (command line): expected float, got fast",
+        "model.widht (command line): Net has no parameter 'widht'; did you mean 'width'?",
+        "model.size (command line): expected one of SMALL, LARGE, got 'huge'",
+        "model.noise.scle (command line): Noise has no parameter 'scle'; did you mean 'scale'?",
+        "model.mode (command line): Net has no parameter 'mode'",
+        "model.layers.1 (command line): expected int, got 'x'",
+        "model.act (command line): no Module is called 'Tanhh' (did you mean 'Tanh'?)",
+        "data.batch_size (command line): expected int, got 2.5",
+        "trainer.callbacks.0: EarlyStopping needs monitor",
+        "trainr (command line): no such setting (did you mean 'trainer'?)",
+        "model.dtype (command line): torch has no dtype 'float33'",
+    ):
+        assert f"\n  - {line}" in said.replace(".init_args", ""), line
+    assert "wrong in 12 places" in said
+
+
+def test_files_are_named_with_their_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model:\n  lr: yes\n")
+    (tmp_path / "more.yaml").write_text("model:\n  name: 1.10\n")
+    said = problems("--config", "base.yaml", "-c", "more.yaml")
+    assert "model.lr (base.yaml): expected float, got 'yes'" in said
+    assert "model.name (more.yaml): expected str, got 1.1; put it between quotes" in said
+    assert "cannot be read" in problems("--config", "nothing.yaml")
+
+
+def test_a_class_must_be_of_the_kind_that_is_expected() -> None:
+    assert "subprocess.Popen is no Module" in problems("model.act=subprocess.Popen")
+    assert "os.system is no class" in problems("model.act.class_path=os.system")
+    assert "annotate the parameter" in problems("model.whatever={_target_: subprocess.Popen, args: [ls]}")
+    assert "subprocess.Popen is no Callback" in problems("trainer.callbacks=[{_target_: subprocess.Popen}]")
+    assert isinstance(
+        made("model.whatever={_target_: torch.nn.Linear, in_features: 1, out_features: 2}").model.whatever,
+        torch.nn.Linear,
+    )
+
+
+# -- classes -------------------------------------------------------------------------------------------------------
+
+
+def test_another_class_drops_arguments_that_it_does_not_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "model: {class_path: fixtures.cli.cli_program.Net, init_args: {width: 7, lr: 0.5}}\n"
+    )
+    cli = made("--config", "base.yaml", "model=fixtures.cli.cli_program.Wide", "model.depth=2")
+    assert type(cli.model) is Wide
+    assert (cli.model.depth, cli.model.layer[0].out_features) == (2, 7)
+    assert "model.init_args.lr is left out" in capsys.readouterr().err
+    assert "Wide has no parameter 'lr'" in problems("model=fixtures.cli.cli_program.Wide", "model.lr=1")
+
+
+def test_classes_without_a_program() -> None:
+    cli = made(
+        "--model",
+        "fixtures.cli.cli_program.Net",
+        "--data=fixtures.cli.cli_program.Data",
+        "data.samples=8",
+        model=None,
+        data=None,
+    )
+    assert type(cli.model) is Net
+    assert cli.datamodule.samples == 8
+    assert "model: name a class" in problems(model=None, data=None)
+    assert "there is no module 'nowhere'" in problems("model=nowhere.Net", model=None, data=None)
+    assert "has no 'Nett' (did you mean 'Net'?)" in problems("model=fixtures.cli.cli_program.Nett", model=None)
+    assert "is no Module" in problems("model=fixtures.cli.cli_program.Data", model=None)
+
+
+def test_optimizers_and_schedules_by_name() -> None:
+    cli = made(
+        "optimizer=adam",
+        "optimizer.lr=0.03",
+        "lr_scheduler=StepLR",
+        "lr_scheduler.step_size=2",
+        "lr_scheduler.interval=step",
+        "trainer.max_steps=3",
+    )
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    optimizer = cli.trainer.optimizers[0]
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.003)
+    assert cli.config["lr_scheduler"]["init_args"]["interval"] == "step"
+    assert "lr_scheduler: it needs an optimizer" in problems("lr_scheduler=StepLR")
+    assert "StepLR needs step_size" in problems("optimizer=SGD", "lr_scheduler=StepLR")
+
+
+def test_strategies_loggers_and_profilers_by_name(tmp_path: Path) -> None:
+    cli = made("trainer.logger=[csv, tensor_board]", "trainer.default_root_dir=logs", "trainer.profiler=simple",
+               "trainer.strategy=ddp", "trainer.strategy.find_unused_parameters=true")  # fmt: skip
+    assert [type(one) for one in cli.trainer.loggers] == [lw.CSVLogger, lw.TensorBoardLogger]
+    assert cli.trainer.loggers[0].save_dir == "logs"
+    assert isinstance(cli.trainer.strategy, lw.DDPStrategy)
+
+
+def test_lists_are_changed_by_place_and_by_adding() -> None:
+    file = str(FOLDER / "base.yaml")
+    args = [
+        "trainer.callbacks.0.patience=9",
+        "trainer.callbacks+=LearningRateMonitor",
+        "trainer.callbacks.logging_interval=step",
+    ]
+    cli = made("--config", file, *args)
+    stopping, monitor = cli.config["trainer"]["callbacks"]
+    assert stopping["init_args"]["patience"] == 9
+    assert monitor["init_args"]["logging_interval"] == "step"
+    assert "callbacks" not in made("--config", file, "~trainer.callbacks").settings.tree["trainer"]
+    assert "the list has 1 entries" in problems("--config", file, "trainer.callbacks.4.patience=9")
+
+
+# -- programs ------------------------------------------------------------------------------------------------------
+
+
+class Program(lw.cli.CLI):
+    seen: list[str]
+
+    def add_arguments(self, groups: Groups) -> None:
+        groups.add_class("stopping", lw.EarlyStopping)
+        groups.add_value("tag", str, "none", "What the run is called.")
+        groups.set_defaults({"stopping.monitor": "val_loss", "trainer.max_epochs": 1})
+        groups.link("data.batch_size", "model.width", lambda size: 2 * size)
+        groups.link("data.classes", "model.classes", after_build=True)
+
+    def before_fit(self) -> None:
+        self.seen = ["before"]
+
+    def after_fit(self) -> None:
+        self.seen.append(f"after {self.trainer.current_epoch}")
+
+
+def test_a_program_declares_classes_values_defaults_and_links() -> None:
+    cli = made("data.batch_size=6", "tag=1", "stopping.patience=4", cls=Program)
+    assert cli.model.layer[0].out_features == 12
+    assert cli.model.layer[2].out_features == 2
+    assert cli.groups["tag"] == "1"
+    assert [one.patience for one in cli.trainer.callbacks if isinstance(one, lw.EarlyStopping)] == [4]
+    assert "model.width is set, but it follows from data.batch_size" in problems(
+        "data.batch_size=6", "model.width=1", cls=Program
+    )
+    assert "data.batch_size is not set" in problems(cls=Program)
+
+
+def test_defaults_of_the_program_and_objects_that_yaml_cannot_hold() -> None:
+    stop = lw.EarlyStopping("val_loss")
+    defaults = {"max_epochs": 5, "callbacks": [stop], "logger": False}
+    assert made("trainer.max_epochs=2", trainer_defaults=defaults).trainer.max_epochs == 2
+    cli = made(trainer_defaults=defaults)
+    assert cli.trainer.max_epochs == 5
+    assert stop in cli.trainer.callbacks
+    assert defaults["callbacks"] == [stop]
+
+
+def test_a_subcommand_runs_with_its_hooks_and_saves_its_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["fit", "--config", str(FOLDER / "base.yaml"), "trainer.default_root_dir=runs", "trainer.logger=csv",
+            "trainer.max_epochs=1", "data.batch_size=8", "~model.width", "~trainer.callbacks"]  # fmt: skip
+    cli = Program(Net, Data, args=args, exits=False)
+    assert cli.seen == ["before", "after 1"]
+    path = cli.trainer.checkpoint_callback.best_model_path
+    beside = (Path(path).parent / "config.yaml").read_text()
+    assert (Path(cli.trainer.log_dir) / "config.yaml").read_text() == beside
+    assert storage.load(path)["callbacks"]["SaveConfig"]["config"] == beside
+    assert parse(beside, "x")["data"]["init_args"] == {"batch_size": 8, "samples": 32}
+    capsys.readouterr()
+
+    again = lw.cli.CLI(args=["test", "--ckpt_path", path, "trainer.logger=false"], exits=False)
+    assert type(again.model) is Net
+    assert again.datamodule.batch_size == 8
+    assert again.model.layer[0].out_features == 16
+    assert again.result[0]["test_loss"] == pytest.approx(
+        float(cli.trainer.test(cli.model, cli.datamodule, verbose=False)[0]["test_loss"])
+    )
+    assert "has not" not in capsys.readouterr().err
+
+
+def test_the_printed_configuration_makes_the_same_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
+        "--config",
+        str(FOLDER / "base.yaml"),
+        "model.act=Tanh",
+        "model.noise.scale=0.5",
+        "model.size=LARGE",
+        "optimizer=SGD",
+        "optimizer.lr=0.1",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        made(*args, "--print-config")
+    assert ended.value.code == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert made("--config", "printed.yaml").config == made(*args).config
+
+
+def test_short_configurations_are_as_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["-c", str(FOLDER / "base.yaml"), "model.act._target_=torch.nn.Tanh", "optimizer=adam", "optimizer.lr=1e-2"]
+    with pytest.raises(SystemExit):
+        lw.cli.CLI(Net, Data, args=["fit", *args, "--trainer.logger", "csv", "--print-config=short"])
+    assert capsys.readouterr().out == (FOLDER / "short.yaml").read_text()
+
+
+def test_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    first = made().config["seed_everything"]
+    assert isinstance(first, int)
+    assert os.environ["PL_GLOBAL_SEED"] == str(first)
+    assert made().config["seed_everything"] == first  # a process that was started by it
+    same = [made("seed_everything=3").model.layer[0].weight for _ in range(2)]
+    assert torch.equal(*same)
+    assert made("seed_everything=false").config["seed_everything"] is False
+
+
+def test_help_comes_from_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*args: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            lw.cli.CLI(Net, Data, args=list(args), program="train.py")
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    assert "  validate   evaluate a model" in said("--help")
+    text = said("fit", "--help")
+    assert "usage: train.py fit" in text
+    assert "max_epochs" in text
+    assert "model.lr: float (default 0.1)\n      Learning rate." in said("fit", "--help", "model")
+    assert "model.size: Size" in said("fit", "--help", "model")
+    assert "model.mode" not in said("fit", "--help", "model")  # the class sets it itself
+    assert "monitor: str (must be given)" in said("fit", "--trainer.callbacks.help", "EarlyStopping")
+
+
+def test_hydras_containers_are_taken_for_lists_and_dicts(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.create(
+        {"devices": 1, "max_time": {"hours": 1}, "callbacks": [], "limit_train_batches": 1.0, "layers": [1, 2]}
+    )
+    trainer = lw.Trainer(
+        devices=node.devices, max_time=node.max_time, callbacks=node.callbacks,
+        logger=lw.CSVLogger(tmp_path), max_steps=1, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+    )  # fmt: skip
+    model = Net(layers=node.layers)
+    trainer.fit(model, datamodule=Data())
+    path = trainer.checkpoint_callback.best_model_path
+    assert Net.load_from_checkpoint(path).layers == [1, 2]
+
+
+def test_a_program_as_it_is_typed(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LW__MODEL__LR": "0.5", "PYTHONPATH": str(FOLDER)}
+    shared = ["trainer.fast_dev_run=2", "trainer.enable_progress_bar=false", "trainer.accelerator=cpu"]
+
+    def typed(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, env=environment, check=False, cwd=tmp_path
+        )
+
+    done = typed(str(FOLDER / "cli_program.py"), "fit", "-c", str(FOLDER / "base.yaml"), *shared, "model.widht=1")
+    assert done.returncode == 2
+    assert "did you mean 'width'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = typed(str(FOLDER / "cli_program.py"), "fit", *shared, "trainer.devices=2")
+    assert done.returncode == 0, done.stderr
+    done = typed("-m", "loopwright", "validate", "--model", "cli_program.Net", "--data", "cli_program.Data", *shared)
+    assert done.returncode == 0, done.stderr
+    assert "val_loss" in done.stdout
+    assert not [one for one in tmp_path.rglob("*") if one.is_file()]  # a fast_dev_run leaves nothing
+
+
+def test_command_line_keeps_its_type() -> None:
+    assert isinstance(parse_command_line([]), CommandLine)
+    assert parse_scalar("[1, 2") == "[1, 2"
