@@ -1,0 +1,81 @@
+"""Puts the names of Lightning on Loopwright. Users call `install()`; site/sitecustomize.py does in child processes.
+
+    from loopwright.compat.lightning import install
+    install()
+    import lightning as L  # Loopwright, under Lightning's names
+
+What stands where is two tables: paths.py says which names a module has, homes.py what a name means here. The other
+files are the adapters that homes.py points to.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from .finder import ROOTS, VERSION, LightningFinder
+
+__all__ = ["LIGHTNING_VERSION", "LightningFinder", "child_environment", "install", "is_installed", "uninstall"]
+
+LIGHTNING_VERSION = VERSION
+
+# Read by site/sitecustomize.py in child processes.
+SWITCH = "LOOPWRIGHT_COMPAT_LIGHTNING"
+SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+
+
+def install(*, children: bool = True) -> None:
+    """Let `lightning`, `pytorch_lightning`, `lightning_fabric` and their submodules be Loopwright from here on.
+
+    Lightning may be installed or not; its own modules are not touched. Calling it again changes nothing.
+
+    Args:
+        children: Whether Python processes that this one starts do the same, through two environment variables.
+
+    Raises:
+        ConfigError: A module of Lightning itself was imported before.
+    """
+    before = [name for name in sys.modules if name.split(".")[0] in ROOTS and not _is_ours(name)]
+    if before:
+        from ...errors import ConfigError
+
+        raise ConfigError(
+            f"{min(before)!r} and {len(before) - 1} more modules of Lightning itself are imported already.",
+            fix="call loopwright.compat.lightning.install() before the first import of Lightning, and before libraries "
+            "that import it; or start the program with `loopwright run-lightning`.",
+        )
+    if not is_installed():
+        sys.meta_path.insert(0, LightningFinder())
+    if children:
+        os.environ.update(child_environment(os.environ.get("PYTHONPATH", "")))
+
+
+def uninstall() -> None:
+    """Undo `install`; modules that are imported already keep what they have."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, LightningFinder)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ROOTS and _is_ours(name)]:
+        del sys.modules[name]
+    os.environ.pop(SWITCH, None)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", SITE)]
+    if paths or "PYTHONPATH" in os.environ:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def is_installed() -> bool:
+    """Return whether Lightning's names are Loopwright's in this process."""
+    return any(isinstance(finder, LightningFinder) for finder in sys.meta_path)
+
+
+def child_environment(python_path: str) -> dict[str, str]:
+    """Return the variables with which a Python process installs at its start.
+
+    Args:
+        python_path: PYTHONPATH as it is; its folders stay, behind ours.
+    """
+    others = [path for path in python_path.split(os.pathsep) if path not in ("", SITE)]
+    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([SITE, *others])}
+
+
+def _is_ours(name: str) -> bool:
+    module = sys.modules[name]
+    return isinstance(getattr(module, "__loader__", None), LightningFinder)

@@ -1,0 +1,225 @@
+"""`TorchCollective`: torch.distributed behind an object, with a process group of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Collective", "SingleDeviceCollective", "TorchCollective"]
+
+
+class Collective:
+    """Operations over ranks.
+
+    Attributes:
+        _group: The group that they are over; None before one is made.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None  # Any: torch's group has no public type
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return 1
+
+    @property
+    def group(self) -> Any:  # Any: torch's group has no public type
+        """The group.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        if self._group is None:
+            raise RuntimeError(f"{type(self).__name__} has no group; call create_group() first.")
+        return self._group
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return whether its library is there."""
+        return True
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Return whether processes are connected."""
+        return True
+
+
+class SingleDeviceCollective(Collective):
+    """One process: every operation gives back what it was given."""
+
+    def __getattr__(self, name: str) -> Any:  # Any: an operation
+        if name.startswith("_") or not hasattr(TorchCollective, name):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: args[0] if args else self
+
+
+class TorchCollective(Collective):
+    """torch.distributed's operations; tensors are changed in place and given back."""
+
+    def __init__(self) -> None:
+        if not dist.is_available():
+            raise RuntimeError("torch.distributed is not available")
+        super().__init__()
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes in the group."""
+        return dist.get_world_size(self._group)
+
+    @property
+    def group(self) -> Any:  # Any: see the base class
+        """The group; the world by default."""
+        return self._group if self._group is not None else dist.GroupMember.WORLD
+
+    def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
+        """Connect the processes, unless they are, and make a group of all.
+
+        Args:
+            main_address: Where rank 0 is; MASTER_ADDR by default.
+            main_port: Its port; MASTER_PORT by default.
+            kwargs: As dist.init_process_group takes them.
+        """
+        if not dist.is_initialized():
+            for name, value in (("MASTER_ADDR", main_address), ("MASTER_PORT", main_port)):
+                if value is not None:
+                    os.environ[name] = str(value)
+            dist.init_process_group(**kwargs)
+        return self.create_group()
+
+    def create_group(self, **kwargs: Any) -> Self:  # Any: as dist.new_group takes them
+        """Make the group that the operations are over."""
+        self._group = dist.new_group(**kwargs)
+        return self
+
+    def teardown(self) -> Self:
+        """Leave the group, and disconnect where nobody else does."""
+        self.destroy_group(self.group)
+        self._group = None
+        return self
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return whether torch has it."""
+        return dist.is_available()
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Return whether processes are connected."""
+        return dist.is_available() and dist.is_initialized()
+
+    @classmethod
+    def init_group(cls, **kwargs: Any) -> None:  # Any: as dist.init_process_group takes them
+        """Connect the processes."""
+        dist.init_process_group(**kwargs)
+
+    @classmethod
+    def new_group(cls, **kwargs: Any) -> Any:  # Any: as dist.new_group takes and gives
+        """Return another group."""
+        return dist.new_group(**kwargs)
+
+    @classmethod
+    def destroy_group(cls, group: Any) -> None:  # Any: see `group`
+        """Leave a group."""
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """Give a rank's tensor to all."""
+        dist.broadcast(tensor, src, group=self.group)
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:  # Any: ReduceOp or its name
+        """Reduce over ranks, on all of them."""
+        dist.all_reduce(tensor, _op(op), group=self.group)
+        return tensor
+
+    def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:  # Any: ReduceOp or its name
+        """Reduce over ranks, on one."""
+        dist.reduce(tensor, dst, _op(op), group=self.group)
+        return tensor
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Gather each rank's tensor, on all."""
+        dist.all_gather(tensor_list, tensor, group=self.group)
+        return tensor_list
+
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Gather each rank's tensor, on one."""
+        dist.gather(tensor, gather_list if self.rank == dst else None, dst, group=self.group)
+        return gather_list
+
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """Give each rank its tensor of a rank's list."""
+        dist.scatter(tensor, scatter_list if self.rank == src else None, src, group=self.group)
+        return tensor
+
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:  # Any: as above
+        """Reduce each tensor of the ranks' lists, on its rank."""
+        dist.reduce_scatter(output, input_list, _op(op), group=self.group)
+        return output
+
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """Give each rank its tensor of every rank's list."""
+        dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
+        return output_tensor_list
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to a rank."""
+        dist.send(tensor, dst, group=self.group, tag=tag)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive from a rank, or from any."""
+        dist.recv(tensor, src, group=self.group, tag=tag)
+        return tensor
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
+        """Gather each rank's object, on all."""
+        dist.all_gather_object(object_list, obj, group=self.group)
+        return object_list
+
+    def broadcast_object_list(self, object_list: list[Any], src: int, device: Any = None) -> list[Any]:
+        """Give a rank's objects to all."""
+        dist.broadcast_object_list(object_list, src, group=self.group, device=device)
+        return object_list
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
+        """Gather each rank's object, on one."""
+        dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self.group)
+        return object_gather_list
+
+    def scatter_object_list(self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any],
+                            src: int = 0) -> list[Any]:  # fmt: skip
+        """Give each rank its object of a rank's list."""
+        dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
+        return scatter_object_output_list
+
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.group, device_ids=device_ids)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # Any: a timedelta
+        """Wait for all ranks, and say which do not come."""
+        dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+
+
+def _op(op: Any) -> Any:  # Any: ReduceOp or its name
+    if not isinstance(op, str):
+        return op
+    name = {"mean": "AVG"}.get(op.lower(), op.upper())
+    if not hasattr(dist.ReduceOp, name):
+        raise ValueError(f"op={op!r}, expected a name of torch.distributed.ReduceOp")
+    return getattr(dist.ReduceOp, name)

@@ -1,0 +1,331 @@
+"""What libraries reach through a trainer: Lightning's connectors, loops and strategy, as views on Loopwright's parts.
+
+A view holds the trainer and nothing else. What has no meaning here is an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...callbacks import Callback
+from ...checkpoint import storage
+from ...errors import ModuleError
+from ...strategies import ParallelStrategy
+from ...trainer import assemble, snapshot
+from .absent import refuse
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ...trainer.trainer import Trainer
+
+__all__ = ["LoopView", "ResultsView", "StrategyView", "replace_optimizers"]
+
+
+class StrategyView:
+    """A trainer's strategy, with the trainer's parts that Lightning keeps there. `isinstance` sees the strategy."""
+
+    __slots__ = ("_trainer",)
+
+    def __init__(self, trainer: Trainer) -> None:
+        object.__setattr__(self, "_trainer", trainer)
+
+    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
+    def __class__(self) -> Any:
+        return type(self._trainer.fabric.strategy)
+
+    def __getattr__(self, name: str) -> Any:  # Any: the strategy's
+        trainer = object.__getattribute__(self, "_trainer")
+        if name in _OF_TRAINER:
+            return getattr(trainer, _OF_TRAINER[name])
+        strategy = trainer.fabric.strategy
+        if name in _OF_STRATEGY and not hasattr(strategy, name):
+            return _OF_STRATEGY[name](trainer)
+        return getattr(strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # Any: the strategy's
+        if name == "optimizers":
+            replace_optimizers(self._trainer, value)
+        else:
+            setattr(self._trainer.fabric.strategy, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._trainer.fabric.strategy
+        return other is mine or (type(other) is StrategyView and other._trainer.fabric.strategy is mine)
+
+    def __hash__(self) -> int:
+        return hash(self._trainer.fabric.strategy)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: pickle's own form
+        return StrategyView, (self._trainer,)
+
+    def connect(self, model: nn.Module) -> None:
+        """Let a module be the trainer's, outside of a run."""
+        self._trainer._spawned_module = model
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, gathered where it is sharded. On every rank."""
+        run = self._trainer.latest_run()
+        if run is None:
+            raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
+        state: dict[str, Any] = self._trainer.fabric.strategy.module_state_dict(run.model)
+        return state
+
+
+# Name in Lightning's strategy -> name in the trainer.
+_OF_TRAINER = {
+    "lightning_module": "lightning_module",
+    "model": "model",
+    "optimizers": "optimizers",
+    "lr_scheduler_configs": "lr_scheduler_configs",
+    "num_nodes": "num_nodes",
+    "num_processes": "num_devices",
+    "accelerator": "accelerator",
+}
+_OF_STRATEGY: dict[str, Callable[[Any], Any]] = {  # Any: a trainer, and what it has
+    "parallel_devices": lambda trainer: [trainer.fabric.device] * trainer.num_devices,
+    "is_distributed": lambda trainer: trainer.world_size > 1,
+    "cluster_environment": lambda trainer: trainer.fabric.cluster_environment,
+    "handles_gradient_accumulation": lambda trainer: False,
+}
+
+
+def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
+    """Put other optimizers in place of a run's, before its first step.
+
+    Raises:
+        ModuleError: There is no run.
+    """
+    run = trainer.latest_run()
+    if run is None:
+        raise ModuleError("trainer.optimizers was assigned outside of a run.", fix="assign it in on_fit_start.")
+    if len(optimizers) != len(run.optimizers):
+        refuse(
+            f"trainer.optimizers = {len(optimizers)} optimizers in place of {len(run.optimizers)}",
+            "return all of them from configure_optimizers",
+        )
+    if any(new is not old for new, old in zip(optimizers, run.optimizers, strict=True)):
+        refuse("trainer.optimizers = other optimizers", "return them from configure_optimizers")
+
+
+class _AcceleratorConnector:
+    """The machine that a trainer's arguments mean."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the strategy is one of several processes, be there one of them."""
+        return isinstance(self._trainer.fabric.strategy, ParallelStrategy)
+
+    @property
+    def strategy(self) -> Any:  # Any: see StrategyView
+        """The strategy."""
+        return self._trainer.strategy
+
+    @property
+    def use_distributed_sampler(self) -> bool:
+        """Whether loaders are dealt out over ranks."""
+        return bool(self._trainer.use_distributed_sampler)
+
+    @property
+    def cluster_environment(self) -> Any:  # Any: a cluster of any kind
+        """What knows the other processes."""
+        return self._trainer.fabric.cluster_environment
+
+    @property
+    def precision_plugin(self) -> Any:  # Any: a precision of any kind
+        """The precision object."""
+        return self._trainer.precision_plugin
+
+    @property
+    def _precision_flag(self) -> str:
+        return self._trainer.precision
+
+    def __getattr__(self, name: str) -> Any:  # Any: of the trainer or of its fabric
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._trainer.fabric, name)
+
+
+class _CallbackConnector:
+    """The order of callbacks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @staticmethod
+    def _reorder_callbacks(callbacks: list[Callback]) -> list[Callback]:
+        """Return the callbacks, the tuner's first and checkpoints last."""
+        return assemble.order_callbacks(list(callbacks))
+
+
+class _CheckpointConnector:
+    """A checkpoint that a library loads in steps, outside of a run; `trainer.fit(ckpt_path=...)` needs none of this.
+
+    Attributes:
+        _loaded_checkpoint: What `resume_start` read; empty before and after.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loaded_checkpoint: dict[str, Any] = {}
+
+    def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        """Read a checkpoint."""
+        if checkpoint_path:
+            self._loaded_checkpoint = storage.load(checkpoint_path, weights_only=weights_only is not False)
+
+    def restore_model(self) -> None:
+        """Put its weights into the trainer's module."""
+        module = self._trainer.lightning_module
+        if not self._loaded_checkpoint or module is None:
+            return
+        hook: Any = getattr(module, "on_load_checkpoint", None)
+        if hook is not None:
+            hook(self._loaded_checkpoint)
+        module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=getattr(module, "strict_loading", True))
+
+    def restore_datamodule(self) -> None:
+        """Put its state into the trainer's data module."""
+        datamodule = self._trainer.datamodule
+        state = self._loaded_checkpoint.get(type(datamodule).__qualname__)
+        if datamodule is not None and state is not None:
+            datamodule.load_state_dict(state)
+
+    def restore_callbacks(self) -> None:
+        """Put the states of callbacks back."""
+        for callback in self._trainer.callbacks:
+            state = self._loaded_checkpoint.get("callbacks", {}).get(callback.state_key)
+            if state:
+                callback.load_state_dict(state)
+
+    def resume_end(self) -> None:
+        """Forget the checkpoint."""
+        self._loaded_checkpoint = {}
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the checkpoint of the present or last run, unsaved. On every rank."""
+        run = self._trainer.latest_run()
+        if run is None:
+            raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
+        return snapshot.collect(self._trainer, run, is_weights_only=bool(weights_only))
+
+    def restore_training_state(self) -> None:
+        """Refuse: a run's state is put back at its beginning."""
+        refuse("_checkpoint_connector.restore_training_state", "pass ckpt_path to trainer.fit")
+
+
+class LoopView:
+    """A loop of a trainer: how far it is, and its data."""
+
+    def __init__(self, trainer: Trainer, stage: str) -> None:
+        self._trainer = trainer
+        self._stage = stage
+
+    @property
+    def _data_source(self) -> _DataSource:
+        return _DataSource(self._trainer, self._stage)
+
+    @property
+    def max_batches(self) -> Any:  # Any: a number, or one for each loader
+        """Batches of an epoch."""
+        return self._trainer.num_training_batches if self._stage == "train" else self._batches()
+
+    def _batches(self) -> list[int | float]:
+        return self._trainer.loaders.num_batches(self._stage)
+
+    @property
+    def num_dataloaders(self) -> int:
+        """How many loaders there are."""
+        return len(self._batches())
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the batch at hand; -1 outside of a run."""
+        run = self._trainer._run
+        return run.batch_idx if run is not None else -1
+
+    @property
+    def global_step(self) -> int:
+        """Training steps taken."""
+        return self._trainer.global_step
+
+    @property
+    def val_loop(self) -> LoopView:
+        """The validation within fit."""
+        return LoopView(self._trainer, "validation")
+
+    @property
+    def epoch_loop(self) -> LoopView:
+        """The batches of an epoch."""
+        return self
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return self._trainer
+
+    def __getattr__(self, name: str) -> Any:  # Any: nothing is given
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"Loopwright's loop for {self._stage!r} has no {name!r}; see docs/migrating.md.")
+
+
+class _DataSource(NamedTuple):
+    """Where a loop's loaders come from."""
+
+    trainer: Any  # Any: a Trainer, which cannot be imported here
+    stage: str
+
+    def is_defined(self) -> bool:
+        """Whether loaders were given, or module or data module have the hook."""
+        hook = f"{_HOOK[self.stage]}_dataloader"
+        from ...trainer.hooks import data_bases, find_override, module_bases
+
+        owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
+        given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
+        return given is not None or any(
+            owner is not None and find_override(owner, hook, bases) is not None for owner, bases in owners
+        )
+
+
+_HOOK = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
+
+
+class _ResultMetric(NamedTuple):
+    """A value that was logged over an epoch.
+
+    Attributes:
+        name: Its key.
+        value: What it is at this moment.
+    """
+
+    name: str
+    value: Any  # Any: a tensor or a metric object
+
+
+class ResultsView(Mapping[str, float]):
+    """What an evaluation gave, and `trainer._results.result_metrics`: what was logged."""
+
+    def __init__(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+        self._trainer = trainer
+        self._results = results
+
+    @property
+    def result_metrics(self) -> list[_ResultMetric]:
+        """The values, in no order."""
+        return [_ResultMetric(name, value) for name, value in self._trainer.callback_metrics.items()]
+
+    def __getitem__(self, key: str) -> float:
+        return self._results[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)

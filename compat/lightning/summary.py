@@ -1,0 +1,90 @@
+"""Lightning's names around the summary of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...callbacks.summary import LayerSummary as LayerSummary
+from ...callbacks.summary import Summary, human_count
+from ...callbacks.summary import summarize as measure
+
+__all__ = [
+    "LayerSummary",
+    "ModelSummary",
+    "get_formatted_model_size",
+    "get_human_readable_count",
+    "parse_batch_shape",
+    "summarize",
+]
+
+UNKNOWN_SIZE = "?"
+NOT_APPLICABLE = "n/a"
+LEFTOVER_PARAMS_NAME = "other params"
+PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
+
+
+class ModelSummary:
+    """What there is to say about a module; its columns as lists.
+
+    Args:
+        model: The module.
+        max_depth: Levels of submodules to list; 0 none, -1 all.
+    """
+
+    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        self._summary: Summary = measure(model, max_depth)
+        self._model = model
+        self._max_depth = max_depth
+        rows = [layer for layer in self._summary.layers if layer.name != LEFTOVER_PARAMS_NAME]
+        self.layer_names = [layer.name for layer in rows]
+        self.layer_types = [layer.layer_type for layer in rows]
+        self.param_nums = [layer.num_parameters for layer in rows]
+        self.training_modes = [layer.training for layer in rows]
+        self.in_sizes = [layer.in_size for layer in rows]
+        self.out_sizes = [layer.out_size for layer in rows]
+        self.flop_counts = [layer.flops for layer in rows]
+        self.total_layer_params = sum(self.param_nums)
+
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # Any: total_parameters, trainable_parameters, model_size, total_flops, ...
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._summary, name)
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules that are listed."""
+        found = dict(self._model.named_modules())
+        return [(name, found[name]) for name in self.layer_names]
+
+    def __str__(self) -> str:
+        return str(self._summary)
+
+    __repr__ = __str__
+
+
+def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
+    """Return the summary of a module."""
+    return ModelSummary(lightning_module, max_depth)
+
+
+def get_human_readable_count(number: int) -> str:
+    """Return a count as text: "12.3 K"."""
+    return human_count(number)
+
+
+def get_formatted_model_size(total_model_size: float) -> str:
+    """Return a size in MB as text."""
+    return f"{total_model_size:,.3f}"
+
+
+def parse_batch_shape(batch: Any) -> str | list[Any]:  # Any: a nested batch
+    """Return the shape of a tensor, or those in a list; "?" for anything else."""
+    if hasattr(batch, "shape"):
+        return list(batch.shape)
+    if isinstance(batch, list | tuple):
+        return [parse_batch_shape(item) for item in batch]
+    return UNKNOWN_SIZE

@@ -1,0 +1,180 @@
+"""`Trainer` with Lightning's defaults, its state as members, and what libraries touch behind the scenes.
+
+Besides, here is what a program for Lightning may do and Loopwright refuses by itself: methods that look like hooks,
+batches whose tensors disagree about their size, and objects in checkpoints.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
+from ...checkpoint.convert import lightning_loop
+from ...data.move import find_batch_size
+from ...errors import ModuleError
+from ...trainer import begin, trainer
+from ...trainer.fit_loop import FitLoop
+from ...trainer.hooks import check_hook_names
+from ...trainer.metrics import Metrics
+from . import connectors
+from .enums import TrainerState
+from .finder import VERSION, LightningFinder
+from .loggers import TensorBoardLogger
+from .objects import trust_objects
+
+__all__ = ["Trainer"]
+
+_ENVIRONMENT_LOGGER = "PL_TRAINER_LOGGER"
+
+
+class Trainer(trainer.Trainer):
+    """`lw.Trainer` as programs for Lightning expect it.
+
+    Logs go to `lightning_logs`, checkpoints have Lightning's entries too, and hold whatever pickle can write; a method
+    that looks like a hook is a warning. Arguments are those of `lw.Trainer`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:  # Any: see lw.Trainer
+        root = os.path.expanduser(str(arguments.get("default_root_dir") or os.getcwd()))
+        is_default = arguments.get("logger") in (None, True) and _ENVIRONMENT_LOGGER not in os.environ
+        if is_default and not (arguments.get("fast_dev_run") or arguments.get("barebones")) and "://" not in root:
+            arguments["logger"] = TensorBoardLogger(root)
+        super().__init__(**arguments)
+        self.state = TrainerState()
+        limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
+        self.fit_loop = _FitLoop(self, **limits)
+        is_disabled = self._metrics.is_disabled
+        self._metrics = _Metrics(self.fabric.device)
+        self._metrics.is_disabled = is_disabled
+        self._checkpoint_connector = connectors._CheckpointConnector(self)
+        self._callback_connector = connectors._CallbackConnector(self)
+        self._accelerator_connector = connectors._AcceleratorConnector(self)
+
+    __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
+
+    @property
+    def strategy(self) -> Any:  # Any: the strategy, with what Lightning's has besides
+        """The strategy."""
+        return connectors.StrategyView(self)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers of the present or last fit."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        connectors.replace_optimizers(self, optimizers)
+
+    @property
+    def validate_loop(self) -> connectors.LoopView:
+        """The validation of `trainer.validate`."""
+        return connectors.LoopView(self, "validation")
+
+    @property
+    def test_loop(self) -> connectors.LoopView:
+        """The loop of `trainer.test`."""
+        return connectors.LoopView(self, "test")
+
+    @property
+    def predict_loop(self) -> connectors.LoopView:
+        """The loop of `trainer.predict`."""
+        return connectors.LoopView(self, "predict")
+
+    @property
+    def _model(self) -> nn.Module | None:
+        return self.lightning_module
+
+    @property
+    def _results(self) -> connectors.ResultsView:
+        return connectors.ResultsView(self, self.__dict__.get("_epoch_results", {}))
+
+    @_results.setter
+    def _results(self, results: Mapping[str, float]) -> None:
+        self.__dict__["_epoch_results"] = results  # Loopwright's own use of the name
+
+    @property
+    def _precision_plugin(self) -> Any:  # Any: a precision of any kind
+        return self.precision_plugin
+
+    def _write_to(self, filepaths: Sequence[str | Path], checkpoint: dict[str, Any], storage_options: Any) -> None:
+        """Add what Lightning looks for in a checkpoint, which Loopwright leaves alone, and let it hold objects."""
+        own = checkpoint.get(OWN_KEY)
+        if isinstance(own, dict) and not self.fabric.strategy.saves_shards("full"):
+            checkpoint = trust_objects(checkpoint)
+            checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
+            checkpoint.setdefault("loops", {"fit_loop": lightning_loop(own.get("progress", {}))})
+        super()._write_to(filepaths, checkpoint, storage_options)
+
+
+class _FitLoop(FitLoop):
+    """The loop of fit, with the names under which Lightning's has its parts."""
+
+    @property
+    def epoch_loop(self) -> connectors.LoopView:
+        """The batches of an epoch."""
+        return connectors.LoopView(self._trainer, "train")
+
+    @property
+    def _data_source(self) -> Any:  # Any: see LoopView
+        return self.epoch_loop._data_source
+
+    @property
+    def epoch_progress(self) -> SimpleNamespace:
+        """Counts of epochs, to be read: `epoch_progress.current.completed`."""
+        run, done = self._trainer._run, self._trainer.current_epoch
+        begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
+        counts = {"ready": begun, "started": begun, "processed": done, "completed": done}
+        return SimpleNamespace(current=SimpleNamespace(**counts), total=SimpleNamespace(**counts))
+
+    @property
+    def max_batches(self) -> int | float:
+        """Micro-batches of an epoch."""
+        return self._trainer.num_training_batches
+
+
+class _Metrics(Metrics):
+    """Weighs a value by the first tensor of a batch whose tensors disagree about its size, as Lightning does."""
+
+    def _weight(self, slot: Any) -> float:  # Any: see the base class
+        if self.batch is not None and self._sized is not self.batch:
+            size = find_batch_size(self.batch)
+            self._size = _first_size(self.batch) if size is None else size
+            self._sized = self.batch
+        return super()._weight(slot)
+
+
+def _first_size(batch: Any) -> int | None:  # Any: a nested batch
+    """Return the first dimension of the first tensor in a batch, None if there is no tensor."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((size for item in items if (size := _first_size(item)) is not None), None)
+
+
+def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
+    """Warn of methods that look like hooks and are none, where Lightning's names are Loopwright's; else refuse them.
+
+    Lightning ignores them, and libraries have such methods.
+    """
+    try:
+        check_hook_names(owner, listener, known)
+    except ModuleError as error:
+        import sys
+
+        if not any(isinstance(finder, LightningFinder) for finder in sys.meta_path):
+            raise
+        warnings.warn(f"{error.what} They are not called.", stacklevel=4)
+
+
+# The one function of the core that is replaced: it takes no part in a run, and asks for no Trainer.
+begin.check_hook_names = trainer.check_hook_names = _warn_of_hook_names  # type: ignore[attr-defined]

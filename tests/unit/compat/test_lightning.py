@@ -1,0 +1,412 @@
+"""`loopwright.compat.lightning` in this process: names, metadata, adapters, and what it adds to checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from fractions import Fraction
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import loopwright as lw
+from loopwright.compat import lightning as compat
+from loopwright.compat.lightning.absent import NotServed
+from loopwright.compat.lightning.finder import VERSION
+from loopwright.compat.lightning.paths import PATHS
+
+NAMES = (Path(__file__).parents[2] / "fixtures" / "lightning_names.txt").read_text().split()
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.chdir(tmp_path)
+    compat.install(children=False)
+    yield
+    compat.uninstall()
+
+
+def find(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if attribute:
+        return getattr(importlib.import_module(module), attribute)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        path, _, attribute = module.rpartition(".")
+        return getattr(importlib.import_module(path), attribute)
+
+
+def test_every_name_that_programs_use_can_be_imported() -> None:
+    missing = []
+    for name in NAMES:
+        try:
+            find(name)
+        except (ImportError, AttributeError) as error:
+            missing.append(f"{name}: {error}")
+    assert not missing
+    assert len(NAMES) > 200
+
+
+def test_every_name_of_the_tables_has_a_home() -> None:
+    for place, names in PATHS.items():
+        module = importlib.import_module(f"lightning.{place}".rstrip("."))
+        for name in names.split():
+            assert name.startswith("*") or hasattr(module, name), (place, name)
+
+
+def test_both_namespaces_give_the_same_objects_which_can_be_pickled() -> None:
+    import lightning as L
+    import lightning_fabric
+    import pytorch_lightning as pl
+    from lightning.pytorch.callbacks.early_stopping import EarlyStopping
+
+    assert pl.callbacks.EarlyStopping is EarlyStopping is L.pytorch.callbacks.EarlyStopping is lw.EarlyStopping
+    assert pl.Trainer is L.Trainer
+    assert issubclass(L.LightningModule, lw.Module)
+    assert lightning_fabric.Fabric is L.Fabric
+    assert pickle.loads(pickle.dumps(L.LightningModule)) is L.LightningModule
+    names: dict[str, Any] = {}
+    exec("from lightning.pytorch.callbacks import *", names)
+    assert names["Timer"] is lw.Timer
+
+
+def test_metadata_is_served_while_installed() -> None:
+    assert version("lightning") == version("pytorch-lightning") == version("pytorch_lightning") == VERSION
+    assert importlib.util.find_spec("lightning.pytorch") is not None
+    assert importlib.util.find_spec("lightning.nothing") is None
+    compat.uninstall()
+    with pytest.raises(PackageNotFoundError):
+        version("pytorch-lightning")
+    assert importlib.util.find_spec("pytorch_lightning") is None
+
+
+def test_lightning_that_was_imported_before_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.uninstall()
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    with pytest.raises(lw.ConfigError, match="run-lightning"):
+        compat.install(children=False)
+    assert not compat.is_installed()
+
+
+def test_children_get_two_variables_and_keep_their_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    compat.install()
+    compat.install()
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([compat.SITE, "/mine"])
+    assert os.environ[compat.SWITCH] == "1"
+    compat.uninstall()
+    assert os.environ["PYTHONPATH"] == "/mine"
+    assert compat.SWITCH not in os.environ
+
+
+def test_a_name_without_meaning_imports_and_says_why_when_used() -> None:
+    from lightning.pytorch.loggers import LitLogger
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    assert not isinstance(3, ModelParallelStrategy)
+    with pytest.raises(NotServed, match=r"LitLogger.*\n.*migrating"):
+        LitLogger("x")
+
+
+def test_misconfiguration_catches_what_loopwright_raises_and_can_be_raised() -> None:
+    import lightning as L
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    with pytest.raises(MisconfigurationException, match="max_epochs"):
+        L.Trainer(max_epochs=-7)
+    with pytest.raises(MisconfigurationException, match=r"^mine$") as caught:
+        raise MisconfigurationException("mine")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "mine"
+    assert "To fix it: do" in str(lw.ConfigError("what", fix="do"))
+
+
+def test_enumerations_equal_their_text_in_any_case() -> None:
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+
+    assert TrainerFn.FITTING == "fit" == TrainerFn("fit")
+    assert "FIT" == TrainerFn.FITTING != "test"
+    assert {"fit": 1}[TrainerFn.FITTING] == 1
+    assert RunningStage.SANITY_CHECKING.evaluating
+    assert not RunningStage.TRAINING.evaluating
+    assert RunningStage.VALIDATING.dataloader_prefix == "val"
+    assert GradClipAlgorithmType.supported_type("norm")
+
+
+def test_rank_zero_only_runs_on_rank_0_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
+
+    say = rank_zero_only(lambda: "said")
+    assert say() == "said"
+    monkeypatch.setenv("RANK", "1")
+    assert say() is None
+    rank_zero_warn("nobody hears it")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="heard"):
+        rank_zero_warn("heard")
+    assert rank_prefixed_message("x", 2) == "[rank: 2] x"
+
+
+def test_environment_names_are_answered_from_what_is_installed() -> None:
+    from lightning.fabric.utilities import imports
+    from lightning.pytorch.profilers.pytorch import _KINETO_AVAILABLE
+
+    assert imports._TORCH_GREATER_EQUAL_2_4
+    assert not imports._TORCH_GREATER_EQUAL_9_9
+    assert imports._TORCHMETRICS_GREATER_EQUAL_1_0_0
+    assert imports._OMEGACONF_AVAILABLE
+    assert not imports._NO_SUCH_PACKAGE_AVAILABLE
+    assert _KINETO_AVAILABLE
+    with pytest.raises(ImportError):
+        from lightning.fabric.utilities.imports import nothing  # noqa: F401
+
+
+def test_parameters_helpers() -> None:
+    from lightning.pytorch.utilities import find_shared_parameters, grad_norm, set_shared_parameters
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    set_shared_parameters(tied, [["0.weight", "1.weight"]])
+    assert find_shared_parameters(tied) == [["0.weight", "1.weight"]]
+    layer = nn.Linear(2, 1)
+    layer(torch.ones(1, 2)).sum().backward()
+    norms = grad_norm(layer, 2)
+    assert norms["grad_2.0_norm_total"].item() == pytest.approx(3**0.5)
+    assert set(norms) == {"grad_2.0_norm/weight", "grad_2.0_norm/bias", "grad_2.0_norm_total"}
+    model = line()
+    assert is_overridden("training_step", model)
+    assert not is_overridden("test_step", model)
+
+
+def line(**more: Any) -> Any:
+    """A module of the compat namespace; `more` are methods."""
+    import lightning as L
+
+    def __init__(self: Any) -> None:
+        L.LightningModule.__init__(self)
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    own = {"__init__": __init__, "training_step": training_step, "configure_optimizers": configure_optimizers}
+    return type("Line", (L.LightningModule,), {**own, **more})()
+
+
+def loader(count: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(2.0 * count).reshape(count, 2) / count), batch_size=2)
+
+
+def trainer(tmp_path: Path, **more: Any) -> Any:
+    import lightning as L
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1}  # fmt: skip
+    return L.Trainer(**{**quiet, "default_root_dir": str(tmp_path), **more})
+
+
+def test_state_stage_and_the_parts_that_libraries_touch_within_a_run(tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+
+    seen: list[Any] = []
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        t = self.trainer
+        assert t.state.fn is TrainerFn.FITTING
+        assert t.state.stage is RunningStage.TRAINING
+        assert t.training
+        assert isinstance(t.strategy, Strategy)
+        assert isinstance(t.strategy, SingleDeviceStrategy)
+        assert t.strategy.optimizers == t.optimizers
+        assert t.strategy.lr_scheduler_configs == []
+        assert t.strategy.root_device.type == "cpu"
+        assert t.strategy.broadcast(5) == 5
+        assert t.strategy == t.strategy
+        assert t.strategy.lightning_module is t._model is self
+        assert t.fit_loop.epoch_loop.batch_idx == batch_idx
+        assert t.fit_loop._data_source.is_defined()
+        assert not t.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+        assert not t._accelerator_connector.is_distributed
+        assert self._current_fx_name == "on_train_batch_start"
+        self.log("seen", float(batch_idx))
+        seen.append(t.fit_loop.epoch_progress.current.completed)
+
+    model = line(on_train_batch_start=on_train_batch_start)
+    t = trainer(tmp_path, max_epochs=2)
+    t.fit(model, loader())
+    assert seen == [0] * 4 + [1] * 4
+    assert t.state.status == TrainerStatus.FINISHED
+    assert t.state.finished
+    assert t.fit_loop.max_epochs == t.max_epochs == 2
+    assert [metric.name for metric in t._results.result_metrics] == ["seen"]
+    assert t._callback_connector._reorder_callbacks(t.callbacks) == t.callbacks
+
+
+def test_results_of_an_evaluation_are_those_of_the_core(tmp_path: Path) -> None:
+    def test_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("loss", batch[0].mean())
+
+    assert trainer(tmp_path).test(line(test_step=test_step), loader(), verbose=False) == [
+        {"loss": pytest.approx(loader().dataset.tensors[0].mean().item())}  # type: ignore[attr-defined]
+    ]
+
+
+def test_logs_go_to_lightning_logs(tmp_path: Path) -> None:
+    from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
+    from lightning.pytorch.loggers import CSVLogger
+
+    t = trainer(tmp_path, logger=True)
+    assert t.logger.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+    assert (
+        CSVLogger(tmp_path).root_dir == FabricCSVLogger(root_dir=tmp_path).root_dir == str(tmp_path / "lightning_logs")
+    )
+    assert trainer(tmp_path, logger=True, fast_dev_run=True).loggers == []
+
+
+def test_the_size_of_a_batch_whose_tensors_disagree_is_that_of_the_first(tmp_path: Path) -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("mean", float(batch_idx), on_epoch=True)
+
+    batches = [{"a": torch.zeros(3), "b": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(2)}]
+    result = trainer(tmp_path).validate(
+        line(validation_step=validation_step), DataLoader(batches, batch_size=None), verbose=False  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert result[0]["mean"] == pytest.approx(0.25)
+
+
+def test_a_method_that_looks_like_a_hook_is_a_warning_and_an_error_without_install(tmp_path: Path) -> None:
+    model = line(on_train_epoch_finished=lambda self: None)
+    t = trainer(tmp_path, max_steps=1)
+    with pytest.warns(UserWarning, match="on_train_epoch_finished"):
+        t.fit(model, loader())
+    compat.uninstall()
+    with pytest.raises(lw.ModuleError, match="on_train_epoch_finished"):
+        t.fit(model, loader())
+
+
+def test_a_checkpoint_holds_objects_and_lightnings_entries(tmp_path: Path) -> None:
+    import numpy as np
+
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"object": Fraction(1, 3), "number": np.float64(2.5), "plain": [1, 2]}
+
+    t = trainer(tmp_path)
+    t.fit(line(on_save_checkpoint=on_save_checkpoint), loader())
+    path = tmp_path / "one.ckpt"
+    t.save_checkpoint(path)
+    plain = torch.load(path, weights_only=True)
+    assert plain["pytorch-lightning_version"] == VERSION
+    assert plain["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 1
+    assert plain["mine"]["number"] == 2.5
+    t._checkpoint_connector.resume_start(path, weights_only=False)
+    assert t._checkpoint_connector._loaded_checkpoint["mine"] == {
+        "object": Fraction(1, 3),
+        "number": 2.5,
+        "plain": [1, 2],
+    }
+    other = line()
+    t.strategy.connect(other)
+    t._checkpoint_connector.resume_end()
+    assert t._checkpoint_connector._loaded_checkpoint == {}
+    again = trainer(tmp_path, max_epochs=2)
+    again.fit(line(), loader(), ckpt_path=path)
+    assert (again.current_epoch, again.global_step) == (2, 8)
+
+
+def test_a_library_restores_a_model_in_steps(tmp_path: Path) -> None:
+    first = trainer(tmp_path)
+    model = line()
+    first.fit(model, loader())
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    t, other = trainer(tmp_path), line()
+    t.strategy.connect(other)
+    t._checkpoint_connector.resume_start(tmp_path / "one.ckpt")
+    t._checkpoint_connector.restore_model()
+    assert torch.equal(other.layer.weight, model.layer.weight)
+
+
+def test_hparams_of_any_class() -> None:
+    from lightning.pytorch.core.mixins import HyperparametersMixin
+    from lightning.pytorch.utilities.parsing import get_init_args, lightning_hasattr, lightning_setattr
+
+    class Thing(HyperparametersMixin):
+        def __init__(self, width: int, name: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="name")
+            self.arguments = get_init_args(sys._getframe())
+
+    thing = Thing(3)
+    assert thing.hparams == {"width": 3}
+    assert thing.arguments == {"width": 3, "name": "x"}
+    model = line()
+    model.lr = 0.1
+    assert lightning_hasattr(model, "lr")
+    lightning_setattr(model, "lr", 0.2)
+    assert model.lr == 0.2
+
+
+def test_fabric_has_its_private_names_and_the_boring_model_trains(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
+
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    assert fabric._precision is fabric.precision
+    assert fabric._strategy is fabric.strategy
+    assert fabric._precision.convert_module(nn.Linear(1, 1)) is not None
+    for model in (BoringModel(), ManualOptimBoringModel()):
+        before = model.layer.weight.detach().clone()
+        trainer(tmp_path, max_steps=2, limit_val_batches=1).fit(model, datamodule=BoringDataModule())
+        assert not torch.equal(before, model.layer.weight)
+
+
+def test_command_line_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.cli import LightningCLI, SaveConfigCallback, instantiate_class
+
+    from loopwright.compat.lightning.demos import BoringModel, DemoModel
+
+    class CLI(LightningCLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.set_defaults({"trainer.max_epochs": 3})
+
+        def before_fit(self) -> None:
+            raise KeyError("not called with run=False")
+
+    cli = CLI(
+        DemoModel, args=["--model.out_dim", "4", "--trainer.accelerator", "cpu", "--trainer.logger", "false"], run=False
+    )
+    assert (cli.model.l1.out_features, cli.trainer.max_epochs) == (4, 3)
+    assert type(cli.trainer).__module__.startswith("loopwright.compat")
+    linear = instantiate_class(2, {"class_path": "torch.nn.Linear", "init_args": {"out_features": 5}})
+    assert linear.weight.shape == (5, 2)
+    with pytest.raises(NotServed):
+        SaveConfigCallback()
+    assert issubclass(BoringModel, lw.Module)
+
+
+def test_importing_the_namespace_imports_no_torch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code = (
+            "import sys; from loopwright.compat.lightning import install; install(children=False); "
+            "import lightning, lightning.pytorch, pytorch_lightning.callbacks, lightning.fabric.utilities; "
+            "assert 'torch' not in sys.modules"
+        )
+        import subprocess
+
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
