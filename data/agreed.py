@@ -126,7 +126,7 @@ class AgreedSource(Source):
         if upto <= 0:
             return 0
         if not self._is_final and self._until - self.position <= upto:
-            wanted = upto + 1
+            wanted = int(min(upto + 1, max(upto, self.most - self.position)))
             found = self._agree(self._count(wanted))
             self._until, self._is_final = self.position + found, found < wanted
         return min(upto, self._until - self.position)
@@ -236,6 +236,7 @@ class AgreedSource(Source):
         if self._loaded:
             return self._loaded
         inner_back = self._inner_back(back)
+        self._inner.most = self._inner.position + max(0, self.most - self.position - len(self._ahead))
         if self._is_cautious and self._ahead and inner_back == len(self._ahead):
             state = self._ahead[0][1]
             assert state is not None

@@ -42,6 +42,7 @@ class CombinedSource(Source):
         self.loader = loaders
         self.position = self.first = self.shift = 0
         self.ends_at_length = False
+        self.most = math.inf
         self._sources = list(sources)
         self._mode = mode
         self._limits = [math.inf if limit is None else limit for limit in limits]
@@ -190,6 +191,9 @@ class CombinedSource(Source):
     def state_dict(self, back: int = 0) -> dict[str, Any]:
         if self._loaded is not None:
             return self._loaded
+        is_over = self._is_over()
+        for source, limit in zip(self._sources, self._limits, strict=True):
+            source.most = source.position if is_over else limit
         return {
             "kind": self.kind,
             "is_open": self._is_open,
@@ -203,6 +207,18 @@ class CombinedSource(Source):
                 source.state_dict(count) for source, count in zip(self._sources, self._went_ahead(back), strict=True)
             ],
         }
+
+    def _is_over(self) -> bool:
+        """Return whether the epoch has ended for certain; asks no loader, which might draw."""
+        if self.position >= self.most:
+            return True
+        has_ended = [
+            source.length is not None and source.position >= min(source.length, limit)
+            for source, limit in zip(self._sources, self._limits, strict=True)
+        ]
+        if self._mode == "max_size_cycle":
+            return all(ended or done for ended, done in zip(has_ended, self._is_done, strict=True))
+        return self._mode == "min_size" and any(has_ended)
 
     def _load(self, state: dict[str, Any]) -> None:
         count = len(state["sources"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .move import apply_to_collection
 
-__all__ = ["SAME_DATA", "fingerprint_batch", "is_same_on_all"]
+__all__ = ["SAME_DATA", "SAME_IN_WORKERS", "fingerprint_batch", "is_same_on_all"]
 
 _MOST_BYTES = 1 << 16
 
@@ -19,6 +19,11 @@ SAME_DATA = (
     "All processes read the same first batch: %s gives each of them the whole data, so that every sample is trained on "
     "once per process. Let it read a part of the data by rank (in an IterableDataset: by torch.distributed.get_rank() "
     "and get_worker_info()), or pass a DataLoader with a map-style data set, whose batches are dealt out."
+)
+
+SAME_IN_WORKERS = (
+    "The %d workers of %s read the same data: each of them gives the whole %s, so that every sample comes %d times. "
+    "Let its __iter__ read a part by torch.utils.data.get_worker_info(), or pass num_workers=0 or 1."
 )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["apply_to_collection", "find_batch_size", "move_to_device"]
+__all__ = ["apply_to_collection", "find_batch_size", "find_opaque", "find_tensors", "move_to_device"]
 
 
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
@@ -27,6 +28,8 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool | None =
         device: Where to.
         non_blocking: Whether copies may overlap with the host's work; None means True for CUDA devices. Only memory
             that is pinned overlaps.
+
+    An error of an object that moves itself is passed on, with a note that says where in the batch it is.
     """
     kind = type(batch)
     if kind is Tensor:
@@ -50,10 +53,34 @@ def _move_tree(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
-        moved = leaf.to(device)
+        try:
+            moved = leaf.to(device)
+        except Exception as error:
+            place = _find_path(batch, leaf) or ""
+            error.add_note(f"while moving batch{place}, a {type(leaf).__name__}, to {device} by its own method `to`")
+            raise
         return leaf if moved is None else moved
 
     return _map(batch, _can_move, move)
+
+
+def _find_path(data: Any, wanted: Any) -> str | None:
+    """Return where in the batch the object is, as one would write it; None if it is not there."""
+    if data is wanted:
+        return ""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(data, (list, tuple)):
+        names = getattr(data, "_fields", None)
+        parts = [(f".{names[i]}" if names else f"[{i}]", item) for i, item in enumerate(data)]
+    elif isinstance(data, Mapping):
+        parts = [(f"[{key!r}]", value) for key, value in data.items()]
+    elif dataclasses.is_dataclass(data):
+        parts = [(f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data)]
+    for step, part in parts:
+        rest = _find_path(part, wanted)
+        if rest is not None:
+            return step + rest
+    return None
 
 
 def _can_move(leaf: Any) -> bool:
@@ -129,7 +156,7 @@ def find_batch_size(batch: Any) -> int | None:
     """Return the number of samples in a batch, or None when that cannot be known for certain.
 
     It is the size of dimension 0 on which all tensors with at least one dimension agree. Strings, numbers and tensors
-    without dimensions say nothing.
+    without dimensions say nothing. A packed sequence says how many sequences it has.
 
     Args:
         batch: A tensor or any nesting of lists, tuples, mappings and dataclasses.
@@ -155,23 +182,55 @@ def find_batch_size(batch: Any) -> int | None:
 
 def _agreed_size(batch: Any) -> int | None:
     sizes = set()
-    for leaf in _tensors(batch):
-        if leaf.ndim:
+    for leaf in _leaves(batch):
+        if isinstance(leaf, PackedSequence):
+            sizes.add(int(leaf.batch_sizes[0]))  # which are on the host always
+        elif isinstance(leaf, Tensor) and leaf.ndim:
             sizes.add(leaf.shape[0])
-            if len(sizes) > 1:
-                return None
+        if len(sizes) > 1:
+            return None
     return sizes.pop() if sizes else None
 
 
-def _tensors(data: Any) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
+def find_tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a batch, those of packed sequences too."""
+    for leaf in _leaves(batch):
+        if isinstance(leaf, PackedSequence):
+            yield from (part for part in leaf if part is not None)
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+def find_opaque(data: Any) -> bool:
+    """Return whether a batch holds objects that move themselves, of which nobody knows what tensors they have.
+
+    Mappings do not count (such as what tokenizers return): their tensors are their values.
+    """
+    if isinstance(data, (Tensor, PackedSequence)):
+        return False
+    if isinstance(data, Mapping):
+        return any(find_opaque(item) for item in data.values())
+    if _can_move(data):
+        return True
+    if isinstance(data, (list, tuple)):
+        return any(find_opaque(item) for item in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return any(find_opaque(getattr(data, field.name, None)) for field in dataclasses.fields(data))
+    return False
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """Yield what is in the containers of a batch, as `move_to_device` goes through them."""
+    if isinstance(data, (Tensor, PackedSequence)):
         yield data
     elif isinstance(data, (list, tuple)):
         for item in data:
-            yield from _tensors(item)
+            yield from _leaves(item)
     elif isinstance(data, Mapping):
         for item in data.values():
-            yield from _tensors(item)
+            yield from _leaves(item)
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
-            yield from _tensors(getattr(data, field.name, None))
+            yield from _leaves(getattr(data, field.name, None))
+    else:
+        yield data

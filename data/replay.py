@@ -26,6 +26,7 @@ from .rng import (
     restore_rng,
 )
 from .source import Source
+from .stateful import is_stateful
 
 __all__ = ["ReplaySource"]
 
@@ -54,6 +55,7 @@ class ReplaySource(Source):
         self._ahead: Any = _NOTHING
         self._stream: RngStream | None = None
         self._watches_numpy = False
+        self._first_batches: list[Any] | None = [] if self._num_workers > 1 else None  # of the first epoch, to compare
         self._is_open = False
         self._has_ended = False
         self._was_read = False
@@ -137,10 +139,13 @@ class ReplaySource(Source):
 
     def _read_again(self, count: int) -> None:
         if count:
+            dataset = getattr(self.loader, "dataset", None)
+            is_saved = self._num_workers > 0 and is_stateful(dataset)
             log.warning(
-                "%s cannot begin in the middle of an epoch: reading %d batches again.",
+                "%s cannot begin in the middle of an epoch: reading %d batches again%s.",
                 type(self.loader).__name__,
                 count,
+                " (torchdata's StatefulDataLoader would not: its workers save where they are)" if is_saved else "",
             )
         for number in range(count):
             if self._ahead is _NOTHING and not self._fetch():
@@ -183,7 +188,20 @@ class ReplaySource(Source):
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
         self.position += 1
+        if self._first_batches is not None:
+            self._compare_workers(self._first_batches, batch)
         return batch
+
+    def _compare_workers(self, seen: list[Any], batch: Any) -> None:
+        """Say it if the first batches of all workers are the same: each reads the whole data."""
+        from .fingerprint import SAME_IN_WORKERS, fingerprint_batch, is_same_on_all  # not imported without workers
+
+        seen.append(fingerprint_batch(batch))
+        if len(seen) == self._num_workers or len(set(seen)) > 1:
+            self._first_batches = None
+            if is_same_on_all(seen):
+                data = type(self.loader.dataset).__name__
+                log.warning(SAME_IN_WORKERS, self._num_workers, type(self.loader).__name__, data, self._num_workers)
 
     @override
     def close(self) -> None:

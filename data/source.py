@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -20,6 +21,7 @@ class Source(ABC):
         position: Batches given since the epoch began.
         ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next` need
             not be asked.
+        most: Where a limit ends an epoch before the loader does: nothing behind it is read.
 
     Batches are counted as one process gets them. A run that goes on with more or fewer processes, or with another
     batch size, keeps its count: then `first` batches had been given in the epoch before, which were `first + shift`
@@ -35,6 +37,7 @@ class Source(ABC):
         self.first = 0
         self.shift = 0
         self.ends_at_length = False
+        self.most: int | float = math.inf
 
     @abstractmethod
     def begin(self, epoch: int) -> None:
@@ -54,6 +57,8 @@ class Source(ABC):
 
     def at_most(self, upto: int) -> int:
         """Return how many batches are left, at most `upto`: exact when the number is known, else a bound."""
+        if upto <= 0:
+            return 0
         if self.length is not None:
             return max(0, min(upto, self.length - self.position))
         return upto if self.has_next() else 0
@@ -61,7 +66,8 @@ class Source(ABC):
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         """Return after how many batches the open epoch ends, by a limit in the grammar of `resolve_limit`."""
         whole = None if self.length is None else self.length + self.shift
-        return max(self.first, resolve_limit(limit, whole, name) - self.shift)
+        self.most = max(self.first, resolve_limit(limit, whole, name) - self.shift)
+        return self.most
 
     def count_ahead(self, upto: int) -> int | None:
         """Return exactly how many batches are left, at most `upto`; None if that takes reading them."""

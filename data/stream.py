@@ -13,7 +13,7 @@ from .indexed import IndexedSource, is_indexed
 from .limit import resolve_limit
 from .replay import ReplaySource
 from .source import Source
-from .stateful import StatefulSource, is_stateful
+from .stateful import StatefulSource, has_stateful_data, is_stateful
 from .tree import is_collection
 
 if TYPE_CHECKING:
@@ -151,13 +151,15 @@ class BatchStream:
         """Return how many batches are left in this epoch, at most `upto`.
 
         Exact for loaders with a length and for samplers (whose indices are read ahead as far as needed). For an
-        iterable
-        whose length nobody knows: 0 at its end, else `upto`.
+        iterable whose length nobody knows: 0 at its end, else `upto`.
         """
         source = self._source
         left = self.num_batches - source.position
         if left < upto:
             upto = max(0, int(left))
+        if not upto:
+            self.has_next()  # exhausts the sampler at the epoch's end
+            return 0
         return upto if source.ends_at_length else source.at_most(upto)
 
     def describe_order(self) -> int | None:
@@ -233,6 +235,8 @@ def make_source(loader: Any) -> Source:
         return StatefulSource(loader)
     if is_indexed(loader):
         return IndexedSource(loader)
+    if has_stateful_data(loader):
+        return StatefulSource(loader, loader.dataset)
     if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise ModuleError(
             f"The training data is a {type(loader).__name__}, which cannot be iterated.",

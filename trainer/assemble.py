@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ..callbacks import Callback
 from ..data.combined import CombinedLoader
 from ..data.limit import find_length, resolve_limit
+from ..data.replay import is_one_shot
 from ..data.steady import steady
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
@@ -27,7 +28,7 @@ from .step import step_schedules
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["bind_step", "make_eval_loader", "make_plan", "merge_callbacks", "without_shuffle"]
+__all__ = ["ReadOnce", "bind_step", "make_eval_loader", "make_plan", "merge_callbacks", "without_shuffle"]
 
 
 # --- callbacks -----------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def make_eval_loader(
         combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
     members = [share(member) for member in combined.flattened]
     own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
-    limits = []
+    limits: list[int | float] = []
     for member, own_limit in zip(members, own, strict=True):
         if not hasattr(type(member), "__iter__") and not hasattr(type(member), "__getitem__"):
             raise DataError(
@@ -135,10 +136,38 @@ def make_eval_loader(
                 "which cannot be iterated.",
                 fix="return a DataLoader, any iterable of batches, or a collection of these.",
             )
+        if is_one_shot(member):
+            members[len(limits)] = ReadOnce(member, name)
         most = resolve_limit(limit, count(member), name)
         limits.append(most if own_limit is None else min(most, own_limit))
+    if members and limit != 0 and not any(count(member) != 0 for member in members):
+        stage = name.removeprefix("limit_").removesuffix("_batches")
+        warnings.warn(f"the {stage} data have no batches: nothing is evaluated", stacklevel=6)
     original = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
     return EvalLoader(original, members, limits)
+
+
+class ReadOnce:
+    """An iterator that nothing can rewind, such as a generator: the second pass over it is an error."""
+
+    def __init__(self, iterator: Any, name: str) -> None:
+        self._iterator = iterator
+        self._name = name.removeprefix("limit_").removesuffix("_batches")
+        self._was_read = False
+
+    def __iter__(self) -> Any:
+        if self._was_read:
+            raise self.error("and it was read before")
+        self._was_read = True
+        return self._iterator
+
+    def error(self, so: str) -> DataError:
+        """Return the error about a second pass."""
+        return DataError(
+            f"a loader for {self._name} is a {type(self._iterator).__name__} object, which can be read only once, "
+            f"{so}.",
+            fix="pass what can be iterated again and again: a DataLoader, a list, an object of a class with __iter__.",
+        )
 
 
 class _Batches:
@@ -194,6 +223,15 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> Callable
     return lambda batch, *_: bound(batch)
 
 
+def _mover(run: Run) -> Callable[[Any], Any]:
+    """Return what moves a batch to the device: beside the computation, where the device has streams."""
+    if run.device.type != "cuda":
+        return run.fabric.to_device
+    from ..data.side_stream import SideStream  # not imported where there is no such device
+
+    return SideStream(run.fabric.to_device, run.device)
+
+
 def transfer_of(run: Run) -> Callable[[Any, int], Any]:
     """Return (batch, dataloader_idx) -> batch on the device, through the user's transfer hooks."""
     life, device = run.lifecycle, run.device
@@ -202,7 +240,7 @@ def transfer_of(run: Run) -> Callable[[Any, int], Any]:
         life.own("transfer_batch_to_device"),
         life.own("on_after_batch_transfer"),
     )
-    to_device = life.bracketed(run.fabric.to_device, f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device")
+    to_device = life.bracketed(_mover(run), f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device")
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
@@ -229,7 +267,7 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         with_index = transfer_of(run)
         transfer: Callable[[Any], Any] = lambda batch: with_index(batch, 0)  # noqa: E731
     else:
-        transfer = life.bracketed(fabric.to_device, f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
+        transfer = life.bracketed(_mover(run), f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
     is_automatic = run.is_automatic
     hears_batch_end = life.is_heard("on_train_batch_end")
     return StepPlan(

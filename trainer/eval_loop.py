@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class EvalLoop:
         several = len(data.loaders) > 1
         cpu = torch.device("cpu")
         strategy = run.fabric.strategy
+        windows_before = metrics.window
         is_together = run.has_ranks and strategy.shards_parameters
         for dataloader_idx, batches in data:
             metrics.select_loader(stage, dataloader_idx, several=several)
@@ -166,6 +168,8 @@ class EvalLoop:
                     run.agreement.within_segment()
                 elif run.guard.requested is not None:
                     run.guard.check()
+        if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
+            warnings.warn(f"the {stage} data gave no batches: nothing was evaluated", stacklevel=2)
 
     def _log_step(self, run: Run) -> None:
         """Send the step values of this batch to the loggers, at the log interval."""

@@ -193,6 +193,9 @@ class Loaders:
         data = self.open_validation() if count else None
         if data is None:
             return None
+        for loader in data.loaders:
+            if isinstance(loader, assemble.ReadOnce):
+                raise loader.error("and the check before training (num_sanity_val_steps) would read from it")
         limit = math.inf if count == -1 else count
         self.sanity = EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
         return self.sanity

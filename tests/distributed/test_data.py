@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from loader_kinds import check_resume
 from ranks import run_ranks
 from sharing import Numbers, draw, plain, seed, through_disk
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -230,3 +232,14 @@ def test_evaluation_reads_every_sample_once_in_the_order_of_one_process(count: i
             assert sorted(index for batch in passes[number] for index in batch) == list(range(count))
         if not workers:
             assert passes == whole
+
+
+def resume_each(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).mkdir(exist_ok=True)
+        check_resume(name, 0, folder / name, 2, max_epochs=2, devices=size, strategy="ddp")
+
+
+def test_every_kind_of_data_goes_on_where_it_was_on_two_ranks(tmp_path: Path) -> None:
+    names = ["weighted", "prebatched", "stream", "saved_stream", "own_state", "nested", "sequential"]
+    run_ranks(resume_each, 2, tmp_path, names, connect=False)

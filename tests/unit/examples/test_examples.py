@@ -57,3 +57,15 @@ def test_gan_finds_the_ring(tmp_path: Path) -> None:
     radius = re.search(r"radius of 1,000 made points: ([0-9.]+)", printed)
     assert radius is not None
     assert float(radius.group(1)) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.slow
+def test_digits_are_configured_by_a_file_and_tested_from_the_checkpoint_alone(tmp_path: Path) -> None:
+    settings = ("trainer.max_epochs=2", "trainer.logger=csv", "model.lr=1e-3", "data.batch_size=64")
+    run(tmp_path, "digits_cli.py", "fit", "--config", str(EXAMPLES / "digits.yaml"), *settings)
+    last = next((tmp_path / "runs" / "digits").rglob("last.ckpt"))
+    assert "batch_size: 64" in (last.parent / "config.yaml").read_text()
+    printed = run(tmp_path, "digits_cli.py", "test", "--ckpt_path", str(last))
+    accuracy = re.search(r"test_acc +([0-9.]+)", printed)
+    assert accuracy is not None
+    assert float(accuracy.group(1)) > 0.8

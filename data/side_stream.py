@@ -1,0 +1,64 @@
+"""Copying batches to a CUDA device while it computes. Used by trainer/assemble.py, for training and evaluation.
+
+A copy that stands in line behind the step before it makes the device wait. Here copies stand in a line (a stream) of
+their own. The host is ahead of the device, since nothing in a step waits for it, and so the copy of a batch runs while
+the device still computes the step before. No batch is read from the loader before its turn: a checkpoint taken at any
+time misses nothing, and random numbers are drawn in the order of a loop without this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .move import find_opaque, find_tensors
+
+__all__ = ["SideStream"]
+
+log = logging.getLogger(__name__)
+
+
+class SideStream:
+    """Moves batches on a stream beside the current one, which waits for the copy before it goes on.
+
+    Batches that hold objects which move themselves, or tensors that are on a device already, are moved on the current
+    stream: what else works on their memory cannot be known.
+
+    Args:
+        move: Batch on the host -> batch on the device; must not wait for its copies.
+        device: The device.
+        backend: What has `Stream`, `stream` and `current_stream`: `torch.cuda`.
+    """
+
+    # Any: a batch of any kind, and a module.
+    def __init__(self, move: Callable[[Any], Any], device: torch.device, backend: Any = torch.cuda) -> None:
+        self._move = move
+        self._device = device
+        self._backend = backend
+        self._stream = backend.Stream(device)
+        self._has_looked = False
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch on the device."""
+        sources = list(find_tensors(batch))
+        if not sources or find_opaque(batch) or any(source.device.type != "cpu" for source in sources):
+            return self._move(batch)
+        if not self._has_looked:
+            self._look(sources)
+        with self._backend.stream(self._stream):
+            moved = self._move(batch)
+        current = self._backend.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for tensor in find_tensors(moved):
+            if tensor.device.type != "cpu":
+                # Its memory belongs to the side stream: without this, the next copy may take it while it is in use.
+                tensor.record_stream(current)
+        return moved
+
+    def _look(self, sources: list[torch.Tensor]) -> None:
+        self._has_looked = True
+        if not any(source.is_pinned() for source in sources):
+            log.info("batches are not in pinned memory: pass pin_memory=True to the DataLoader to copy them faster.")
