@@ -99,9 +99,9 @@ STRATEGIES = (
     ),
     Entry("ddp", size=2, options={"ddp_comm_hook": "allreduce"}, precisions=("64-true",), is_variant=True),
     Entry("ddp_find_unused_parameters_true", size=2, precisions=FEW, is_variant=True),
-    Entry("ddp_fork", size=2, launcher="fork", precisions=("64-true",)),
-    Entry("ddp_spawn", size=2, launcher="spawn", precisions=("64-true",)),
-    Entry("ddp", size=2, launcher="popen", precisions=("64-true",)),
+    Entry("ddp_fork", size=2, launcher="fork", precisions=("64-true",), is_variant=True),
+    Entry("ddp_spawn", size=2, launcher="spawn", precisions=("64-true",), is_variant=True),
+    Entry("ddp", size=2, launcher="popen", precisions=("64-true",), is_variant=True),
     # Units as small as they get, so that there is more than one.
     Entry("fsdp", size=2, options={"auto_wrap_policy": {"Linear"}}),
     Entry("fsdp", size=1, precisions=FEW, is_variant=True),

@@ -144,7 +144,7 @@ def fit_to_one(rank: int, size: int, folder: str) -> None:
     fit_to(f"{folder}/to-single.ckpt", "single_device", 1, f"{folder}/3.ckpt")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.slow)])
 def test_runs_are_those_of_one_process_and_checkpoints_load_everywhere(precision: str, tmp_path: Path) -> None:
     run_ranks(train_alone, 1, str(tmp_path), connect=False)
     results = run_ranks(train_and_hand_over, 2, str(tmp_path), precision, connect=False, timeout_s=40)

@@ -391,6 +391,7 @@ def search(rank: int, size: int) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_a_learning_rate_search_leaves_a_sharded_module_as_it_was() -> None:
     (wanted,) = run_ranks(search, 1, connect=False)
     assert wanted[0][0] != 0.02

@@ -186,7 +186,7 @@ def run(*command: Any, limit_s: float = 200, **variables: str) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_fresh_interpreters_start_as_a_fork_would(tmp_path: Path, start_method: str) -> None:
     done = run(program(tmp_path, _SPAWNS), start_method)
     assert done.returncode == 0, done.stderr

@@ -74,6 +74,7 @@ def test_the_tuner_before_fit_finds_the_same_on_all_ranks() -> None:
     assert first[0] == 16
 
 
+@pytest.mark.slow
 def test_what_started_processes_found_comes_back() -> None:
     torch.manual_seed(1)
     module = Searched()

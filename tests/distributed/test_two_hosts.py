@@ -166,7 +166,9 @@ def by_slurm(rank: int, main: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, SCRIPT], variables
 
 
-@pytest.mark.parametrize("way", [by_launch, by_hand, by_slurm])
+@pytest.mark.parametrize(
+    "way", [by_launch, *(pytest.param(one, marks=pytest.mark.slow) for one in (by_hand, by_slurm))]
+)
 def test_two_hosts_train_as_one_process_does(
     way: Callable[[int, str], tuple[list[str], dict[str, str]]], hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from toys import assert_near, assert_same, loader, net, quiet
 import loopwright as lw
 from loopwright.callbacks import BatchSizeFinder
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 
 def test_fit_reads_batches_of_the_size_found() -> None:
     module, callback = net(Searched), BatchSizeFinder()

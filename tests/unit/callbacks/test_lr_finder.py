@@ -15,6 +15,8 @@ from toys import Recorder, assert_same, net, quiet, weights
 import loopwright as lw
 from loopwright.callbacks import BatchSizeFinder, LearningRateFinder
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 
 def finder(**options: Any) -> LearningRateFinder:
     return LearningRateFinder(**{"min_lr": 1e-4, "max_lr": 0.5, "num_training_steps": 20, **options})

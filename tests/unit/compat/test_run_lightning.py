@@ -44,6 +44,7 @@ def test_a_program_prints_the_numbers_of_lightning(
     assert same(numbers, EXPECTED[program]), numbers
 
 
+@pytest.mark.slow
 def test_a_program_with_two_processes_prints_the_numbers_of_lightning(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     command = [*COMMAND, "-W", "error", str(PROGRAMS / "callbacks.py"), str(tmp_path)]

@@ -133,9 +133,9 @@ def test_a_main_thread_that_does_not_take_notice_is_ended(ranks: Any, capfd: pyt
 
 def test_the_gate_gives_the_failure_to_whoever_waits(ranks: Any) -> None:
     group = ranks(2)
+    group[1].gate._has_posted = group[1].gate._is_asked = True  # it never answers
     group[0].gate.request("SIGTERM")
     threading.Timer(0.1, group[1].report, [error_of("bad sample")]).start()
-    group[1].gate._has_posted = group[1].gate._is_asked = True  # it never answers
     with pytest.raises(RankFailure, match="bad sample"):
         group[0].gate.begin()
     group[0].report(RankFailure("rank 1.", fix="look."))  # what the trainer does; then it is out of the run

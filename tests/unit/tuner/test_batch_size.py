@@ -15,6 +15,8 @@ from loopwright.tuner import Tuner
 from loopwright.tuner.batch_size import is_out_of_memory
 from loopwright.tuner.trial import Subject, kept_weights
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 
 def search(module: Any = None, trainer: lw.Trainer | None = None, **options: Any) -> int | None:
     return Tuner(trainer or quiet()).scale_batch_size(module if module is not None else net(Searched), **options)
