@@ -60,7 +60,7 @@ test-engines: setup  ## run the tests of DeepSpeed that take minutes: compiled o
 
 check: setup $(VENV)/types/loopwright  ## lint, formatting and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	MYPYPATH=$(VENV)/types:examples/gpt:benchmarks $(BIN)/mypy --strict -p loopwright
+	MYPYPATH=$(VENV)/types:examples:examples/gpt:benchmarks $(BIN)/mypy --strict -p loopwright
 
 format: setup  ## format the code and mend what can be mended
 	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
