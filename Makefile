@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 XLA    := .venv-xla
+COMPAT := .venv-compat
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # What the examples and the tests take from the command line.
@@ -23,7 +24,7 @@ TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-slow test-gpu test-xla test-engines check format bench docs docs-test all clean
+.PHONY: help setup train digits test test-slow test-gpu test-xla test-engines test-compat check format bench docs docs-test all clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -57,6 +58,10 @@ test-engines: export OMP_NUM_THREADS ?= 1
 test-engines: setup  ## run the tests of DeepSpeed that take minutes: compiled operators, disks: ARGS="-k name"
 	-@[ -e /usr/include/libaio.h ] || [ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -qq -y libaio-dev; }
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -o timeout=2400 tests/engines $(ARGS)
+
+test-compat: export LIGHTNING_PYTHON := $(CURDIR)/$(COMPAT)/bin/python
+test-compat: setup $(COMPAT)/installed  ## compare with Lightning itself, and with libraries on it, in .venv-compat: ARGS="-k name"
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests tests/compat $(ARGS)
 
 check: setup $(VENV)/types/loopwright  ## lint, formatting and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -101,6 +106,12 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 $(XLA)/installed: tests/xla_support/environment.py tests/xla_support/stub_cuda.py pyproject.toml
 	$(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python tests/xla_support/environment.py
+	@touch $@
+
+# Lightning, and libraries that are built on it, with the torch of constraints.txt: a gigabyte to download.
+$(COMPAT)/installed: tests/compat/environment.py tests/compat/requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python tests/compat/environment.py
 	@touch $@
 
 # The repository root is the package, whatever its folder is called; mypy finds it here under its own name. Examples and

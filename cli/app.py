@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, LoopwrightError, nearest
 from .build import build
 from .complete import complete, is_plain
-from .groups import Groups
+from .groups import Groups, put
 from .help_text import describe_class, overview
 from .names import ClassProblem, find_class
-from .parameters import Parameter, parameters_of
+from .parameters import EMPTY, Parameter, parameters_of
 from .settings import CLASS_KEYS, is_class_node, resolve
 from .sources import CommandLine, gather, parse_command_line
 from .typed import WRONG, Plan, Typed
@@ -291,7 +291,8 @@ class CLI:
         Raises:
             ConfigError: All that is wrong.
         """
-        tree = self._declared.with_links(resolve(self.settings), self._linked)
+        tree = resolve(self.settings)
+        tree, replaced = self._declared.with_links(tree, functools.partial(self._default_of, tree), self._origin)
         typed = Typed(self.settings)
         known = self._known_keys()
         for key in [key for key in tree if key not in known]:
@@ -321,6 +322,8 @@ class CLI:
                 f"the configuration is wrong in {count} {'place' if count == 1 else 'places'}:{lines}",
                 fix=f"change what is named; `{self._shown_program()} --help` shows what there is.",
             )
+        for text in replaced:
+            sys.stderr.write(f"{self._shown_program()}: {text}\n")
         for path in typed.skipped:
             sys.stderr.write(
                 f"{self._shown_program()}: {path} is left out: the class that is chosen does not take it\n"
@@ -331,8 +334,25 @@ class CLI:
             sys.stdout.write(write(self.config if self._prints == "full" else tree))
             raise SystemExit(0)
 
-    def _linked(self, target: str) -> frozenset[str]:
-        return self._declared.linked(target)
+    def _origin(self, path: str) -> str:
+        return self.settings.origin(self.settings.route(path))
+
+    def _default_of(self, tree: dict[str, Any], path: str) -> Any:
+        """Return the default of a parameter, EMPTY if it has none."""
+        key, _, name = path.partition(".")
+        if key in self._declared.values:
+            return self._declared.values[key].default
+        fixed, base = self._bases.get(key, (self._declared.classes.get(key), object))
+        target = self._trainer_class if key == "trainer" else fixed
+        value = tree.get(key)
+        chosen = value["class_path"] if isinstance(value, dict) and is_class_node(value) else value
+        if key in self._bases and isinstance(chosen, str) and not self._is_fixed(chosen, fixed):
+            try:
+                target = find_class(chosen, base)
+            except ClassProblem:
+                return EMPTY  # it is said when the object is planned
+        found = None if target is None else parameters_of(target).named.get(name)
+        return EMPTY if found is None else found.default
 
     def _trainer_plan(self, typed: Typed, values: dict[str, Any]) -> Plan:
         from .trainer_types import TRAINER_TYPES
@@ -457,7 +477,10 @@ class CLI:
         for key in self._declared.order(["data", "model", *self._declared.classes]):
             plan = self._plans.get(key)
             if isinstance(plan, Plan):
-                plan.arguments.update(self._declared.linked_values(key, built))
+                for name, value in self._declared.linked_values(key, built).items():
+                    plan.arguments[name] = value
+                    if is_plain(value):
+                        put(self.config, f"{key}.{name}", value)
             built[key] = build(plan)
         self.model, self.datamodule = built.pop("model"), built.pop("data")
         self.groups = {**built, **{name: build(self._plans.get(name)) for name in self._declared.values}}

@@ -9,7 +9,10 @@ from typing import Any
 from ..errors import ConfigError
 from .parameters import EMPTY, Parameter
 
-__all__ = ["Groups"]
+__all__ = ["TYPED", "Groups", "put"]
+
+TYPED = ("command line", "LW__")
+"""How the sources begin that stand for this one run."""
 
 # Any in this file: values of settings, and classes of users.
 
@@ -107,17 +110,36 @@ class Groups:
             one.target.partition(".")[2] for one in self._links if one.after_build and one.target.startswith(f"{key}.")
         )
 
-    def with_links(self, tree: dict[str, Any], linked: Callable[[str], frozenset[str]]) -> dict[str, Any]:
-        """Return settings in which links between settings have been followed."""
+    def with_links(
+        self, tree: dict[str, Any], default: Callable[[str], Any], origin: Callable[[str], str]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return settings in which links between settings have been followed, and what was replaced by them.
+
+        Args:
+            tree: The settings; they are changed.
+            default: Returns the value of a dotted key that is not set, EMPTY if it has none.
+            origin: Returns the source of a dotted key.
+
+        Raises:
+            ConfigError: A target was typed, or a source is not set.
+        """
+        replaced = []
         for one in self._links:
-            if _has(tree, one.target):
+            is_set = _has(tree, one.target)
+            if is_set and origin(one.target).startswith(TYPED):
                 raise ConfigError(
                     f"{one.target} is set, but it follows from {', '.join(one.sources)}.",
                     fix=f"leave {one.target} out.",
                 )
-            if not one.after_build:
-                _put(tree, one.target, one.value([_at(tree, source) for source in one.sources]))
-        return tree
+            # A saved configuration has what followed from the sources of its run.
+            before = _taken(tree, one.target) if is_set else EMPTY
+            if one.after_build:
+                continue
+            value = one.value([_at(tree, source, default) for source in one.sources])
+            if before is not EMPTY and before != value:
+                replaced.append(f"{one.target}={before!r} becomes {value!r}: it follows from {', '.join(one.sources)}")
+            put(tree, one.target, value)
+        return tree, replaced
 
     def order(self, keys: Sequence[str]) -> list[str]:
         """Return groups in an order in which the objects that links read are there.
@@ -169,17 +191,26 @@ def _has(tree: dict[str, Any], path: str) -> bool:
     return (isinstance(node, dict) and name in node) if name else key in tree
 
 
-def _at(tree: dict[str, Any], path: str) -> Any:
+def _taken(tree: dict[str, Any], path: str) -> Any:
+    key, _, name = path.partition(".")
+    return _node(tree, key).pop(name) if name else tree.pop(key)
+
+
+def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
     key, *parts = path.split(".")
     node = _node(tree, key)
     for part in parts:
         if not isinstance(node, dict) or part not in node:
-            raise ConfigError(f"{path} is not set, and another setting follows from it.", fix=f"set {path}.")
+            node = default(path)
+            break
         node = node[part]
+    if node is EMPTY:
+        raise ConfigError(f"{path} is not set, and another setting follows from it.", fix=f"set {path}.")
     return node
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value at a dotted key, below the arguments of a class where one is named."""
     key, *parts = path.split(".")
     if not parts:
         tree[key] = value

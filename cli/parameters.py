@@ -25,7 +25,12 @@ __all__ = ["EMPTY", "Parameter", "Parameters", "parameters_of"]
 EMPTY: Any = inspect.Parameter.empty
 """Stands for a missing default or annotation."""
 
-_BASES = ("loopwright.trainer.module", "loopwright.data.module", "torch.nn.modules.module")
+_BASES = (
+    "loopwright.trainer.module",
+    "loopwright.data.module",
+    "loopwright.compat.lightning.module",
+    "torch.nn.modules.module",
+)
 
 
 @dataclass(frozen=True)

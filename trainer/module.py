@@ -52,10 +52,11 @@ class Module(nn.Module):
         self._trainer: Trainer | None = None
         self._fabric: Fabric | None = None
         self._log: Callable[..., None] | None = None
-        self._hparams = HyperParameters()
-        self._hparams_initial = HyperParameters()
-        self._hparams_name: str | None = None
-        self._log_hyperparams = False
+        if "_hparams" not in self.__dict__:  # else they were saved before this constructor was called
+            self._hparams = HyperParameters()
+            self._hparams_initial = HyperParameters()
+            self._hparams_name: str | None = None
+            self._log_hyperparams = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

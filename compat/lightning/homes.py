@@ -13,7 +13,7 @@ _OWN = "compat.lightning"
 _HOMES = {
     "accelerators": "ACCELERATOR_REGISTRY Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator "
     "MPSAccelerator XLAAccelerator TPUAccelerator=XLAAccelerator find_usable_cuda_devices",
-    "callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint "
+    "callbacks": "BackboneFinetuning BaseFinetuning BatchSizeFinder Callback Checkpoint "
     "DeviceStatsMonitor EMAWeightAveraging EarlyStopping EarlyStoppingReason GradientAccumulationScheduler "
     "LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary "
     "OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme SpikeDetection "
@@ -66,6 +66,7 @@ _HOMES = {
     f"{_OWN}.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
     "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
     f"{_OWN}.precision": "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
+    f"{_OWN}.prediction_writer": "BasePredictionWriter",
     f"{_OWN}.progress": "Tqdm convert_inf get_standard_metrics",
     f"{_OWN}.rank_zero": "rank_prefixed_message rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only "
     "rank_zero_warn",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 from typing import Any
 
 from ...checkpoint.plain import require_plain, to_plain
 from ...checkpoint.trusted import Trusted
 from ...errors import CheckpointError
 
-__all__ = ["trust_objects"]
+__all__ = ["keep_hyperparameters", "trust_objects"]
+
+logger = logging.getLogger(__name__)
 
 
 def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
@@ -27,3 +31,43 @@ def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
         plain, left_out = to_plain(value)
         return Trusted(value) if left_out else plain
     return value
+
+
+def keep_hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: a module or data module, and its arguments
+    """Return a module's entries of a checkpoint, in which objects stay objects; what cannot be pickled is left out.
+
+    Lightning keeps them so, and hooks and libraries look for them there. `trust_objects` marks them when it is written.
+
+    Args:
+        owner: The module or data module.
+        prefix: How the keys begin; empty for a module.
+    """
+    hparams = getattr(owner, "hparams", None)
+    if not hparams:
+        return {}
+    kept, dropped = {}, []
+    for name, value in dict(hparams).items():
+        plain, left_out = to_plain({name: value})
+        if not left_out:
+            kept.update(plain)
+        elif _can_pickle(value):
+            kept[name] = value
+        else:
+            kept.update(plain)
+            dropped += left_out
+    if dropped:
+        logger.warning(
+            "hyperparameters that cannot be pickled are not saved: %s; pass them to load_from_checkpoint",
+            ", ".join(dropped),
+        )
+    name_key = "datamodule_hparams_name" if prefix else "hparams_name"
+    value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
+    return {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: kept}
+
+
+def _can_pickle(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+        return False
+    return True

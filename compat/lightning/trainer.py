@@ -1,7 +1,7 @@
 """`Trainer` with Lightning's defaults, its state as members, and what libraries touch behind the scenes.
 
 Besides, here is what a program for Lightning may do and Loopwright refuses by itself: methods that look like hooks,
-batches whose tensors disagree about their size, and objects in checkpoints.
+hooks without room for the loader's number, batches whose tensors disagree about their size, and objects in checkpoints.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...callbacks import Callback
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.convert import lightning_loop
 from ...data.move import find_batch_size
 from ...errors import ModuleError
-from ...trainer import begin, trainer
+from ...trainer import begin, lifecycle, snapshot, trainer
 from ...trainer.fit_loop import FitLoop
-from ...trainer.hooks import check_hook_names
+from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics import Metrics
 from . import connectors
 from .enums import TrainerState
 from .finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
-from .objects import trust_objects
+from .module import LightningDataModule, LightningModule
+from .objects import keep_hyperparameters, trust_objects
 
 __all__ = ["Trainer"]
 
@@ -176,5 +178,38 @@ def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
         warnings.warn(f"{error.what} They are not called.", stacklevel=4)
 
 
-# The one function of the core that is replaced: it takes no part in a run, and asks for no Trainer.
+def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | None:
+    """Return a hook as trainer/hooks.py does; one that has no room for the loader's number is called without it.
+
+    Lightning passes that number only where there are several loaders.
+    """
+    hook = find_override(owner, name, bases)
+    if hook is None or name not in _OF_A_LOADER:
+        return hook
+    count = _OF_A_LOADER[name] + (2 if isinstance(owner, Callback) else 0)
+    try:
+        inspect.signature(hook).bind(*range(count))
+    except TypeError:
+        return lambda *arguments: hook(*arguments[:-1])
+    return hook
+
+
+def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: see the function that is replaced
+    """Return what a checkpoint holds of a module's arguments: of a LightningModule, objects too."""
+    is_lightning = isinstance(owner, LightningModule | LightningDataModule)
+    return keep_hyperparameters(owner, prefix) if is_lightning else _plain_hyperparameters(owner, prefix)
+
+
+_plain_hyperparameters = snapshot._hyperparameters
+
+# Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
+_OF_A_LOADER = {
+    f"on_{stage}_batch_{when}": count
+    for stage in ("validation", "test", "predict")
+    for when, count in (("start", 3), ("end", 4))
+}
+
+# The functions of the core that are replaced: they take no part in a run, and are asked for no Trainer.
+lifecycle.find_override = _find_override  # type: ignore[attr-defined]
+snapshot._hyperparameters = _hyperparameters
 begin.check_hook_names = trainer.check_hook_names = _warn_of_hook_names  # type: ignore[attr-defined]

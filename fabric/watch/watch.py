@@ -157,6 +157,7 @@ class Watch:
         # Shared by both threads, under the lock.
         self._record: Record | None = None
         self._learned_at = 0.0
+        self._is_known = threading.Event()
         self._has_learned = threading.Event()
         self._told: str | None = None  # what the main thread knows: None, "own" error, or "other" rank's failure
         self._told_at = 0.0
@@ -201,8 +202,11 @@ class Watch:
         for end in (self._heard_signals, self.signal_pipe):
             os.set_blocking(end, False)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
+        self._is_known.clear()
         self._thread = threading.Thread(target=self._watch, name="loopwright-watch", daemon=True)
         self._thread.start()
+        # A rank that died before it had introduced itself could not be named by its neighbours.
+        self._is_known.wait(_GRACE_S)
         atexit.register(self.stop)
         # Processes that multiprocessing starts do not run atexit at their end, but these.
         self._at_end = multiprocessing.util.Finalize(None, self.stop, exitpriority=10)
@@ -431,7 +435,10 @@ class Watch:
 
     def _watch(self) -> None:
         try:
-            self._introduce()
+            try:
+                self._introduce()
+            finally:
+                self._is_known.set()
             while not self._is_stopping:
                 is_busy = self._tick()
                 self._wake.wait(_FAST_S if is_busy else _TICK_S)

@@ -78,6 +78,17 @@ def test_os_exit_is_a_failure_whatever_its_code(code: int) -> None:
         assert "rank 2" in one.said
 
 
+def test_a_rank_that_dies_in_its_first_step_is_named() -> None:
+    def fault(rank: int, step: int) -> None:
+        if rank == 1:
+            os._exit(9)
+
+    for _ in range(3):  # it was a matter of milliseconds once
+        ended = Ranks(train, 2, fault).wait()
+        assert "rank 1" in ended[0].said, ended[0].said
+        assert ended[0].after_s < 8
+
+
 def test_a_dead_rank_is_noticed_by_one_that_does_not_communicate() -> None:
     def fault(rank: int, step: int) -> None:
         if step == 5:

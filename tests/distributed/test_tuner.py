@@ -49,6 +49,7 @@ def searched(rank: int, size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_both_finders_agree_and_leave_training_as_it_would_have_been() -> None:
     first, second = run_ranks(searched, 2, connect=False)
     assert first == second

@@ -346,7 +346,9 @@ class Program(lw.cli.CLI):
         self.seen.append(f"after {self.trainer.current_epoch}")
 
 
-def test_a_program_declares_classes_values_defaults_and_links() -> None:
+def test_a_program_declares_classes_values_defaults_and_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli = made("data.batch_size=6", "tag=1", "stopping.patience=4", cls=Program)
     assert cli.model.layer[0].out_features == 12
     assert cli.model.layer[2].out_features == 2
@@ -355,7 +357,15 @@ def test_a_program_declares_classes_values_defaults_and_links() -> None:
     assert "model.width is set, but it follows from data.batch_size" in problems(
         "data.batch_size=6", "model.width=1", cls=Program
     )
-    assert "data.batch_size is not set" in problems(cls=Program)
+    default = made(cls=Program)  # batch_size is 4 where nothing is said
+    assert default.model.layer[0].out_features == 8
+    # The saved configuration has what followed, and follows again when it is read.
+    assert default.config["model"]["init_args"].items() >= {"width": 8, "classes": 2}.items()
+    (tmp_path / "saved.yaml").write_text(write(default.config))
+    assert made("--config", "saved.yaml", cls=Program).config == default.config
+    assert not capsys.readouterr().err
+    assert made("--config", "saved.yaml", "data.batch_size=5", cls=Program).config["model"]["init_args"]["width"] == 10
+    assert "model.width=8 becomes 10: it follows from data.batch_size" in capsys.readouterr().err
 
 
 def test_defaults_of_the_program_and_objects_that_yaml_cannot_hold() -> None:
