@@ -293,6 +293,11 @@ class CLI:
         """
         tree = resolve(self.settings)
         tree, replaced = self._declared.with_links(tree, functools.partial(self._default_of, tree), self._origin)
+        for source, target in self._declared.copies():
+            text = self.settings.texts.get(self.settings.route(source))
+            if text is not None:  # what was typed, where text is wanted
+                key, _, name = target.partition(".")
+                self.settings.texts.update({target: text, f"{key}.init_args.{name}": text})
         typed = Typed(self.settings)
         known = self._known_keys()
         for key in [key for key in tree if key not in known]:

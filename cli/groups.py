@@ -141,6 +141,10 @@ class Groups:
             put(tree, one.target, value)
         return tree, replaced
 
+    def copies(self) -> list[tuple[str, str]]:
+        """Return (source, target) of the links that hand a setting on as it is."""
+        return [(one.sources[0], one.target) for one in self._links if one.compute is None and not one.after_build]
+
     def order(self, keys: Sequence[str]) -> list[str]:
         """Return groups in an order in which the objects that links read are there.
 
@@ -198,7 +202,7 @@ def _taken(tree: dict[str, Any], path: str) -> Any:
 
 def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
     key, *parts = path.split(".")
-    node = _node(tree, key)
+    node = _node(tree, key) if key in tree or parts else default(path)
     for part in parts:
         if not isinstance(node, dict) or part not in node:
             node = default(path)

@@ -16,6 +16,9 @@ __all__ = ["ClassProblem", "find_class", "import_object", "known_classes"]
 
 # Any in this file: classes of any kind.
 
+_COMPAT = "loopwright.compat."
+_FINDER = "LightningFinder"
+
 
 class ClassProblem(Exception):
     """A name leads to no class that fits; the message says why."""
@@ -75,7 +78,9 @@ def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
         for one in known
         if _folded(one.__name__) in (_folded(name), *(_folded(name) + ending for ending in endings))
     ]
-    own = [one for one in matches if one.__module__ == "__main__"] or matches
+    # The program's own come first, then those that a program for Lightning is served under its names.
+    own = [one for one in matches if one.__module__ == "__main__"] or [one for one in matches if _is_served(one)]
+    own = own or matches
     if len(own) == 1:
         return own[0]
     if own:
@@ -118,9 +123,15 @@ def _below(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
     for base in bases:
         for one in base.__subclasses__() if base is not object else ():
             # A class that was imported anew, or made in a function, cannot be meant by a name.
-            if getattr(sys.modules.get(one.__module__), one.__name__, None) is one:
+            is_there = getattr(sys.modules.get(one.__module__), one.__name__, None) is one
+            if is_there and (_is_served(one) or not one.__module__.startswith(_COMPAT)):
                 yield one
             yield from _below([one])
+
+
+def _is_served(one: type[Any]) -> bool:
+    """Return whether a class stands for one of Lightning's, in a program that was written for it."""
+    return one.__module__.startswith(_COMPAT) and any(type(finder).__name__ == _FINDER for finder in sys.meta_path)
 
 
 def _folded(name: str) -> str:

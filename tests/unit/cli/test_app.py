@@ -338,6 +338,7 @@ class Program(lw.cli.CLI):
         groups.set_defaults({"stopping.monitor": "val_loss", "trainer.max_epochs": 1})
         groups.link("data.batch_size", "model.width", lambda size: 2 * size)
         groups.link("data.classes", "model.classes", after_build=True)
+        groups.link("tag", "model.name")
 
     def before_fit(self) -> None:
         self.seen = ["before"]
@@ -352,13 +353,13 @@ def test_a_program_declares_classes_values_defaults_and_links(
     cli = made("data.batch_size=6", "tag=1", "stopping.patience=4", cls=Program)
     assert cli.model.layer[0].out_features == 12
     assert cli.model.layer[2].out_features == 2
-    assert cli.groups["tag"] == "1"
+    assert (cli.groups["tag"], cli.model.name) == ("1", "1")
     assert [one.patience for one in cli.trainer.callbacks if isinstance(one, lw.EarlyStopping)] == [4]
     assert "model.width is set, but it follows from data.batch_size" in problems(
         "data.batch_size=6", "model.width=1", cls=Program
     )
     default = made(cls=Program)  # batch_size is 4 where nothing is said
-    assert default.model.layer[0].out_features == 8
+    assert (default.model.layer[0].out_features, default.model.name) == (8, "none")
     # The saved configuration has what followed, and follows again when it is read.
     assert default.config["model"]["init_args"].items() >= {"width": 8, "classes": 2}.items()
     (tmp_path / "saved.yaml").write_text(write(default.config))
