@@ -18,7 +18,7 @@ def test_a_trace_names_the_steps_and_the_counters_are_logged(tmp_path: Path) -> 
     rows = found["rows"]
     assert [int(row["step"]) for row in rows] == list(range(4, 4 * len(rows) + 1, 4))
     # The first epochs have first forms of graphs; a steady run compiles nothing, and reads no single numbers. But losses
-    # are looked at in packs, which have a form for each number of losses: an epoch's end may bring one more.
+    # are looked at in packs, with a form for each number of them: an epoch's end may bring one more.
     compiled = [float(row["XLAStatsMonitor/compiled_graphs"]) for row in rows[3:]]
     assert compiled[-1] - compiled[0] <= 1
     assert len({row["XLAStatsMonitor/reads"] for row in rows[1:]}) == 1
