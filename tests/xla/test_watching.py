@@ -17,7 +17,7 @@ def test_a_trace_names_the_steps_and_the_counters_are_logged(tmp_path: Path) -> 
         assert name in found["trace"]
     rows = found["rows"]
     assert [int(row["step"]) for row in rows] == list(range(4, 4 * len(rows) + 1, 4))
-    # The first epochs have first forms of graphs; a steady run compiles nothing, and reads no single numbers. But losses
+    # The first epochs have first forms of graphs; a steady run compiles nothing, and reads no single numbers. Losses
     # are looked at in packs, with a form for each number of them: an epoch's end may bring one more.
     compiled = [float(row["XLAStatsMonitor/compiled_graphs"]) for row in rows[3:]]
     assert compiled[-1] - compiled[0] <= 1
