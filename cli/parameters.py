@@ -28,7 +28,6 @@ EMPTY: Any = inspect.Parameter.empty
 _BASES = (
     "loopwright.trainer.module",
     "loopwright.data.module",
-    "loopwright.compat.lightning.module",
     "torch.nn.modules.module",
 )
 

@@ -19,12 +19,6 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: as a base class of users' classes, it ignores them
-        # Libraries call save_hyperparameters before they call this; Lightning's constructor leaves the result alone.
-        kept = {name: value for name, value in self.__dict__.items() if name.startswith(("_hparams", "_log_hyper"))}
-        super().__init__(*args, **kwargs)
-        self.__dict__.update(kept)
-
     @property
     def _current_fx_name(self) -> str | None:
         """Name of the hook that runs, None outside of one."""
