@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from .base import Callback
 from .checkpoint import Checkpoint
-from .early_stopping import EarlyStopping, EarlyStoppingReason
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
-from .model_checkpoint import ModelCheckpoint
 from .timer import Timer
 
 if TYPE_CHECKING:
     from .batch_size_finder import BatchSizeFinder
     from .device_stats_monitor import DeviceStatsMonitor
+    from .early_stopping import EarlyStopping, EarlyStoppingReason
     from .efficiency import TrainingEfficiency
     from .ema import EMA
     from .finetuning import BackboneFinetuning, BaseFinetuning
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from .learning_rate_monitor import LearningRateMonitor
     from .lr_finder import LearningRateFinder
     from .memory_snapshot import MemorySnapshot
+    from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter
@@ -89,10 +89,13 @@ _LATER = {
     "BatchSizeFinder": "batch_size_finder",
     "DeviceStatsMonitor": "device_stats_monitor",
     "EMAWeightAveraging": "weight_averaging",
+    "EarlyStopping": "early_stopping",
+    "EarlyStoppingReason": "early_stopping",
     "LambdaCallback": "lambda_callback",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "MemorySnapshot": "memory_snapshot",
+    "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..callbacks import ModelCheckpoint
 from ..callbacks.base import from_rank_zero
 from ..callbacks.checkpoint_files import modified_ns
 from ..checkpoint import storage
@@ -59,6 +58,8 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
 
 
 def _best(trainer: Trainer, verb: str) -> str:
+    from ..callbacks import ModelCheckpoint  # not imported where no checkpoint is asked for
+
     callback = trainer.checkpoint_callback
     if trainer.fast_dev_run:
         raise ConfigError("ckpt_path='best' with fast_dev_run, which saves nothing.", fix="pass a path.")
@@ -76,6 +77,8 @@ def _best(trainer: Trainer, verb: str) -> str:
 
 def _last(trainer: Trainer) -> str | None:
     """Return the newest checkpoint that is whole; each damaged one before it is said."""
+    from ..callbacks import ModelCheckpoint  # as in _best
+
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

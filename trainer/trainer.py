@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,16 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..callbacks import Callback, Checkpoint, EarlyStopping, GradientAccumulationScheduler, Timer
+from ..callbacks import Callback
 from ..data.hparams import without_omegaconf
 from ..data.rng import capture_rng, restore_rng
-from ..errors import CheckpointError, ConfigError, LoopwrightError, ModuleError, StopBySignal, nearest
+from ..errors import ConfigError, LoopwrightError, ModuleError, StopBySignal
 from ..fabric import Fabric
 from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
 from . import assemble, manual, snapshot
 from .arguments import Arguments, from_environment
+from .attributes import TrainerAttributes
+from .backend_modes import BackendModes
 from .begin import STAGE_OF, attach, begin_evaluation, begin_fit, both_given, split_datamodule
+from .default_callbacks import default_callbacks
 from .eval_loop import EvalLoader, EvalLoop
 from .fit_loop import FitLoop
 from .guard import Guard, add_place
@@ -43,16 +45,15 @@ from .module import Module
 from .optimizers import ManagedOptimizer
 from .progress import Progress
 from .run import Run
-from .schedule import LRSchedulerConfig, step_plateaus
+from .saving import Saving
+from .schedule import step_plateaus
 from .state import TrainerState
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from ..data.module import DataModule
-    from ..strategies import Strategy
     from .agreement import Agreement
-    from .pending_save import PendingSave
     from .timeline import Timeline
 
 __all__ = ["Trainer"]
@@ -60,7 +61,7 @@ __all__ = ["Trainer"]
 logger_ = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(TrainerAttributes):
     """Train, validate, test and predict with a module.
 
     All arguments are keywords, and each can also come from an environment variable `PL_TRAINER_<NAME>`; a value that is
@@ -209,15 +210,14 @@ class Trainer:
         self._timeline: Timeline | None = None
         self._toggles = manual.Toggles()
         self._results: Mapping[str, float] = {}
-        self._is_in_exception = False
-        self._pending_save: PendingSave | None = None
+        self.saving = Saving(self)
         self.is_in_child = False
         self._revert_layer_sync: Callable[[], Any] | None = None
         self._spawned_module: nn.Module | None = None
         self._spawned_checkpoint: dict[str, Any] | None = None
         own = {name: value for name, value in given.items() if name not in _PER_RANK}
         self._same_everywhere = own
-        self._backend_modes: dict[str, Any] = {}
+        self._backend_modes = BackendModes()
         self.callbacks: list[Callback] = self._make_callbacks(given["callbacks"])
 
     def _make_callbacks(self, callbacks: Any) -> list[Callback]:
@@ -229,7 +229,7 @@ class Trainer:
                     fix="pass instances of lw.Callback subclasses.",
                 )
             check_hook_names(callback, "callbacks", hook_names("callbacks"))
-        return assemble.order_callbacks([*own, *_default_callbacks(self._arguments, own)])
+        return assemble.order_callbacks([*own, *default_callbacks(self._arguments, own)])
 
     # --- the four verbs --------------------------------------------------------------------------------------------
 
@@ -403,7 +403,8 @@ class Trainer:
             )
         self.state.begin(verb)
         self._guard = Guard(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
-        self._set_backend_modes()
+        modes = self._arguments
+        self._backend_modes.set(deterministic=modes.deterministic, benchmark=modes.benchmark)
         with self._guard:
             try:
                 yield
@@ -547,22 +548,6 @@ class Trainer:
             if isinstance(child, Module):
                 child.__dict__["_log"] = log
 
-    def _set_backend_modes(self) -> None:
-        """Apply `deterministic` and `benchmark`, remembering what to give back after the run."""
-        arguments = self._arguments
-        if arguments.deterministic:
-            self._backend_modes["deterministic"] = (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            )
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=arguments.deterministic == "warn")
-            if arguments.benchmark:
-                warnings.warn("benchmark=True lets cuDNN choose algorithms; deterministic=True may fail", stacklevel=4)
-        if arguments.benchmark is not None or arguments.deterministic:
-            self._backend_modes["benchmark"] = torch.backends.cudnn.benchmark
-            torch.backends.cudnn.benchmark = bool(arguments.benchmark)
-
     def _on_failure(self, error: BaseException) -> None:
         """Tell callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
         run = self._run
@@ -570,29 +555,21 @@ class Trainer:
             return
         if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
             add_place(error, self._place(run))
-        self._is_in_exception = True
+        self.saving.is_after_error = True
         try:
-            self._finish_save_after(error)
+            self.saving.wait_after(error)
             run.metrics.table = run.metrics.nowhere
             run.lifecycle.on_exception(error)
-            self._finish_save_after(error)
+            self.saving.wait_after(error)
         # The first error is the one to see: whatever a hook raises now is added to it as a note.
         except Exception as second:
             logger_.exception("on_exception failed after %s", type(error).__name__)
             add_place(error, f"then on_exception failed: {type(second).__name__}: {second}")
         finally:
-            self._is_in_exception = False
+            self.saving.is_after_error = False
         self.output.finalize("failed")
         if self.profiler is not None:
             self.profiler.teardown(self.state.fn)
-
-    def _finish_save_after(self, error: BaseException) -> None:
-        """Wait for a save that is on its way; its failure does not hide the error that ends the run."""
-        try:
-            self.wait_for_save()
-        except Exception as second:  # plugins have errors of their own
-            logger_.exception("a checkpoint could not be written in the background, besides %s", type(error).__name__)
-            add_place(error, f"and a save in the background had failed: {type(second).__name__}: {second}")
 
     def _place(self, run: Run) -> str:
         """Return where the run is, for an error's note."""
@@ -646,11 +623,7 @@ class Trainer:
         self.loaders.shut_down()
         self._metrics.table = self._metrics.nowhere
         self._metrics.batch = None
-        if "deterministic" in self._backend_modes:
-            enabled, warn_only = self._backend_modes.pop("deterministic")
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        if "benchmark" in self._backend_modes:
-            torch.backends.cudnn.benchmark = self._backend_modes.pop("benchmark")
+        self._backend_modes.put_back()
         if run is not None:
             for child in run.module.modules():
                 if isinstance(child, Module):
@@ -892,81 +865,20 @@ class Trainer:
         self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
         """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
-        run = self._run or self._last_run
+        run = self.latest_run()
         if run is None and self._spawned_checkpoint is not None and not weights_only:
-            self._write_to(filepaths, self._spawned_checkpoint, storage_options)
-            self._begin_wait(filepaths)
+            self.saving.write(self._spawned_checkpoint, filepaths, storage_options)
             return
         if run is None:
             raise ModuleError(
                 "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
             )
-        if not run.at_boundary and not self._is_in_exception:
-            raise CheckpointError(
-                "trainer.save_checkpoint was called between two micro-batches of one optimizer step, where a "
-                "checkpoint could not be resumed exactly.",
-                fix="save in on_train_batch_end when trainer.at_step_boundary is true, or at the end of an epoch.",
-            )
-        if not weights_only and not self._is_in_exception and self._arguments.nonfinite_loss == "raise":
-            run.watch.look(self.progress)
-        self.timeline.timed("checkpoint", run.lifecycle.bracketed(self._write_checkpoint, "save_checkpoint"))(
-            run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options
-        )
-
-    def _write_checkpoint(
-        self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any
-    ) -> None:
-        if self.ranks_answer:
-            from . import ranks  # not imported where there is one process
-
-            ranks.meet(self, "trainer.save_checkpoint")
-        self.wait_for_save(before_save=True)
-        checkpoint = snapshot.collect(self, run, is_weights_only=is_weights_only)
-        has_own_part = self.strategy.saves_shards("full")
-        if run.has_ranks and not self.ranks_answer:
-            from .ranks import require_whole
-
-            require_whole(checkpoint, filepaths[0])
-        elif not has_own_part:
-            checkpoint = self.strategy.gather_state(checkpoint)
-
-        def write() -> None:
-            self._write_to(filepaths, checkpoint, storage_options)
-
-        if has_own_part:
-            write()
-        elif self.ranks_answer:
-            ranks.write_on_rank_zero(self.strategy, write, str(filepaths[0]))
-        elif self.is_global_zero:
-            write()
-        else:
-            return
-        self._begin_wait(filepaths)
-
-    def _write_to(self, filepaths: Sequence[str | Path], checkpoint: dict[str, Any], storage_options: Any) -> None:
-        io = self.strategy.checkpoint_io
-        if not self.saves_in_background:
-            for filepath in filepaths:
-                io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            return
-        io.on_failure = self._guard.note_failed_save
-        more = {"also_to": filepaths[1:]} if len(filepaths) > 1 else {}
-        io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, **more)
-
-    def _begin_wait(self, filepaths: Sequence[str | Path]) -> None:
-        """Note that a save is on its way, on every rank that took part in it, if that is what the plugin does."""
-        if not self.saves_in_background:
-            return
-        from .pending_save import PendingSave  # not imported where saves are complete at once
-
-        self._pending_save = PendingSave(self.strategy.checkpoint_io, str(filepaths[0]))
-        if self._run is None:
-            self.wait_for_save()  # there is no training that could go on, and nobody would come for an error
+        self.saving.save(run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options)
 
     @property
     def saves_in_background(self) -> bool:
         """Whether `save_checkpoint` returns before the file is complete."""
-        return bool(getattr(self.strategy.checkpoint_io, "is_background", False))
+        return self.saving.is_in_background
 
     def wait_for_save(self, *, before_save: bool = False) -> None:
         """Return when the last checkpoint is complete, and what follows a save is done. On every rank.
@@ -980,12 +892,7 @@ class Trainer:
         Raises:
             CheckpointError: It could not be written; on every rank.
         """
-        pending = self._pending_save
-        if pending is None:
-            return
-        self.timeline.timed("checkpoint", pending.wait)(before_save=before_save)
-        self._pending_save = None
-        pending.finish(self)
+        self.saving.wait(before_save=before_save)
 
     def when_saved(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Call `done` when the last checkpoint is complete: now, or later in the main thread, on all ranks alike.
@@ -996,17 +903,14 @@ class Trainer:
             done: Removes older files, say. May communicate.
             failed: Called instead if the checkpoint could not be written in the background.
         """
-        if self._pending_save is None:
-            done()
-        else:
-            self._pending_save.then(done, failed)
+        self.saving.then(done, failed)
 
     @property
     def ranks_answer(self) -> bool:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
         if self.world_size == 1 or self.fabric.watch is None:
             return False
-        return not self._is_in_exception or (self.agreement is not None and self.agreement.is_by_signal)
+        return not self.saving.is_after_error or (self.agreement is not None and self.agreement.is_by_signal)
 
     def _launch(self, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
         """Run a verb in new processes, and take back what it changed there."""
@@ -1022,129 +926,6 @@ class Trainer:
     def agreement(self) -> Agreement | None:
         """What the ranks of the present run agree on; None with one process."""
         return self._run.agreement if self._run is not None else None
-
-    # --- what users and callbacks read -----------------------------------------------------------------------------
-
-    @property
-    def at_step_boundary(self) -> bool:
-        """Whether no window of micro-batches is under way, so that a checkpoint can be taken."""
-        return self._run is None or self._run.at_boundary
-
-    @property
-    def validation_is_due(self) -> bool:
-        """Whether a validation follows right after the events of the present step."""
-        return self._run is not None and self.state.fn == "fit" and self.fit_loop.is_validation_due(self._run)
-
-    @property
-    def accumulation_scheduler(self) -> GradientAccumulationScheduler | None:
-        """The callback that schedules accumulation, or None."""
-        return next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
-
-    @property
-    def val_check_batch(self) -> int | float:
-        """Training batches between two validations; infinity where time or the epoch's end decides."""
-        return self.loaders.interval_batches
-
-    @property
-    def validates_at_epoch_end(self) -> bool:
-        """Whether validation comes once per epoch, at its end."""
-        interval = self._arguments.val_check_interval
-        return isinstance(interval, float) and interval == 1.0
-
-    @property
-    def enable_validation(self) -> bool:
-        """Whether fit validates."""
-        data = self.loaders.eval.get("validation")
-        return data is not None and data.num_batches > 0
-
-    @property
-    def current_epoch(self) -> int:
-        """Epochs completed."""
-        return self.progress.epochs
-
-    @property
-    def global_step(self) -> int:
-        """Training steps taken, however many optimizers there are; skipped steps do not count."""
-        return self.progress.steps
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Latest value of everything logged: shape (), on the device. Reading one waits for the device."""
-        return self._metrics.callback_metrics()
-
-    @property
-    def timeline(self) -> Timeline:
-        """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
-        if self._timeline is None:
-            from .timeline import Timeline  # not imported before it is asked for
-
-            self._timeline = Timeline()
-            self._timeline.is_enabled = not self._arguments.barebones
-        return self._timeline
-
-    def metric_step(self, name: str) -> int | None:
-        """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
-        return self._metrics.metric_step(name)
-
-    @property
-    def logged_metrics(self) -> dict[str, float]:
-        """Host values that went to the loggers, the latest of each key."""
-        return dict(self.output.latest)
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Host values for the bar, as of the last log boundary."""
-        return self._metrics.progress_bar
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-        return self.fabric.strategy
-
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator."""
-        return self.fabric.accelerator
-
-    @property
-    def precision(self) -> str:
-        """Precision as a string, such as "bf16-mixed"."""
-        return str(self.fabric.precision.precision)
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The precision object."""
-        return self.fabric.precision
-
-    @property
-    def scaler(self) -> Any:
-        """The gradient scaler of 16-mixed; None otherwise."""
-        return getattr(self.fabric.precision, "scaler", None)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The module as the strategy set it up."""
-        run = self._latest()
-        return run.model if run is not None else None
-
-    @property
-    def lightning_module(self) -> nn.Module | None:
-        """The user's module."""
-        run = self._latest()
-        return run.module if run is not None else self._spawned_module
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The user's data module."""
-        run = self._latest()
-        return run.datamodule if run is not None else None
-
-    def _latest(self) -> Run | None:
-        return self._run or self._last_run
-
-    def latest_run(self) -> Run | None:
-        """Return the present run, or the last one; called by trainer/spawned.py."""
-        return self._latest()
 
     def plain_arguments(self) -> dict[str, str]:
         """Return the arguments that must be the same on every rank, as text."""
@@ -1176,152 +957,6 @@ class Trainer:
                 callback.load_state_dict(state)
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """Optimizers of the present or last fit."""
-        run = self._latest()
-        return list(run.optimizers) if run is not None else []
-
-    @property
-    def managed_optimizers(self) -> list[ManagedOptimizer]:
-        """Optimizers as `Module.optimizers()` returns them."""
-        run = self._latest()
-        return run.managed if run is not None else []
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """Schedules of the present or last fit."""
-        run = self._latest()
-        return run.schedulers if run is not None else []
-
-    @property
-    def logger(self) -> Logger | None:
-        """First logger, or None."""
-        return self.loggers[0] if self.loggers else None
-
-    @logger.setter
-    def logger(self, logger: Logger | None) -> None:
-        self.output.loggers = [] if logger is None else [logger]
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """All loggers."""
-        return self.output.loggers
-
-    @loggers.setter
-    def loggers(self, loggers: list[Logger] | None) -> None:
-        self.output.loggers = list(loggers or [])
-
-    @property
-    def log_dir(self) -> str | None:
-        """Directory of the first logger; `default_root_dir` without loggers."""
-        if not self.loggers:
-            return self.default_root_dir
-        first = self.loggers[0]
-        directory = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
-        return str(directory) if directory is not None else self.default_root_dir
-
-    @property
-    def checkpoint_callback(self) -> Checkpoint | None:
-        """First checkpoint callback, or None."""
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def checkpoint_callbacks(self) -> list[Checkpoint]:
-        """All checkpoint callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
-
-    @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        """First early-stopping callback, or None."""
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """All early-stopping callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
-
-    @property
-    def progress_bar_callback(self) -> Any:
-        """The progress bar, or None."""
-        from ..callbacks import ProgressBar
-
-        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self.fabric.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its host."""
-        return self.fabric.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Rank of this host."""
-        return self.fabric.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.fabric.world_size
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts."""
-        return int(getattr(self.fabric, "num_nodes", 1))
-
-    @property
-    def num_devices(self) -> int:
-        """Devices on this host."""
-        return max(1, self.world_size // self.num_nodes)
-
-    @property
-    def device_ids(self) -> list[int]:
-        """Indices of the devices on this host."""
-        index = self.fabric.device.index
-        return [index if index is not None else 0]
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Number of replicas and rank, None on one device."""
-        return None if self.world_size == 1 else {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def received_sigterm(self) -> bool:
-        """Whether SIGTERM asked the run to end."""
-        import signal
-
-        return self._guard.requested is signal.SIGTERM
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last run failed or was interrupted."""
-        return self.state.status == "interrupted"
-
-    @property
-    def guard(self) -> Guard:
-        """What watches the present run for signals, or watched the last one: callbacks may ask it to end the run."""
-        return self._guard
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the present training batch is the epoch's last."""
-        run = self._run
-        return run is not None and run.stream is not None and not run.stream.has_next()
-
-    @property
-    def has_time_limit(self) -> bool:
-        """Whether a Timer limits training."""
-        return any(isinstance(callback, Timer) for callback in self.callbacks)
-
-    @property
     def estimated_stepping_batches(self) -> int | float:
         """Training steps that fit will take in all; infinity where no limit is known. Loads the training data."""
         run = self._run
@@ -1342,140 +977,19 @@ class Trainer:
             total = sum(math.ceil(num_batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(limit))
         return min(total, max_steps)
 
-    @property
-    def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch, infinity where unknown."""
-        run = self._latest()
-        return run.stream.num_batches if run is not None and run.stream is not None else math.inf
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Validation batches of each loader."""
-        return self.loaders.num_batches("validation")
-
-    @property
-    def num_test_batches(self) -> list[int | float]:
-        """Test batches of each loader."""
-        return self.loaders.num_batches("test")
-
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        """Batches to predict of each loader."""
-        return self.loaders.num_batches("predict")
-
-    @property
-    def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of the sanity check of each loader."""
-        return list(self.loaders.sanity.limits) if self.loaders.sanity is not None else []
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loaders as the user gave them."""
-        return self.loaders.train
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loaders as the user gave them."""
-        return self.loaders.original("validation")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The test loaders as the user gave them."""
-        return self.loaders.original("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The loaders to predict as the user gave them."""
-        return self.loaders.original("predict")
-
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are created on the device, with the precision's dtype."""
         return self.fabric.init_module(empty_init=empty_init)
 
-    # Arguments that can be read back under their own names.
-    def __getattr__(self, name: str) -> Any:
-        if name in _READABLE_ARGUMENTS and "_arguments" in self.__dict__:
-            return getattr(self._arguments, name)
-        if name in _LIMITS and "fit_loop" in self.__dict__:
-            return getattr(self.fit_loop, name)
-        if name in _STAGES and "state" in self.__dict__:
-            return self.state.stage == _STAGES[name]
-        raise AttributeError(f"Trainer has no attribute {name!r}{nearest(name, dir(type(self)))}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _LIMITS and "fit_loop" in self.__dict__:
-            setattr(self.fit_loop, name, value)
-        elif name in _READABLE_ARGUMENTS:
-            setattr(self._arguments, name, value)
-        elif name in _STAGES:
-            self.state.stage = _STAGES[name] if value else None
-        else:
-            object.__setattr__(self, name, value)
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether the run is validating, testing, or in its sanity check."""
-        return self.state.stage in ("validate", "test", "sanity_check")
-
-    @property
-    def val_check_interval(self) -> Any:
-        """The argument as it was given."""
-        return self._arguments.val_check_interval
-
-
-_READABLE_ARGUMENTS = {
-    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
-    "check_val_every_n_epoch", "log_every_n_steps", "overfit_batches", "fast_dev_run",
-    "reload_dataloaders_every_n_epochs", "num_sanity_val_steps", "barebones",
-}  # fmt: skip
 # What may differ over ranks: where they are, and what a person sees.
 _PER_RANK = {
     "devices", "default_root_dir", "enable_progress_bar", "enable_model_summary", "logger", "callbacks", "profiler",
-}  # fmt: skip
-_LIMITS = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
-_STAGES = {
-    "training": "train", "validating": "validate", "testing": "test", "predicting": "predict",
-    "sanity_checking": "sanity_check",
 }  # fmt: skip
 
 
 def _log_nothing(*_: Any) -> None:
     """Stand for `log` in barebones mode."""
-
-
-def _default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callback]:
-    """Return the callbacks that the arguments ask for and the user did not pass.
-
-    Raises:
-        ConfigError: An argument and a callback contradict each other.
-    """
-    from ..callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar
-
-    def has(kind: type) -> bool:
-        return any(isinstance(callback, kind) for callback in own)
-
-    problems: list[str] = []
-    if not arguments.enable_checkpointing and has(Checkpoint):
-        problems.append("enable_checkpointing=False, and a checkpoint callback is passed")
-    bars = [type(callback).__name__ for callback in own if isinstance(callback, ProgressBar)]
-    if len(bars) > 1:
-        problems.append(f"several progress bars are passed: {', '.join(bars)}")
-    if bars and not arguments.enable_progress_bar:
-        problems.append(f"enable_progress_bar=False, and {bars[0]} is passed")
-    if has(GradientAccumulationScheduler) and arguments.accumulate_grad_batches != 1:
-        problems.append("accumulate_grad_batches and GradientAccumulationScheduler are both given")
-    if problems:
-        raise ConfigError(f"Trainer: {'; '.join(problems)}.", fix="leave out one of each pair.")
-    added: list[Callback] = []
-    if arguments.enable_progress_bar and not bars:
-        added.append(RichProgressBar())
-    if arguments.enable_model_summary and not has(ModelSummary):
-        added.append(RichModelSummary())
-    if arguments.max_time is not None and not has(Timer):
-        added.append(Timer(duration=arguments.max_time, interval="step"))
-    if arguments.enable_checkpointing and not has(Checkpoint) and not arguments.fast_dev_run:
-        added.append(ModelCheckpoint())
-    return added
 
 
 def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[Mapping[str, float]]:

@@ -21,10 +21,8 @@ What is not a failure
     n-th run that this program began, and when a rank that had an error of its own leaves that run, it is settled.
 
 When nothing moves
-    Whoever sees no progress for `stall_timeout` asks all ranks where they stand (stall.py). All watches answer, also
-    while their main threads hang; neighbours look at those that cannot (a C function that holds the interpreter's
-    lock). The lowest rank that answered prints one report. Nothing is ended by this: the process group's time-out does
-    that, and `explain` then names the ranks that did not come.
+    Whoever sees no progress for `stall_timeout` asks all ranks where they stand (inquiry.py). Nothing is ended by the
+    report: the process group's time-out does that, and `explain` then names the ranks that did not come.
 
 Only the thread speaks with the store; the main thread hands it what it wants to say and waits for a bounded time.
 """
@@ -51,9 +49,12 @@ from ...errors import RankFailure, StopBySignal
 from ..failure import Failure, describe_exit
 from .board import Board, Record
 from .errors import is_communication_error, is_timeout
+from .far_ranks import FarRanks
 from .gate import StopGate
+from .heard_signals import Guard, HeardSignals
+from .inquiry import ANSWER_S, Inquiry
 from .peers import Peer, StackOnSignal
-from .stall import Report, Standing, progress_of_collectives
+from .stall import Report, Standing
 
 __all__ = ["Watch"]
 
@@ -66,8 +67,6 @@ _GRACE_S = 3.0  # for a main thread to raise by itself after another rank's fail
 _SLOW_S = 6.0  # for another rank to find out who is missing
 _UNWIND_S = 60.0  # for a main thread that was told to get out of the run
 _BETTER_WORD_S = 0.5  # for somebody who knows the exit code, before "it ended without a word" is written down
-_ANSWER_S = 2.0  # for all ranks to say where they stand
-_NEIGHBOUR_S = 1.0  # after which neighbours are looked at
 _NOBODY = -1
 _LINGER_S = 1.5  # for the others to read a failure from a store that ends with this process
 
@@ -76,14 +75,6 @@ class _Launcher(Protocol):
     def local_exits(self) -> dict[int, int]: ...
 
     def kill(self, signum: int) -> None: ...
-
-
-class _Guard(Protocol):
-    requested: signal.Signals | None
-    heard: int
-
-    @property
-    def handled(self) -> set[signal.Signals]: ...
 
 
 class Watch:
@@ -105,10 +96,7 @@ class Watch:
         describe: Returns where this rank is, as plain values (hook, stage, epoch, step, batch); {} outside of a run.
             Called from the thread at any time.
         guard: Whose `requested` signal the thread hands to the gate; None outside of a run.
-        signal_pipe: For `signal.set_wakeup_fd`: a signal shows there also while the main thread is in C++. None before
-            `start`.
         stall_timeout_s: After so many seconds without progress all ranks say where they stand.
-        report_of_stall: The text of the last report on where all ranks stand, on the ranks that made one.
     """
 
     def __init__(
@@ -126,10 +114,8 @@ class Watch:
         from torch.distributed.distributed_c10d import PrefixStore
 
         self.describe: Callable[[], dict[str, Any]] | None = None
-        self.guard: _Guard | None = None
-        self.report_of_stall = ""
-        self.signal_pipe: int | None = None
-        self._heard_signals = -1
+        self.guard: Guard | None = None
+        self._signals = HeardSignals()
         self._rank = rank
         self._size = size
         self._local_rank = local_rank
@@ -174,22 +160,20 @@ class Watch:
         self._next_second = 0.0
         self._beat = 0
         self._place: dict[str, Any] = {}
-        self._has_far: bool | None = None  # None: not all ranks are here yet
-        self._far: dict[int, tuple[int, float]] = {}
-        self._far_peers: dict[int, Peer] = {}
-        self._signal_seen: tuple[Any, Any] | None = None
-        self._interrupted: tuple[_Guard | None, int] = (None, 0)
-        self._interrupted_at: tuple[float, int] | None = None
+        self._far = FarRanks(self._board, rank=rank, size=size)
         self._rank_zero_is_done = False
         self._seen_end = False
-        self._progress: Any = None
-        self._progress_since = 0.0
-        self._collectives: Any = None
-        self._patience = 1
-        self._question: _Question | None = None
-        self._wants_report: set[int] = set()
-        self._reports: dict[int, Report] = {}
-        self._has_report = threading.Condition(self._lock)
+        self._inquiry = Inquiry(self._board, rank=rank, size=size)
+
+    @property
+    def signal_pipe(self) -> int | None:
+        """For `signal.set_wakeup_fd`: signals show there while the main thread is in C++, too. None before `start`."""
+        return self._signals.pipe
+
+    @property
+    def report_of_stall(self) -> str:
+        """The text of the last report on where all ranks stand, on the ranks that made one."""
+        return self._inquiry.report
 
     # --- the main thread: beginning and end --------------------------------------------------------------------------
 
@@ -198,9 +182,7 @@ class Watch:
         if self._size == 1 or self._thread is not None:
             return
         self._main = threading.get_ident()
-        self._heard_signals, self.signal_pipe = os.pipe()
-        for end in (self._heard_signals, self.signal_pipe):
-            os.set_blocking(end, False)
+        self._signals.open()
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         self._is_known.clear()
         self._thread = threading.Thread(target=self._watch, name="loopwright-watch", daemon=True)
@@ -226,10 +208,8 @@ class Watch:
         self._wake.set()
         thread.join(_LINGER_S + _GRACE_S)
         self._thread = None
-        if not thread.is_alive() and self.signal_pipe is not None:
-            os.close(self._heard_signals)
-            os.close(self.signal_pipe)
-            self.signal_pipe = None
+        if not thread.is_alive():
+            self._signals.close()
 
     def begin_run(self) -> None:
         """Note that the next run begins; on every rank. Failures of earlier runs that this rank shared are settled.
@@ -381,17 +361,10 @@ class Watch:
         asked: list[int] = []
 
         def ask() -> None:
-            asked.append(self._board.ask(why))
-            self._wants_report.add(asked[0])
+            asked.append(self._inquiry.ask_for_report(why))
 
         self._do(ask, wait_s=2.0)
-        if not asked:
-            return None
-        ends = time.monotonic() + 2 * _ANSWER_S
-        with self._has_report:
-            while asked[0] not in self._reports and time.monotonic() < ends:
-                self._has_report.wait(0.1)
-            return self._reports.get(asked[0])
+        return self._inquiry.wait_for_report(asked[0], wait_s=2 * ANSWER_S) if asked else None
 
     def _tell(self, what: str) -> None:
         """Note what the main thread knows. The lock is held."""
@@ -464,7 +437,8 @@ class Watch:
         now = time.monotonic()
         while self._todo:
             self._todo.popleft()()
-        self._hand_on_signal(now)
+        if self._signals.hand_on(self.guard, self.gate, now) and self._told is None:
+            self._interrupt()
         has_rung = self._board.has_rung()
         if has_rung or self.gate.is_under_way:
             self.gate.poll()
@@ -479,10 +453,9 @@ class Watch:
         if now >= self._next_second:
             self._next_second = now + _SECOND_S
             self._each_second(now)
-        if self._question is not None:
-            self._finish_question(self._question, now)
+        self._inquiry.go_on(self._neighbours.values(), now)
         self._look_at_deadline(now)
-        return self.gate.is_under_way or self._question is not None or bool(self._todo)
+        return self.gate.is_under_way or self._inquiry.is_open or bool(self._todo)
 
     def _each_second(self, now: float) -> None:
         self._place = self._where()
@@ -490,38 +463,13 @@ class Watch:
         self._board.beat(self._beat, self._place)
         for peer in self._board.new_neighbours():
             self._neighbours[peer.rank] = peer
-        self._look_at_far_ranks(now)
+        silent = self._far.find_silent(self._me, now, after_s=self.stall_timeout_s)
+        if silent is not None and self._record is None and not self._board.is_done(silent.rank):
+            self._post_for(silent, f"host {silent.host} has not answered for {self.stall_timeout_s:.0f} s")
         self._look_for_progress(now)
 
-    def _hand_on_signal(self, now: float) -> None:
-        """Bring a signal to the gate; and end a process that got Ctrl-C twice and does not come out of C++."""
-        guard = self.guard
-        try:
-            numbers = os.read(self._heard_signals, 256)
-        except BlockingIOError:  # the usual case: there was none
-            numbers = b""
-        if guard is None:
-            return
-        if guard is not self._interrupted[0]:
-            self._interrupted, self._interrupted_at = (guard, 0), None
-        handled = guard.handled
-        for number in numbers:
-            if number in handled:
-                self.gate.request(signal.Signals(number).name)
-            if number == signal.SIGINT and number in handled:
-                self._interrupted = (guard, self._interrupted[1] + 1)
-                if self._interrupted[1] == 2:
-                    self._interrupted_at = (now, guard.heard)
-        requested = guard.requested
-        if requested is not None and (guard, requested) != self._signal_seen:
-            self._signal_seen = (guard, requested)
-            self.gate.request(requested.name)
-        if self._interrupted_at is not None and now > self._interrupted_at[0] + _SECOND_S:
-            is_deaf, self._interrupted_at = guard.heard == self._interrupted_at[1], None
-            if is_deaf and self._told is None:
-                self._interrupt()
-
     def _interrupt(self) -> None:
+        """End this process, which got Ctrl-C twice and does not come out of C++."""
         me = self._me
         assert me is not None
         standing = Standing.of_this_process(self._rank, host=me.host, pid=me.pid, thread=self._main, place={})
@@ -589,39 +537,6 @@ class Watch:
             how += f" (about {known})"
         failure = Failure(peer.rank, peer.host, peer.pid, how, when=time.time())
         self._post(failure, max(self._run, self._settled + 1))
-
-    def _look_at_far_ranks(self, now: float) -> None:
-        """Notice hosts that fell silent. Rank 0 looks at all others, rank 1 at that of rank 0: n readers, not n²."""
-        if self._rank > 1 or self._has_far is False or (self._has_far is None and not self._find_far_ranks(now)):
-            return
-        silent: list[int] = []
-        for rank, (count, _) in self._board.beats(sorted(self._far)).items():
-            if count != self._far[rank][0]:
-                self._far[rank] = (count, now)
-            elif now - self._far[rank][1] > self.stall_timeout_s:
-                silent.append(rank)
-        for rank in silent:
-            peer = self._far_peers[rank]
-            # While another rank of the machine answers, the machine is there, and looks after its processes itself.
-            if any(other.machine == peer.machine and r not in silent for r, other in self._far_peers.items()):
-                continue
-            if self._record is None and not self._board.is_done(rank):
-                self._post_for(peer, f"host {peer.host} has not answered for {self.stall_timeout_s:.0f} s")
-            return
-
-    def _find_far_ranks(self, now: float) -> bool:
-        me = self._me
-        if me is None or not self._board.all_are_here():
-            return False
-        peers = {rank: self._board.peer(rank) for rank in range(self._size)}
-        first = peers[0]
-        for rank, peer in peers.items():
-            if peer is None or first is None or peer.machine == me.machine:
-                continue
-            if self._rank == 0 or peer.machine == first.machine:
-                self._far[rank], self._far_peers[rank] = (-1, now), peer
-        self._has_far = bool(self._far)
-        return self._has_far
 
     def _look_at_deadline(self, now: float) -> None:
         """End the process whose main thread does not take notice of another rank's failure."""
@@ -708,7 +623,7 @@ class Watch:
             self._wake.clear()
 
     def _learn_alone(self, error: RuntimeError) -> None:
-        peer = self._neighbours.get(0) or self._far_peers.get(0)
+        peer = self._neighbours.get(0) or self._far.peer(0)
         host, pid = (peer.host, peer.pid) if peer is not None else ("?", 0)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         how = f"it, or the process that launched it, ended or cannot be reached: the store does not answer ({first})"
@@ -723,21 +638,12 @@ class Watch:
     # --- the thread: where everybody stands --------------------------------------------------------------------------
 
     def _look_for_progress(self, now: float) -> None:
-        """Ask where everybody stands when this rank has been at the same place for long."""
+        """Ask where everybody stands when this rank has been at the same place of a run for long."""
         progress = (self.gate.position, tuple(sorted((key, str(value)) for key, value in self._place.items())))
-        if progress != self._progress or not self._place or self._record is not None or self._is_explaining:
-            self._progress, self._progress_since = progress, now
-            self._collectives, self._patience = None, 1
-            return
-        waited_s, limit_s = now - self._progress_since, self.stall_timeout_s * self._patience
-        if self._collectives is None and waited_s >= limit_s / 2:
-            self._collectives = progress_of_collectives()
-        if waited_s < limit_s:
-            return
-        if progress_of_collectives() != self._collectives:  # one long step, in which the ranks speak with each other
-            self._progress_since, self._collectives = now, None
-            return
-        self._board.ask(f"no progress for {waited_s:.0f} s")
+        if not self._place or self._record is not None or self._is_explaining:
+            self._inquiry.moved(progress, now)
+        else:
+            self._inquiry.look_for_progress(progress, now, stall_timeout_s=self.stall_timeout_s)
 
     def _answer(self, number: int, why: str, *, now: float) -> None:
         me = self._me
@@ -745,76 +651,7 @@ class Watch:
         standing = Standing.of_this_process(
             self._rank, host=me.host, pid=me.pid, thread=self._main, place=self._where(), late=self._late
         )  # fmt: skip
-        self._board.answer(number, standing)
-        self._question = _Question(number, why, now)
-        # The next report on the same stall comes after twice the time.
-        self._patience *= 2
-
-    def _finish_question(self, question: _Question, now: float) -> None:
-        """Look at neighbours that do not answer; then, on the lowest rank that answered, print the report."""
-        is_complete = self._board.count_answers(question.number) >= self._size
-        if not is_complete and not question.has_looked and now >= question.since + _NEIGHBOUR_S:
-            question.has_looked = True
-            self._look_at_silent_neighbours(question)
-        for peer, begin in question.looking.items():
-            stack = peer.read_stack(begin)
-            if stack or now >= question.since + _NEIGHBOUR_S + 0.5:
-                self._answer_for(question.number, peer, stack)
-                question.looking = {p: b for p, b in question.looking.items() if p is not peer}
-                break
-        if not is_complete and now < question.since + _ANSWER_S:
-            return
-        self._question = None
-        answers = self._board.answers(question.number)
-        lowest = min((rank for rank, standing in answers.items() if not standing.is_silent), default=-1)
-        if lowest != self._rank and question.number not in self._wants_report:
-            return
-        report = Report([answers.get(rank) or self._silent(rank) for rank in range(self._size)])
-        if lowest == self._rank:
-            self.report_of_stall = report.text(question.why)
-            sys.stderr.write(f"\n{self.report_of_stall}\n")
-            sys.stderr.flush()
-        with self._has_report:
-            self._reports[question.number] = report
-            self._has_report.notify_all()
-
-    def _look_at_silent_neighbours(self, question: _Question) -> None:
-        """Make neighbours that cannot answer write their stack; one rank per machine does so."""
-        silent = [p for p in self._neighbours.values() if not self._board.has_answered(question.number, p.rank)]
-        quiet = {peer.rank for peer in silent}
-        if any(rank < self._rank and rank not in quiet for rank in self._neighbours):
-            return
-        question.looking = {peer: peer.ask_for_stack() for peer in silent}
-
-    def _answer_for(self, number: int, peer: Peer, stack: list[str]) -> None:
-        what = {
-            "T": "is stopped (SIGSTOP, or a debugger)",
-            "D": "waits for a disk or a device",
-            "R": "computes in C code that does not let Python run",
-            "gone": "has ended",
-        }.get(peer.state(), "is in C code that does not let Python run")
-        where = f", at {stack[-1].strip()}" if stack else ""
-        place = self._board.place_of(peer.rank)
-        standing = Standing(peer.rank, peer.host, peer.pid, place, f"{what}{where}", tuple(stack), is_silent=True)
-        self._board.answer_for(number, standing)
-
-    def _silent(self, rank: int) -> Standing:
-        peer = self._board.peer(rank)
-        host, pid = (peer.host, peer.pid) if peer is not None else ("?", 0)
-        return Standing(rank, host, pid, self._board.place_of(rank), "does not answer", is_silent=True)
-
-
-class _Question:
-    """A question that is being answered: its number, why it was asked, and when this rank answered."""
-
-    __slots__ = ("has_looked", "looking", "number", "since", "why")
-
-    def __init__(self, number: int, why: str, since: float) -> None:
-        self.number = number
-        self.why = why
-        self.since = since
-        self.has_looked = False
-        self.looking: dict[Peer, int] = {}
+        self._inquiry.answer(number, why, standing, now)
 
 
 def _seconds(value: float | timedelta) -> float:

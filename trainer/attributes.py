@@ -1,0 +1,428 @@
+"""What users, callbacks and modules read of a Trainer: `TrainerAttributes`, the base of `lw.Trainer`.
+
+Nothing here changes a run; some arguments and limits can be set under their own names.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler, Timer
+from ..errors import nearest
+from ..loggers import Logger
+from .optimizers import ManagedOptimizer
+from .run import Run
+from .schedule import LRSchedulerConfig
+
+if TYPE_CHECKING:
+    from ..callbacks import EarlyStopping
+    from ..data.module import DataModule
+    from ..fabric import Fabric
+    from ..strategies import Strategy
+    from .arguments import Arguments
+    from .fit_loop import FitLoop
+    from .guard import Guard
+    from .loaders import Loaders
+    from .log_output import LogOutput
+    from .metrics import Metrics
+    from .progress import Progress
+    from .state import TrainerState
+    from .timeline import Timeline
+
+__all__ = ["TrainerAttributes"]
+
+_READABLE_ARGUMENTS = {
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
+    "check_val_every_n_epoch", "log_every_n_steps", "overfit_batches", "fast_dev_run",
+    "reload_dataloaders_every_n_epochs", "num_sanity_val_steps", "barebones",
+}  # fmt: skip
+_LIMITS = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
+_STAGES = {
+    "training": "train", "validating": "validate", "testing": "test", "predicting": "predict",
+    "sanity_checking": "sanity_check",
+}  # fmt: skip
+
+
+class TrainerAttributes:
+    """The attributes of a Trainer that tell where its run is, what takes part in it, and what came of it.
+
+    Attributes:
+        fabric: The machine.
+        fit_loop: Runs epochs and steps; has their limits.
+        state: Verb, stage and status.
+        progress: What is completed.
+        loaders: The data of each stage.
+        output: Sends records to the loggers.
+        callbacks: In the order in which they are called.
+        default_root_dir: Where logs and checkpoints go.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+    """
+
+    fabric: Fabric
+    fit_loop: FitLoop
+    state: TrainerState
+    progress: Progress
+    loaders: Loaders
+    output: LogOutput
+    callbacks: list[Callback]
+    default_root_dir: str
+    accumulate_grad_batches: int
+    _arguments: Arguments
+    _metrics: Metrics
+    _guard: Guard
+    _timeline: Timeline | None
+    _run: Run | None
+    _last_run: Run | None
+    _spawned_module: nn.Module | None
+
+    def present_run(self) -> Run | None:
+        """Return what is happening now; None between two verbs."""
+        return self._run
+
+    def latest_run(self) -> Run | None:
+        """Return the present run, or the last one."""
+        return self._run or self._last_run
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether no window of micro-batches is under way, so that a checkpoint can be taken."""
+        return self._run is None or self._run.at_boundary
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether a validation follows right after the events of the present step."""
+        return self._run is not None and self.state.fn == "fit" and self.fit_loop.is_validation_due(self._run)
+
+    @property
+    def accumulation_scheduler(self) -> GradientAccumulationScheduler | None:
+        """The callback that schedules accumulation, or None."""
+        return next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+
+    @property
+    def val_check_batch(self) -> int | float:
+        """Training batches between two validations; infinity where time or the epoch's end decides."""
+        return self.loaders.interval_batches
+
+    @property
+    def validates_at_epoch_end(self) -> bool:
+        """Whether validation comes once per epoch, at its end."""
+        interval = self._arguments.val_check_interval
+        return isinstance(interval, float) and interval == 1.0
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether fit validates."""
+        data = self.loaders.eval.get("validation")
+        return data is not None and data.num_batches > 0
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self.progress.epochs
+
+    @property
+    def global_step(self) -> int:
+        """Training steps taken, however many optimizers there are; skipped steps do not count."""
+        return self.progress.steps
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Latest value of everything logged: shape (), on the device. Reading one waits for the device."""
+        return self._metrics.callback_metrics()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
+        if self._timeline is None:
+            from .timeline import Timeline  # not imported before it is asked for
+
+            self._timeline = Timeline()
+            self._timeline.is_enabled = not self._arguments.barebones
+        return self._timeline
+
+    def metric_step(self, name: str) -> int | None:
+        """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
+        return self._metrics.metric_step(name)
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """Host values that went to the loggers, the latest of each key."""
+        return dict(self.output.latest)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Host values for the bar, as of the last log boundary."""
+        return self._metrics.progress_bar
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self.fabric.strategy
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator."""
+        return self.fabric.accelerator
+
+    @property
+    def precision(self) -> str:
+        """Precision as a string, such as "bf16-mixed"."""
+        return str(self.fabric.precision.precision)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision object."""
+        return self.fabric.precision
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of 16-mixed; None otherwise."""
+        return getattr(self.fabric.precision, "scaler", None)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module as the strategy set it up."""
+        run = self.latest_run()
+        return run.model if run is not None else None
+
+    @property
+    def lightning_module(self) -> nn.Module | None:
+        """The user's module."""
+        run = self.latest_run()
+        return run.module if run is not None else self._spawned_module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The user's data module."""
+        run = self.latest_run()
+        return run.datamodule if run is not None else None
+
+    def _latest(self) -> Run | None:
+        return self._run or self._last_run
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers of the present or last fit."""
+        run = self.latest_run()
+        return list(run.optimizers) if run is not None else []
+
+    @property
+    def managed_optimizers(self) -> list[ManagedOptimizer]:
+        """Optimizers as `Module.optimizers()` returns them."""
+        run = self.latest_run()
+        return run.managed if run is not None else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """Schedules of the present or last fit."""
+        run = self.latest_run()
+        return run.schedulers if run is not None else []
+
+    @property
+    def logger(self) -> Logger | None:
+        """First logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.output.loggers = [] if logger is None else [logger]
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self.output.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Logger] | None) -> None:
+        self.output.loggers = list(loggers or [])
+
+    @property
+    def log_dir(self) -> str | None:
+        """Directory of the first logger; `default_root_dir` without loggers."""
+        if not self.loggers:
+            return self.default_root_dir
+        first = self.loggers[0]
+        directory = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
+        return str(directory) if directory is not None else self.default_root_dir
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """First checkpoint callback, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """All checkpoint callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """First early-stopping callback, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """All early-stopping callbacks."""
+        from ..callbacks import EarlyStopping  # not imported before it is asked for
+
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar, or None."""
+        from ..callbacks import ProgressBar  # not imported before it is asked for
+
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.fabric.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its host."""
+        return self.fabric.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this host."""
+        return self.fabric.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.fabric.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return int(getattr(self.fabric, "num_nodes", 1))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this host."""
+        return max(1, self.world_size // self.num_nodes)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices on this host."""
+        index = self.fabric.device.index
+        return [index if index is not None else 0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """Number of replicas and rank, None on one device."""
+        return None if self.world_size == 1 else {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM asked the run to end."""
+        return self._guard.requested is signal.SIGTERM
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run failed or was interrupted."""
+        return self.state.status == "interrupted"
+
+    @property
+    def guard(self) -> Guard:
+        """What watches the present run for signals, or watched the last one: callbacks may ask it to end the run."""
+        return self._guard
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present training batch is the epoch's last."""
+        run = self._run
+        return run is not None and run.stream is not None and not run.stream.has_next()
+
+    @property
+    def has_time_limit(self) -> bool:
+        """Whether a Timer limits training."""
+        return any(isinstance(callback, Timer) for callback in self.callbacks)
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch, infinity where unknown."""
+        run = self.latest_run()
+        return run.stream.num_batches if run is not None and run.stream is not None else math.inf
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Validation batches of each loader."""
+        return self.loaders.num_batches("validation")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Test batches of each loader."""
+        return self.loaders.num_batches("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches to predict of each loader."""
+        return self.loaders.num_batches("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of the sanity check of each loader."""
+        return list(self.loaders.sanity.limits) if self.loaders.sanity is not None else []
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loaders as the user gave them."""
+        return self.loaders.train
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders as the user gave them."""
+        return self.loaders.original("validation")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders as the user gave them."""
+        return self.loaders.original("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loaders to predict as the user gave them."""
+        return self.loaders.original("predict")
+
+    # Arguments that can be read back under their own names.
+    def __getattr__(self, name: str) -> Any:
+        if name in _READABLE_ARGUMENTS and "_arguments" in self.__dict__:
+            return getattr(self._arguments, name)
+        if name in _LIMITS and "fit_loop" in self.__dict__:
+            return getattr(self.fit_loop, name)
+        if name in _STAGES and "state" in self.__dict__:
+            return self.state.stage == _STAGES[name]
+        raise AttributeError(f"Trainer has no attribute {name!r}{nearest(name, dir(type(self)))}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _LIMITS and "fit_loop" in self.__dict__:
+            setattr(self.fit_loop, name, value)
+        elif name in _READABLE_ARGUMENTS:
+            setattr(self._arguments, name, value)
+        elif name in _STAGES:
+            self.state.stage = _STAGES[name] if value else None
+        else:
+            object.__setattr__(self, name, value)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the run is validating, testing, or in its sanity check."""
+        return self.state.stage in ("validate", "test", "sanity_check")
+
+    @property
+    def val_check_interval(self) -> Any:
+        """The argument as it was given."""
+        return self._arguments.val_check_interval
