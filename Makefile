@@ -42,7 +42,7 @@ test: setup  ## run the tests: TESTS=path, ARGS="-k name"
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu and not slow" $(TESTS) $(ARGS)
 
 test-slow: export OMP_NUM_THREADS ?= 1
-test-slow: setup  ## run the tests that take long: the examples, kills, the benchmarks in short
+test-slow: setup $(VENV)/hydra/installed  ## run the tests that take long: the examples, kills, the benchmarks in short
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "slow and not gpu" $(TESTS) $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
@@ -106,6 +106,12 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 $(XLA)/installed: tests/xla_support/environment.py tests/xla_support/stub_cuda.py pyproject.toml
 	$(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python tests/xla_support/environment.py
+	@touch $@
+
+# Hydra, with the OmegaConf that it asks for, in a folder that only its test puts on the path.
+$(VENV)/hydra/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) hydra-core==1.3.2 omegaconf==2.3.0 \
+		antlr4-python3-runtime==4.9.3
 	@touch $@
 
 # Lightning, and libraries that are built on it, with the torch of constraints.txt: a gigabyte to download.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from .base import Callback
 from .checkpoint import Checkpoint
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
-from .timer import Timer
 
 if TYPE_CHECKING:
     from .batch_size_finder import BatchSizeFinder
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from .stochastic_weight_averaging import StochasticWeightAveraging
     from .stop_file import StopFile
     from .throughput_monitor import ThroughputMonitor
+    from .timer import Timer
     from .weight_averaging import EMAWeightAveraging, WeightAveraging
     from .weight_statistics import WeightStatistics
     from .xla_stats_monitor import XLAStatsMonitor
@@ -110,6 +110,7 @@ _LATER = {
     "StopFile": "stop_file",
     "TQDMProgressBar": "progress",
     "ThroughputMonitor": "throughput_monitor",
+    "Timer": "timer",
     "TrainingEfficiency": "efficiency",
     "TrainingSpikeException": "spike_detection",
     "WeightAveraging": "weight_averaging",

@@ -1,27 +1,23 @@
-"""Names and files of checkpoints: rendering a template, finding, linking, removing. Used by model_checkpoint.py."""
+"""Files of checkpoints: finding, linking, copying, removing. Used by model_checkpoint.py and those beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from ..checkpoint.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
-from ..errors import ConfigError, ModuleError, nearest
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 __all__ = [
     "check_dirpath",
-    "check_template",
     "copy",
     "default_dirpath",
     "default_dirpaths",
@@ -31,95 +27,16 @@ __all__ = [
     "is_local",
     "link",
     "make_way",
-    "missing_metric",
     "modified_ns",
     "move",
     "normalized",
     "remove",
     "remove_unfinished",
-    "render_name",
     "same_file",
-    "template_names",
 ]
 
-_COUNTERS = ("epoch", "step")
 _MANIFEST = "manifest.json"  # checkpoint/sharded/manifest.py's, which is not imported for a name
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
-
-
-def template_names(template: str) -> list[str]:
-    """Return the metrics that a template names, without `epoch` and `step`, each once."""
-    names = [name for _, name, _, _ in Formatter().parse(template) if name]
-    return [name for name in dict.fromkeys(names) if name not in _COUNTERS]
-
-
-def check_template(template: str, argument: str) -> None:
-    """Refuse a template that could not be rendered or found again.
-
-    Raises:
-        ConfigError: Names what is wrong with it.
-    """
-    try:
-        parts = list(Formatter().parse(template))
-    except ValueError as error:
-        raise ConfigError(f"{argument}={template!r} is no template: {error}.", fix="write metrics as {name}.") from None
-    problems = []
-    for _, name, spec, _ in parts:
-        if name == "":
-            problems.append("an empty pair of braces")
-        elif name is not None and not _is_spec(spec or "", integer=name in _COUNTERS):
-            problems.append(f"{{{name}:{spec}}} has a format that does not suit a number")
-    if os.path.basename(template).startswith(".") or not os.path.basename(template):
-        problems.append("the name is empty or begins with a dot, which is how unfinished files begin")
-    if problems:
-        raise ConfigError(
-            f"{argument}={template!r}: {'; '.join(problems)}.", fix="write for example '{epoch}-{val_loss:.3f}'."
-        )
-
-
-def _is_spec(spec: str, *, integer: bool) -> bool:
-    try:
-        format(1 if integer else 1.0, spec)
-    except ValueError:
-        return False
-    return True
-
-
-def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_names: bool, equals: str) -> str:
-    """Return the template with its metrics filled in.
-
-    Args:
-        template: Text with `{name}` or `{name:spec}`; names may contain slashes and dots.
-        metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device.
-        insert_names: Write `name=value` instead of the value alone.
-        equals: What stands between name and value.
-
-    Raises:
-        ModuleError: A name has no value; all such names are listed.
-    """
-    missing = [name for _, name, _, _ in Formatter().parse(template) if name and name not in metrics]
-    if missing:
-        raise missing_metric(missing, metrics, f"filename={template!r}")
-    rendered = []
-    for literal, name, spec, _ in Formatter().parse(template):
-        rendered.append(literal)
-        if name:
-            raw = metrics[name]
-            value = raw.item() if isinstance(raw, Tensor) else raw
-            value = int(value) if name in _COUNTERS else value
-            text = format(value, spec or ("" if isinstance(value, int) else ".6g"))
-            rendered.append(f"{name}{equals}{text}" if insert_names else text)
-    return "".join(rendered)
-
-
-def missing_metric(missing: list[str], metrics: Mapping[str, object], where: str) -> ModuleError:
-    """Return the error for metrics that a checkpoint callback needs and nobody logged."""
-    known = sorted(name for name in metrics if name not in _COUNTERS)
-    described = ", ".join(f"{name!r}{nearest(name, known)}" for name in missing)
-    return ModuleError(
-        f"ModelCheckpoint({where}): no metric named {described} was logged; there are {known}.",
-        fix=f"log it with self.log({missing[0]!r}, ...) in the step or hook before the save, or name one of those.",
-    )
 
 
 def default_dirpath(trainer: Trainer) -> str:
@@ -163,7 +80,7 @@ def find_checkpoints(folders: list[str], extension: str) -> list[str]:
             real = os.path.realpath(path) if is_local(path) else path
             try:
                 modified = modified_ns(real)
-            except FileNotFoundError:
+            except OSError:  # gone meanwhile, or a link that leads nowhere or to itself
                 continue
             step = _STEP_IN_NAME.search(os.path.basename(real))
             found[real] = (modified, int(step.group(1)) if step else -1)

@@ -14,6 +14,7 @@ from ..data.move import find_batch_size
 from ..errors import ConfigError
 from ..fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
 from .base import Callback
+from .summary import count_elements
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -133,7 +134,7 @@ class TrainingEfficiency(Callback):
         self._devices = trainer.world_size
         self._replicas = trainer.strategy.topology.data_size
         self._peak = self._find_peak(trainer) if self.flops is not None else None
-        self._parameters = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
+        self._parameters = sum(count_elements(one) for one in pl_module.parameters() if one.requires_grad)
         self._samples, self._tokens = 0, 0
         self._logged_step = trainer.global_step
         if device.type == "cuda":

@@ -13,24 +13,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..checkpoint.checkpoint_io import TorchCheckpointIO
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from . import checkpoint_files as files
 from .base import from_rank_zero
 from .checkpoint import Checkpoint
+from .checkpoint_arguments import check_arguments
 from .checkpoint_books import CheckpointBooks, score_tensor
+from .checkpoint_names import missing_metric, render_name, template_names
+from .checkpoint_removal import CheckpointRemoval
+from .checkpoint_writing import link_or_copy, link_or_warn, make_way, tell_loggers
 from .top_k import TopK
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
-    from .rank_zero import SharedDeadline
+    from .checkpoint_interval import TimeInterval
 
 __all__ = ["ModelCheckpoint"]
 
@@ -118,7 +120,17 @@ class ModelCheckpoint(Checkpoint):
         self._train_time_interval = train_time_interval
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._enable_version_counter = enable_version_counter
-        self._check_arguments()
+        check_arguments(
+            monitor=monitor,
+            mode=mode,
+            filename=filename,
+            dirpath=self.dirpath,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=train_time_interval,
+        )
 
         self._books = CheckpointBooks(TopK(save_top_k, mode))
 
@@ -133,8 +145,11 @@ class ModelCheckpoint(Checkpoint):
         self._start_step = 0
         self._written_step = -1  # global_step of the newest file of this run
         self._validated = False
-        self._interval_start_s = 0.0
-        self._deadline: SharedDeadline | None = None
+        self._interval: TimeInterval | None = None
+        if train_time_interval is not None:
+            from .checkpoint_interval import TimeInterval  # not imported where steps or epochs are counted
+
+            self._interval = TimeInterval(train_time_interval)
 
     # --- what users read -------------------------------------------------------------------------------------------
 
@@ -221,7 +236,7 @@ class ModelCheckpoint(Checkpoint):
             ModuleError: The template names a metric that is not there.
         """
         template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        name = files.render_name(
+        name = render_name(
             template, metrics, insert_names=self.auto_insert_metric_name, equals=self.CHECKPOINT_EQUALS_CHAR
         )
         parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]
@@ -272,7 +287,8 @@ class ModelCheckpoint(Checkpoint):
         self._start_step = trainer.global_step
         self._written_step = -1
         self._validated = False
-        self._begin_interval(trainer)
+        if self._interval is not None:
+            self._interval.begin(trainer)
         if trainer.fast_dev_run or self.dirpath is None:
             return
         self._overwritable = from_rank_zero(trainer, lambda: self._prepare_folder(trainer))
@@ -285,13 +301,17 @@ class ModelCheckpoint(Checkpoint):
         files.check_dirpath(str(self.dirpath))
         self._warn_of_settings(trainer)
         files.remove_unfinished(str(self.dirpath))
-        self._remove_leftovers(trainer)
-        self._complete_last(trainer)
-        return self._find_overwritable(trainer)
+        removal = self._removal(trainer)
+        removal.remove_leftovers()
+        if not (self._continues_last and removal.resumed_path):
+            return set()
+        if self.save_last:
+            removal.complete_last(trainer.global_step, is_link=self.save_last == "link")
+        return removal.find_passed_over(self.FILE_EXTENSION)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if the number of steps or the time has come."""
-        interval = self._train_time_interval
+        interval = self._interval
         if self._every_n_train_steps:
             if trainer.global_step % self._every_n_train_steps:
                 return
@@ -300,23 +320,10 @@ class ModelCheckpoint(Checkpoint):
         if not trainer.at_step_boundary or self._is_inert(trainer):
             return
         if interval is not None:
-            if self._deadline is not None:  # clocks differ: rank 0 decides for all
-                is_due = self._deadline.has_come(trainer.strategy, trainer.global_step)
-            else:
-                is_due = time.monotonic() - self._interval_start_s >= interval.total_seconds()
-            if not is_due:
+            if not interval.is_over(trainer):
                 return
-            self._begin_interval(trainer)
+            interval.begin(trainer)
         self._trigger(trainer, strict=False)
-
-    def _begin_interval(self, trainer: Trainer) -> None:
-        self._interval_start_s = time.monotonic()
-        interval = self._train_time_interval
-        if interval is not None and trainer.ranks_answer:
-            from .rank_zero import SharedDeadline  # not imported where there is one process
-
-            ends_s = self._interval_start_s + interval.total_seconds()
-            self._deadline = SharedDeadline(lambda: ends_s - time.monotonic())
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save if validations are what is counted, or what waited for this validation's metrics."""
@@ -449,14 +456,14 @@ class ModelCheckpoint(Checkpoint):
     def _is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
         missing = [name for name in self._needed_metrics() if name not in trainer.callback_metrics]
         if missing and strict:
-            raise files.missing_metric(missing, trainer.callback_metrics, self._described())
+            raise missing_metric(missing, trainer.callback_metrics, self._described())
         return not missing and not self._stale_metrics(trainer)
 
     def _needed_metrics(self) -> list[str]:
         if self.save_top_k == 0:
             return []
         names = [self.monitor] if self.monitor else []
-        return list(dict.fromkeys([*names, *files.template_names(self.filename or "")]))
+        return list(dict.fromkeys([*names, *template_names(self.filename or "")]))
 
     def _stale_metrics(self, trainer: Trainer) -> list[str]:
         step, metrics = trainer.global_step, trainer.callback_metrics
@@ -519,33 +526,16 @@ class ModelCheckpoint(Checkpoint):
             return  # the template itself says "last"
         if trainer.saves_in_background and kept_path is not None:
             if self.save_last == "link":
-                trainer.when_saved(lambda: from_rank_zero(trainer, lambda: self._link_or_copy(kept_path, path)))
+                trainer.when_saved(lambda: from_rank_zero(trainer, lambda: link_or_copy(kept_path, path)))
             return
         is_link_wanted = self.save_last == "link" and kept_path is not None
-        if is_link_wanted and from_rank_zero(trainer, lambda: self._link(str(kept_path), path)):
+        if is_link_wanted and from_rank_zero(trainer, lambda: link_or_warn(str(kept_path), path)):
             return
         self._write(trainer, [path], before)
 
-    def _link_or_copy(self, target: str, path: str) -> None:
-        if not self._link(target, path):
-            files.copy(target, path)
-
-    def _link(self, target: str, path: str) -> bool:
-        old = files.make_way(path, for_folder=False)
-        try:
-            files.link(target, path)
-        except OSError as error:
-            if old is not None:
-                files.move(old, path)
-            _log.warning("ModelCheckpoint: %s cannot be a link (%s); a file is written.", path, error)
-            return False
-        if old is not None:
-            self._remove(old)
-        return True
-
     def _write(self, trainer: Trainer, paths: list[str], before: CheckpointBooks) -> None:
         written_before = self._written_step
-        moved = self._make_way(trainer, paths)
+        moved = make_way(trainer, paths)
 
         def take_back() -> None:  # the file is not there: the books must not name it
             self._books, self._written_step = before, written_before
@@ -564,34 +554,7 @@ class ModelCheckpoint(Checkpoint):
             raise
         self._written_step = trainer.global_step
         self._overwritable.difference_update(paths)
-        trainer.when_saved(lambda: self._tell_loggers(trainer, len(paths)), take_back)
-
-    def _make_way(self, trainer: Trainer, paths: list[str]) -> dict[str, str]:
-        """Rename checkpoints that are overwritten and of another form than before: with `state_dict_type`, say.
-
-        Returns:
-            For their paths the new names, under which they stay until the new checkpoint is whole.
-        """
-        checkpoint_io = trainer.strategy.checkpoint_io
-        if type(getattr(checkpoint_io, "checkpoint_io", checkpoint_io)) is not TorchCheckpointIO:
-            return {}  # a user's own form
-
-        def rename() -> dict[str, str]:
-            is_folder = trainer.strategy.saves_shards("full")
-            moved = {path: files.make_way(path, for_folder=is_folder) for path in paths}
-            return {path: name for path, name in moved.items() if name is not None}
-
-        return from_rank_zero(trainer, rename)
-
-    def _tell_loggers(self, trainer: Trainer, num_files: int) -> None:
-        if not trainer.is_global_zero:
-            return
-        for _ in range(num_files):
-            for logger in trainer.loggers:
-                try:
-                    logger.after_save_checkpoint(self)
-                except Exception:  # a logger that fails is said and does not end training
-                    _log.exception("%s.after_save_checkpoint failed; training goes on.", type(logger).__name__)
+        trainer.when_saved(lambda: tell_loggers(trainer, self, num_files=len(paths)), take_back)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         """Return what names and scores are made of; with several ranks, rank 0's numbers of what is needed of it."""
@@ -601,7 +564,7 @@ class ModelCheckpoint(Checkpoint):
             metrics: dict[str, Tensor | float] = {**counts, **trainer.callback_metrics}
             if not trainer.ranks_answer:
                 return metrics
-            used = ["epoch", "step", *self._needed_metrics(), *files.template_names(self.CHECKPOINT_NAME_LAST)]
+            used = ["epoch", "step", *self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]
             return {name: float(metrics[name]) for name in used if name in metrics}
 
         return from_rank_zero(trainer, read)
@@ -621,7 +584,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _plan_last(self, trainer: Trainer) -> str:
         template, metrics = self.CHECKPOINT_NAME_LAST, self._metrics(trainer)
-        if any(name not in metrics for name in files.template_names(template)):
+        if any(name not in metrics for name in template_names(template)):
             template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` waits for no metric
         return self._free_path(trainer, metrics, template, own=self.last_model_path)
 
@@ -629,62 +592,16 @@ class ModelCheckpoint(Checkpoint):
 
     def _remove_pending(self, trainer: Trainer) -> None:
         if self._books.pending_removals:  # the books are equal on all ranks
-            from_rank_zero(trainer, lambda: self._remove_files(trainer))
+            from_rank_zero(trainer, self._removal(trainer).remove_pending)
         self._books.pending_removals = []
 
-    def _remove_files(self, trainer: Trainer) -> None:
-        for path in self._books.pending_removals:
-            if self._may_remove(trainer, path):
-                self._remove(path)
-
-    def _may_remove(self, trainer: Trainer, path: str) -> bool:
-        if self._books.holds(path):
-            return False
-        if trainer.ckpt_path and not self._may_remove_resumed and files.same_file(trainer.ckpt_path, path):
-            return False  # a run that dies now resumes from it again
-        if self.last_model_path and not os.path.islink(path) and files.same_file(self.last_model_path, path):
-            return False  # `last` is a link to it
-        return not files.is_local(path) or files.is_inside(path, str(self.dirpath))
-
-    def _remove(self, path: str) -> None:
-        try:
-            files.remove(path)
-        except (OSError, CheckpointError) as error:
-            _log.warning("ModelCheckpoint: %s could not be removed: %s", path, error)
-
-    def _remove_leftovers(self, trainer: Trainer) -> None:
-        """Remove what the checkpoint that is resumed had meant to remove, unless it was written again since."""
-        if not self._books.pending_removals or not trainer.ckpt_path:
-            return
-        resumed_ns = files.modified_ns(str(trainer.ckpt_path))
-        for path in self._books.pending_removals:
-            if files.exists(path) and self._may_remove(trainer, path) and files.modified_ns(path) <= resumed_ns:
-                self._remove(path)
-
-    def _complete_last(self, trainer: Trainer) -> None:
-        """Write `last` if a kill came between it and the file that is resumed: they have the same content."""
-        path, resumed = self._books.last_path, str(trainer.ckpt_path or "")
-        if not (self.save_last and self._continues_last and resumed and files.is_local(path)):
-            return
-        if self._books.last_step != trainer.global_step or not self._books.holds(resumed) or resumed == path:
-            return
-        if files.exists(path) and files.modified_ns(path) >= files.modified_ns(resumed):
-            return
-        old = files.make_way(path, for_folder=self.save_last != "link" and os.path.isdir(resumed))
-        if self.save_last == "link":
-            files.link(resumed, path)
-        else:
-            files.copy(resumed, path)
-        if old is not None:
-            self._remove(old)
-
-    def _find_overwritable(self, trainer: Trainer) -> set[str]:
-        """Return files that `ckpt_path="last"` passed over as damaged: this run writes the same steps again."""
-        if not self._continues_last or not trainer.ckpt_path or self.dirpath is None:
-            return set()
-        resumed_ns = files.modified_ns(str(trainer.ckpt_path))
-        found = files.find_checkpoints([self.dirpath], self.FILE_EXTENSION)
-        return {path for path in found if not self._books.holds(path) and files.modified_ns(path) > resumed_ns}
+    def _removal(self, trainer: Trainer) -> CheckpointRemoval:
+        return CheckpointRemoval(
+            self._books,
+            dirpath=str(self.dirpath),
+            resumed_path=str(trainer.ckpt_path or ""),
+            may_remove_resumed=self._may_remove_resumed,
+        )
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -710,32 +627,3 @@ class ModelCheckpoint(Checkpoint):
     def _described(self) -> str:
         shown = {"monitor": self.monitor, "filename": self.filename}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
-
-    def _check_arguments(self) -> None:
-        problems = []
-        if self.mode not in ("min", "max"):
-            problems.append(f"mode={self.mode!r} (expected 'min' or 'max')")
-        if not isinstance(self.save_top_k, int) or self.save_top_k < -1:
-            problems.append(f"save_top_k={self.save_top_k!r} (expected -1, 0 or more)")
-        elif self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            problems.append(f"save_top_k={self.save_top_k} without monitor (expected -1, 0 or 1: no metric says best)")
-        if self.save_last not in (None, True, False, "link"):
-            problems.append(f"save_last={self.save_last!r} (expected True, False, 'link' or None)")
-        if self.save_last == "link" and self.dirpath is not None and not files.is_local(self.dirpath):
-            problems.append(f"save_last='link' with dirpath={self.dirpath!r} (links need a local folder)")
-        triggers = {
-            "every_n_train_steps": self._every_n_train_steps,
-            "every_n_epochs": self._every_n_epochs,
-        }
-        problems += [f"{name}={n!r} (expected 0 or more)" for name, n in triggers.items() if n < 0]
-        interval = self._train_time_interval
-        if interval is not None and not isinstance(interval, timedelta):
-            problems.append(f"train_time_interval={interval!r} (expected a timedelta)")
-        active = [name for name, n in triggers.items() if n >= 1]
-        active += ["train_time_interval"] if interval is not None else []
-        if len(active) > 1:
-            problems.append(f"{' and '.join(active)} (expected one of them; use two ModelCheckpoints for two cadences)")
-        if problems:
-            raise ConfigError(f"ModelCheckpoint: {'; '.join(problems)}.", fix="correct these arguments.")
-        if self.filename is not None:
-            files.check_template(self.filename, "filename")

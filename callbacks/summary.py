@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from .sharded_pass import gathered, root_around
 
-__all__ = ["LayerSummary", "Summary", "format_table", "human_count", "summarize"]
+__all__ = ["LayerSummary", "Summary", "count_elements", "format_table", "human_count", "summarize"]
 
 _UNITS = (" ", "K", "M", "B", "T")
 
@@ -124,11 +124,11 @@ def summarize(
     summary = Summary(layers=[_row(name, layer) for name, layer in listed])
     counted = {id(parameter) for _, layer in listed for parameter in layer.parameters()}
     for parameter in module.parameters():
-        count = _numel(parameter)
+        count = count_elements(parameter)
         summary.total_parameters += count
         summary.trainable_parameters += count if parameter.requires_grad else 0
         summary.model_size += count * parameter.dtype.itemsize / 1e6
-    others = sum(_numel(parameter) for parameter in module.parameters() if id(parameter) not in counted)
+    others = sum(count_elements(parameter) for parameter in module.parameters() if id(parameter) not in counted)
     for submodule in module.modules():
         if submodule is not module:
             summary.total_training_modes["train" if submodule.training else "eval"] += 1
@@ -149,7 +149,7 @@ def _listed(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
 
 
 def _row(name: str, layer: nn.Module) -> LayerSummary:
-    count = sum(_numel(parameter) for parameter in layer.parameters())
+    count = sum(count_elements(parameter) for parameter in layer.parameters())
     return LayerSummary(name, _class_name(layer), count, layer.training)
 
 
@@ -161,8 +161,11 @@ def _class_name(layer: nn.Module) -> str:
     return kind.__name__
 
 
-def _numel(parameter: Tensor) -> int:
-    return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
+def count_elements(parameter: Tensor) -> int:
+    """Return how many elements the whole parameter has, 0 before it is initialised."""
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        return 0
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # where DeepSpeed has cut it, it is empty
 
 
 def _measure(

@@ -161,8 +161,11 @@ def refuse_engines(trainer: Trainer, *, owner: str) -> None:
     """
     name = str(getattr(trainer.strategy, "strategy_name", ""))
     if name.startswith(("deepspeed", "xla_fsdp")):
-        raise _needs_whole(
-            trainer, owner, "use strategy='fsdp', strategy='ddp' or one device, or leave the callback out."
+        others = "strategy='xla'" if name.startswith("xla") else "strategy='fsdp', strategy='ddp'"
+        raise ConfigError(
+            f"{owner} reads and writes the weights, and under {type(trainer.strategy).__name__} the engine keeps its "
+            "own, in parts.",
+            fix=f"use {others} or one device, or leave the callback out.",
         )
 
 
@@ -175,11 +178,7 @@ def refuse_shards(trainer: Trainer, module: nn.Module, *, owner: str) -> None:
     refuse_engines(trainer, owner=owner)
     is_spread = any(is_sharded(parameter) for parameter in module.parameters())
     if is_spread or getattr(trainer.strategy, "shards_parameters", False):
-        raise _needs_whole(trainer, owner, "use strategy='ddp' or one device, or leave the callback out.")
-
-
-def _needs_whole(trainer: Trainer, owner: str, fix: str) -> ConfigError:
-    return ConfigError(
-        f"{owner} needs the whole module on each rank, and {type(trainer.strategy).__name__} gives each a part.",
-        fix=fix,
-    )
+        raise ConfigError(
+            f"{owner} needs the whole module on each rank, and {type(trainer.strategy).__name__} gives each a part.",
+            fix="use strategy='ddp' or one device, or leave the callback out.",
+        )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError
-from .checkpoint_io import CheckpointIO, TorchCheckpointIO
+from .checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through
 from .host_copy import HostCopy
 from .plain import require_plain
 
@@ -161,11 +161,11 @@ class AsyncCheckpointIO(CheckpointIO):
             CheckpointError: The save to this path failed; or see the wrapped plugin.
         """
         self.wait_for(path)
-        load = self.checkpoint_io.load_checkpoint
-        given = {**({"lazy": True} if lazy else {}), **({} if verify else {"verify": False})}
-        known = inspect.signature(load).parameters
-        options = {name: value for name, value in given.items() if name in known}
-        return load(path, map_location=map_location, weights_only=weights_only, **options)
+        optional = {**({"lazy": True} if lazy else {}), **({} if verify else {"verify": False})}
+        loaded: dict[str, Any] = load_through(
+            self.checkpoint_io, path, map_location=map_location, weights_only=weights_only, optional=optional
+        )
+        return loaded
 
     def wait_for(self, path: str | Path) -> None:
         """Return when nothing is on its way any more, before a checkpoint is read.

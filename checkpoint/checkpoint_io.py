@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from . import storage
 
-__all__ = ["CheckpointIO", "TorchCheckpointIO"]
+__all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through"]
 
 
 class CheckpointIO(ABC):
@@ -104,3 +105,30 @@ class TorchCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path; see `storage.remove`."""
         storage.remove(path)
+
+
+def load_through(
+    io: Any,  # Any: a user's own, with whatever arguments its load_checkpoint has
+    path: str | Path,
+    *,
+    map_location: Any,  # Any: as in torch.load
+    weights_only: bool | None,
+    optional: Mapping[str, object],
+) -> Any:  # Any: what a user's own returns
+    """Call an IO's `load_checkpoint` with those of the arguments that it takes.
+
+    Older plugins of the field take neither map_location nor weights_only, and decide for themselves how they read.
+
+    Args:
+        io: A CheckpointIO.
+        path: File, folder or URL.
+        map_location: As in torch.load.
+        weights_only: Whether to read tensors and plain values only.
+        optional: Arguments that only an IO gets that names them: `lazy`, `verify`.
+    """
+    known = inspect.signature(io.load_checkpoint).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    usual = {"map_location": map_location, "weights_only": weights_only}
+    options = {name: value for name, value in usual.items() if takes_any or name in known}
+    options |= {name: value for name, value in optional.items() if name in known}
+    return io.load_checkpoint(path, **options)

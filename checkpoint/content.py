@@ -40,6 +40,7 @@ _OWN_STATES = (
     "precision",
     "loggers",
     "schedule_progress",
+    "optimizer_record",
     "gradients",
     "validation_generators",
     "frozen",

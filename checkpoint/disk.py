@@ -1,6 +1,6 @@
 """What the file system does for a checkpoint: a locked temporary file, fsync, rename, removal of stale files.
 
-Called by storage.py.
+And what is said where it refuses. Called by storage.py and by all others that write checkpoints.
 """
 
 from __future__ import annotations
@@ -8,15 +8,27 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from io import FileIO
 from pathlib import Path
+
+from ..errors import CheckpointError
 
 try:
     import fcntl
 except ImportError:  # Windows: temporary files of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["make_folder", "open_temporary", "remove_quietly", "remove_stale", "sync_file", "sync_folder"]
+__all__ = [
+    "cannot_remove",
+    "cannot_write",
+    "make_folder",
+    "open_temporary",
+    "remove_quietly",
+    "remove_stale",
+    "sync_file",
+    "sync_folder",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -108,3 +120,51 @@ def _lock(descriptor: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+_FIXES = {
+    errno.ENOSPC: "free space on that disk, keep fewer checkpoints (save_top_k), or choose another folder (dirpath).",
+    errno.EACCES: "choose a folder that this user may write to (dirpath, default_root_dir), or change its permissions.",
+    errno.EROFS: "the file system is read-only: choose another folder (dirpath, default_root_dir).",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`), or choose another file system.",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another folder.",
+    errno.EISDIR: "pass the path of a file: there is a folder of that name.",
+    errno.ENAMETOOLONG: "choose a shorter file name.",
+}
+_FIXES[errno.EDQUOT] = _FIXES[errno.ENOSPC]
+_FIXES[errno.EPERM] = _FIXES[errno.EACCES]
+_FIXES[errno.EEXIST] = _FIXES[errno.ENOTDIR]
+
+
+def cannot_remove(shown: str, error: OSError) -> CheckpointError:
+    """Return the error for a checkpoint that the system does not let us remove."""
+    return CheckpointError(
+        f"the checkpoint {shown!r} cannot be removed: {error.strerror or error}.",
+        fix=_FIXES.get(error.errno or 0, "remove it by hand."),
+    )
+
+
+def cannot_write(what: str, error: OSError, size_bytes: int, folder: Path) -> CheckpointError:
+    """Return the error for what the system does not let us write: why, how much it needs, what is free.
+
+    Args:
+        what: Begins the sentence, such as "the checkpoint 'a.ckpt'".
+        error: Of the system.
+        size_bytes: About how much was to be written.
+        folder: On the disk that it was to be written to.
+    """
+    free = _free_bytes(folder)
+    text = f"{what} could not be written: {error.strerror or error}. It needs about {size_bytes:,} bytes"
+    text += f"; {free:,} bytes are free in {str(folder)!r}." if free is not None else "."
+    text += " No unfinished file is left; if there is a file at that path, it is whole."
+    return CheckpointError(text, fix=_FIXES.get(error.errno or 0, "check the disk, or choose another folder."))
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the free space where a folder is, or would be; None if the system does not say."""
+    for place in (folder, *folder.absolute().parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:  # not made yet, or not ours to see: the one above may say
+            continue
+    return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .checkpoint_io import load_through
 
 __all__ = ["prepare_on_all_ranks", "read_checkpoint"]
 
@@ -22,12 +23,8 @@ def read_checkpoint(io: Any, path: str | Path, *, is_safe: bool, by_parts: bool,
             memory that the file is mapped to). An IO whose `load_checkpoint` takes no argument `lazy` reads all.
         is_verified: What `prepare_on_all_ranks` returned.
     """
-    options = {}
-    if by_parts and "lazy" in inspect.signature(io.load_checkpoint).parameters:
-        options["lazy"] = True
-    if is_verified:
-        options["verify"] = False
-    return io.load_checkpoint(path, map_location="cpu", weights_only=is_safe, **options)
+    optional = {**({"lazy": True} if by_parts else {}), **({"verify": False} if is_verified else {})}
+    return load_through(io, path, map_location="cpu", weights_only=is_safe, optional=optional)
 
 
 def prepare_on_all_ranks(

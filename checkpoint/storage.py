@@ -10,11 +10,8 @@ import errno
 import io
 import os
 import pickle
-import shutil
-import struct
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +22,8 @@ import torch
 from ..errors import CheckpointError
 from . import disk, seal, verified
 from .archive import Damaged
-from .plain import require_plain, tensors, untrust
+from .disk import cannot_remove, cannot_write
+from .plain import require_plain, tensors
 from .remote import Remote, as_local
 from .verified import CheckpointNotFound, Verified, newest_valid, verify
 
@@ -33,8 +31,6 @@ __all__ = [
     "STAGES",
     "CheckpointNotFound",
     "Verified",
-    "cannot_remove",
-    "cannot_write",
     "load",
     "newest_valid",
     "reached",
@@ -47,34 +43,6 @@ __all__ = [
 STAGES = ("opened", "written", "sealed", "synced", "renamed", "folder-synced")
 
 _BUFFER = 1 << 20
-
-# What torch.load raises for bytes that are no checkpoint; it documents no list.
-_READ_ERRORS = (
-    pickle.UnpicklingError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    struct.error,
-)
-
-_FIXES = {
-    errno.ENOSPC: "free space on that disk, keep fewer checkpoints (save_top_k), or choose another folder (dirpath).",
-    errno.EACCES: "choose a folder that this user may write to (dirpath, default_root_dir), or change its permissions.",
-    errno.EROFS: "the file system is read-only: choose another folder (dirpath, default_root_dir).",
-    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`), or choose another file system.",
-    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another folder.",
-    errno.EISDIR: "pass the path of a file: there is a folder of that name.",
-    errno.ENAMETOOLONG: "choose a shorter file name.",
-}
-_FIXES[errno.EDQUOT] = _FIXES[errno.ENOSPC]
-_FIXES[errno.EPERM] = _FIXES[errno.EACCES]
-_FIXES[errno.EEXIST] = _FIXES[errno.ENOTDIR]
 
 
 def reached(stage: str) -> None:
@@ -178,16 +146,18 @@ def load(
             return deepspeed_folder.load(
                 local, map_location=map_location, lazy=lazy, is_safe=weights_only is not False, verify=verify
             )
+    from .file_reading import read_file  # not imported where nothing is resumed
+
     mmap = mmap or lazy
     if local is not None:
-        return _load(local, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
+        return read_file(local, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
     remote = Remote(str(path), storage_options)
     if not remote.exists():
         raise verified.not_found(str(path), remote.neighbours())
     with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
         copy = Path(folder, "checkpoint.ckpt")
         remote.fetch(copy)
-        return _load(copy, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
+        return read_file(copy, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
 
 
 def verify_share(
@@ -247,30 +217,6 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
         local.unlink(missing_ok=True)
     except OSError as error:
         raise cannot_remove(str(path), error) from error
-
-
-def cannot_remove(shown: str, error: OSError) -> CheckpointError:
-    """Return the error for a checkpoint that the system does not let us remove."""
-    return CheckpointError(
-        f"the checkpoint {shown!r} cannot be removed: {error.strerror or error}.",
-        fix=_FIXES.get(error.errno or 0, "remove it by hand."),
-    )
-
-
-def cannot_write(what: str, error: OSError, size_bytes: int, folder: Path) -> CheckpointError:
-    """Return the error for what the system does not let us write: why, how much it needs, what is free.
-
-    Args:
-        what: Begins the sentence, such as "the checkpoint 'a.ckpt'".
-        error: Of the system.
-        size_bytes: About how much was to be written.
-        folder: On the disk that it was to be written to.
-    """
-    free = _free_bytes(folder)
-    text = f"{what} could not be written: {error.strerror or error}. It needs about {size_bytes:,} bytes"
-    text += f"; {free:,} bytes are free in {str(folder)!r}." if free is not None else "."
-    text += " No unfinished file is left; if there is a file at that path, it is whole."
-    return CheckpointError(text, fix=_FIXES.get(error.errno or 0, "check the disk, or choose another folder."))
 
 
 def _save_remote(checkpoint: dict[str, Any], remote: Remote) -> None:  # Any: see save
@@ -353,55 +299,6 @@ def _raise_explained(
     raise cannot_write(f"the checkpoint {shown!r}", error, _size_bytes(checkpoint), folder) from error
 
 
-def _load(
-    path: Path, shown: str, map_location: Any, *, is_safe: bool, mmap: bool, verify: bool
-) -> dict[str, Any]:  # Any: see load
-    if verify or not os.access(path, os.R_OK) or path.is_dir():  # the latter are explained there
-        is_sealed = verified.verify_as(path, shown).sealed
-    else:
-        with open(path, "rb") as file:
-            is_sealed = seal.is_sealed(file, path.stat().st_size)
-    try:  # what we have sealed is plain: nothing but the Trusted entries needs trust
-        loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe or is_sealed)
-    except OSError as error:
-        raise verified.cannot_read(shown, error) from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"the checkpoint {shown!r} cannot be read safely, as tensors and plain values: {_reason(error)}",
-            fix="pass weights_only=False, only if you trust whoever wrote the file: reading it so can run any code.",
-        ) from error
-    except _READ_ERRORS as error:
-        raise CheckpointError(
-            f"the checkpoint {shown!r} cannot be read: {type(error).__name__}: {error}",
-            fix="if it was saved on another device, pass map_location='cpu'; else the file is damaged.",
-        ) from error
-    if not isinstance(loaded, dict):
-        raise CheckpointError(
-            f"{shown!r} holds a {type(loaded).__name__}, and a checkpoint is a dict.",
-            fix="pass a file that a Trainer has saved, or read this one with torch.load.",
-        )
-    result: dict[str, Any] = untrust(loaded, allow=not is_safe)
-    return result
-
-
-def _read(path: Path, map_location: Any, *, mmap: bool, is_safe: bool) -> Any:  # Any: whatever the file holds
-    if is_safe:
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    try:
-        with warnings.catch_warnings():  # about pickle protocols, which do not matter for the reading below
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError):
-        return torch.load(path, map_location=map_location, weights_only=False, mmap=mmap)
-
-
-def _reason(error: pickle.UnpicklingError) -> str:
-    """Return the sentence of torch's long message that says what it refused."""
-    text = str(error).partition("Check the documentation")[0].rpartition("WeightsUnpickler error:")[2]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].partition(" Please use")[0] if lines else type(error).__name__
-
-
 def _size_bytes(checkpoint: dict[str, Any]) -> int:  # Any: see save
     sizes = {}
     for _, tensor in tensors(checkpoint):
@@ -424,13 +321,3 @@ def _shared(checkpoint: dict[str, Any]) -> str:  # Any: see save
         if dtype != tensor.dtype:
             return f" ({other} and {path} share memory, as {dtype} and {tensor.dtype})"
     return ""
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Return the free space where a folder is, or would be; None if the system does not say."""
-    for place in (folder, *folder.absolute().parents):
-        try:
-            return shutil.disk_usage(place).free
-        except OSError:  # not made yet, or not ours to see: the one above may say
-            continue
-    return None

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from . import disk, seal, storage
 from .archive import DESCRIPTOR_SIGNATURE, Damaged, Directory, payloads, read_directory
+from .disk import cannot_write
 from .lazy import map_tensors, read_tensor, size_bytes, tensors_in
 from .names import read_storages
 from .plain import require_plain
@@ -154,7 +155,7 @@ def write_whole(
     except OSError as error:
         if isinstance(error, CheckpointError):  # CheckpointNotFound is both
             raise
-        raise storage.cannot_write(repr(str(path)), error, size, target.parent) from error
+        raise cannot_write(repr(str(path)), error, size, target.parent) from error
 
 
 def _whole(value: Any) -> Tensor:  # Any: Tensor or StoredTensor

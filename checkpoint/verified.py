@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -102,6 +104,12 @@ def files_of_deepspeed(path: Path) -> list[Path]:
 def verify_as(path: Path, shown: str) -> Verified:
     """Verify a local file that messages call `shown`."""
     try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would block whoever opens it
+            raise CheckpointError(
+                f"{shown!r} is no file and no folder, but a pipe, a socket or a device.",
+                fix="write what comes out of it to a file, and pass that one's path.",
+            )
         with open(path, "rb", buffering=_BUFFER) as file:
             return _verify_file(file, os.fstat(file.fileno()).st_size, shown)
     except FileNotFoundError as error:
@@ -239,8 +247,10 @@ def _no_checkpoint(shown: str, size: int, begin: bytes) -> CheckpointError:
 
 
 def _neighbours(path: Path) -> list[str]:
-    try:
-        entries = [(entry.stat().st_mtime, entry.name) for entry in os.scandir(path.parent) if entry.is_file()]
-    except OSError:  # the folder is not there, or not ours to see: then there is nothing to name
-        return []
+    entries = []
+    with contextlib.suppress(OSError), os.scandir(path.parent) as found:  # not there, or not ours: nothing to name
+        for entry in found:
+            with contextlib.suppress(OSError):  # a link that leads to itself
+                if entry.is_file():
+                    entries.append((entry.stat().st_mtime, entry.name))
     return [name for _, name in sorted(entries, reverse=True)]

@@ -23,6 +23,16 @@ _TRAINING = {
     "test": "evaluate a model on its test data",
     "predict": "make predictions with a model",
 }
+_COMMANDS = {
+    **_TRAINING,
+    "launch": "start a program in several processes, on this machine or on several",
+    "checkpoint": "look into checkpoints, check, compare and convert them",
+    "doctor": "say what this machine offers for training, and what is wrong with it",
+    "lifecycle": "print the table of hooks and their order, as Markdown",
+    "report": "make one HTML page of runs: curves, numbers, checkpoints, configuration",
+    "run-lightning": "run a program that was written for Lightning on Loopwright",
+    "watch": "show the curves of runs in the terminal while they train",
+}
 _HOME = {"CLI": "app", "Groups": "groups", "SaveConfig": "saved_config"}
 
 
@@ -67,18 +77,17 @@ def run(arguments: Sequence[str]) -> int:
         from .checkpoint import checkpoint
 
         return checkpoint(arguments[1:])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        from ..errors import nearest
+
+        hint = nearest(arguments[0], _COMMANDS)
+        sys.stderr.write(f"loopwright: {arguments[0]!r} is no command{hint}; there are {', '.join(_COMMANDS)}\n")
+        return 2
     parser = argparse.ArgumentParser(prog="loopwright", description="A trainer framework for PyTorch.")
     parser.add_argument("--version", action="version", version=f"loopwright {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, text in _TRAINING.items():
+    for name, text in _COMMANDS.items():
         commands.add_parser(name, help=text)
-    commands.add_parser("launch", help="start a program in several processes, on this machine or on several")
-    commands.add_parser("checkpoint", help="look into checkpoints, check, compare and convert them")
-    commands.add_parser("doctor", help="say what this machine offers for training, and what is wrong with it")
-    commands.add_parser("lifecycle", help="print the table of hooks and their order, as Markdown")
-    commands.add_parser("report", help="make one HTML page of runs: curves, numbers, checkpoints, configuration")
-    commands.add_parser("run-lightning", help="run a program that was written for Lightning on Loopwright")
-    commands.add_parser("watch", help="show the curves of runs in the terminal while they train")
     chosen = parser.parse_args(arguments)
     if chosen.command == "lifecycle":
         from ..trainer.lifecycle import markdown

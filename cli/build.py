@@ -5,20 +5,79 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..errors import ConfigError, LoopwrightError
+from .ending import where_raised
+from .settings import WRONG, Settings
 from .typed import Plan
 
-__all__ = ["build"]
+__all__ = ["Building"]
 
 # Any in this file: whatever is made.
 
 
-def build(value: Any) -> Any:
-    """Return a value in which every plan has been carried out, innermost first.
+class Building:
+    """Makes objects; where constructors fail, the others are made nevertheless, so that all failures are said at once.
 
-    An error of a constructor gets a note that says where in the settings its arguments stand.
+    Args:
+        settings: Where arguments came from.
+        collects: Whether failures are collected. Otherwise the first one is raised as it is, with a note of its place.
     """
+
+    def __init__(self, settings: Settings, *, collects: bool) -> None:
+        self.problems: list[str] = []
+        self._settings = settings
+        self._collects = collects
+
+    def made(self, value: Any) -> Any:
+        """Return a value in which every plan has been carried out; WRONG where one failed."""
+        try:
+            return _built(value)
+        except _NotMade as failure:
+            if not self._collects:
+                raise failure.error  # noqa: B904  # it was raised before, and has its own cause
+            self.problems.append(self._said(failure))
+            return WRONG
+
+    def finish(self) -> None:
+        """Raise one error for all failures.
+
+        Raises:
+            ConfigError: There are some.
+        """
+        if self.problems:
+            lines = "".join(f"\n  - {line}" for line in self.problems)
+            raise ConfigError(f"what the configuration names cannot be made:{lines}", fix="change what is named.")
+
+    def _said(self, failure: _NotMade) -> str:
+        error, path = failure.error, failure.path.removesuffix(".init_args")
+        source = self._settings.origin(path)
+        shown = f"{path.replace('.init_args', '')}{f' ({source})' if source else ''}: {failure.name}"
+        if isinstance(error, LoopwrightError):
+            return f"{shown}: {error.what.removeprefix(f'{failure.name}: ')} {error.fix}"
+        place = where_raised(error)
+        return f"{shown} raised {type(error).__name__}: {error}{f' ({place})' if place else ''}"
+
+
+class _NotMade(Exception):
+    """A constructor failed.
+
+    Args:
+        path: Where its arguments stand in the settings.
+        name: Of the class.
+        error: What it raised.
+    """
+
+    def __init__(self, path: str, name: str, error: Exception) -> None:
+        super().__init__(path)
+        self.path = path
+        self.name = name
+        self.error = error
+
+
+def _built(value: Any) -> Any:
+    """Return a value in which every plan has been carried out, innermost first."""
     if isinstance(value, Plan):
-        arguments = {name: build(one) for name, one in value.arguments.items()}
+        arguments = {name: _built(one) for name, one in value.arguments.items()}
         if value.is_partial:
             return functools.partial(value.target, **arguments)
         try:
@@ -26,9 +85,9 @@ def build(value: Any) -> Any:
         except Exception as error:
             where = value.path.replace(".init_args", "") or "the configuration"
             error.add_note(f"while {where} was made ({value.target.__qualname__})")
-            raise
+            raise _NotMade(value.path, value.target.__qualname__, error) from error
     if isinstance(value, dict):
-        return {key: build(one) for key, one in value.items()}
+        return {key: _built(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [build(one) for one in value]
+        return [_built(one) for one in value]
     return value

@@ -160,25 +160,30 @@ def _verify(given: argparse.Namespace) -> int:
     paths = [path for named in given.paths for path in _each(named)]
     if not paths:
         raise ConfigError(f"there is no checkpoint in {', '.join(given.paths)}.", fix="pass the path of one.")
-    code = 0
+    codes = {0}
     for path in paths:
         try:
-            said = check(path)
-        except FileNotFoundError:
-            raise
-        except CheckpointError as error:
-            sys.stdout.write(f"{path}: DAMAGED\n  {error.what}\n")
-            code = 1
-        else:
-            sys.stdout.write(f"{path}: ok, {said}\n")
-    return code
+            sys.stdout.write(f"{path}: ok, {check(path)}\n")
+        except LoopwrightError as error:
+            # What the system does not let us read may be whole.
+            is_unread = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, OSError)
+            if is_unread or not isinstance(error, CheckpointError):
+                sys.stderr.write(f"loopwright checkpoint verify: {error}\n")
+                codes.add(2)
+            else:
+                sys.stdout.write(f"{path}: DAMAGED\n  {error.what}\n")
+                codes.add(1)
+        sys.stdout.flush()  # each takes long, and its line is for who waits
+    return max(codes)
 
 
 def _each(path: str) -> Sequence[str | Path]:
     from ..checkpoint.forms import FOLDERS, find_checkpoints
-    from ..checkpoint.remote import as_local
+    from ..checkpoint.remote import Remote, as_local
 
     local = as_local(path)
+    if local is None:
+        Remote(path)  # an address that nobody understands is not a damaged checkpoint
     if local is None or not local.is_dir() or any(is_one(local) for is_one in FOLDERS):
         return [path]
     return find_checkpoints(local)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import inspect
+from datetime import date, time
 from importlib import import_module
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
-from .parameters import parameters_of
-from .typed import Plan
+from .parameters import EMPTY, Parameter, parameters_of
+from .settings import Settings
+from .typed import Plan, Typed
 
 __all__ = ["complete", "is_plain", "public_path"]
 
@@ -23,42 +28,84 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def complete(value: Any, raw: Any, *, names_class: bool = False) -> Any:
+def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: bool = True) -> Any:
     """Return what stands for a value in the saved settings.
 
     Args:
         value: What is made of the settings: plans, and values that have their types.
         raw: The settings.
         names_class: Whether a plan is written with its class though the settings did not name it.
+        with_defaults: Whether defaults are added, and classes written by their whole paths.
     """
     if isinstance(value, Plan):
+        if isinstance(raw, str) and not with_defaults:
+            return raw
         is_node = isinstance(raw, dict) and "class_path" in raw
         given = raw["init_args"] if is_node else raw if isinstance(raw, dict) else {}
+        known = parameters_of(value.target).named
         arguments = {}
-        for name, one in parameters_of(value.target).named.items():
+        for name in dict.fromkeys([*known, *value.arguments]) if with_defaults else given:
             if name in value.arguments:
-                arguments[name] = complete(value.arguments[name], given.get(name))
-            elif not one.is_required and is_plain(one.default):
-                arguments[name] = _copied(one.default)
-        for name, one in value.arguments.items():
-            arguments.setdefault(name, complete(one, given.get(name)))
+                arguments[name] = complete(value.arguments[name], given.get(name), with_defaults=with_defaults)
+            elif with_defaults:
+                default = _default(known[name])
+                if default is not EMPTY:
+                    arguments[name] = default
         if not (names_class or is_node or isinstance(raw, str)):
             return arguments
-        path = public_path(value.target)
+        path = public_path(value.target) if with_defaults else raw["class_path"]
         return {
             "class_path": path,
             "init_args": arguments,
             **({"partial": True} if is_node and raw.get("partial") else {}),
         }
-    if isinstance(value, list) and isinstance(raw, list) and len(value) == len(raw):
-        return [complete(one, below) for one, below in zip(value, raw, strict=True)]
+    if isinstance(value, list | tuple) and isinstance(raw, list):
+        start = len(value) - len(raw)  # entries of the default stand before those that were added
+        return [
+            complete(one, raw[place - start] if place >= start else None, with_defaults=with_defaults)
+            for place, one in enumerate(value)
+        ]
     if isinstance(value, dict) and isinstance(raw, dict) and list(value) == list(raw):
-        return {key: complete(one, raw[key]) for key, one in value.items()}
-    if isinstance(value, str | int | float | bool) and not hasattr(value, "value"):
+        return {key: complete(one, raw[key], with_defaults=with_defaults) for key, one in value.items()}
+    if isinstance(value, str | int | float | bool) and not isinstance(value, enum.Enum):
         return value
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, PurePath | date | time):
+        return _written(value)
     return _copied(raw)
+
+
+def _default(one: Parameter) -> Any:
+    """Return how a default is written in settings; EMPTY where none would be read as it."""
+    if one.is_required:
+        return EMPTY
+    reading = Typed(Settings())
+    if is_plain(one.default):
+        typed = reading.value(one.default, one.annotation, one.name)  # 0 for a float is 0.0 when it is read
+        return typed if type(typed) is float and typed == one.default else _copied(one.default)
+    written = _written(one.default)
+    found = EMPTY if written is EMPTY else reading.value(written, one.annotation, one.name)
+    if reading.problems:
+        return EMPTY
+    if isinstance(found, Plan):
+        return complete(found, written) if found.target in (one.default, type(one.default)) else EMPTY
+    return written if type(found) is type(one.default) and found == one.default else EMPTY
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return EMPTY if "<" in value.__qualname__ else public_path(value)
+    if dataclasses.is_dataclass(value):
+        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
+        return {name: _copied(one) for name, one in fields.items()} if all(map(is_plain, fields.values())) else EMPTY
+    if type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")  # a dtype or device; what else is said so is not read back
+    return EMPTY
 
 
 def public_path(target: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .parameters import EMPTY, Parameter
+from .settings import WRONG
 
 __all__ = ["TYPED", "Groups", "put"]
 
@@ -135,7 +136,8 @@ class Groups:
             before = _taken(tree, one.target) if is_set else EMPTY
             if one.after_build:
                 continue
-            value = one.value([_at(tree, source, default) for source in one.sources])
+            found = [_at(tree, source, default) for source in one.sources]
+            value = WRONG if any(part is WRONG for part in found) else one.value(found)
             if before is not EMPTY and before != value:
                 replaced.append(f"{one.target}={before!r} becomes {value!r}: it follows from {', '.join(one.sources)}")
             put(tree, one.target, value)
@@ -202,7 +204,10 @@ def _taken(tree: dict[str, Any], path: str) -> Any:
 
 def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
     key, *parts = path.split(".")
-    node = _node(tree, key) if key in tree or parts else default(path)
+    if parts:
+        node = _node(tree, key)
+    else:  # the whole of it, with the class that it names
+        node = tree[key] if key in tree else default(path)
     for part in parts:
         if not isinstance(node, dict) or part not in node:
             node = default(path)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import textwrap
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from .parameters import EMPTY, Parameter, parameters_of
 from .typed import show_type
 
-__all__ = ["describe_class", "overview"]
+__all__ = ["describe_class", "describe_parameter", "overview"]
 
 # Any in this file: classes of any kind, and defaults.
 
@@ -25,7 +29,7 @@ Settings are KEY=VALUE or --KEY VALUE, as in trainer.max_epochs=3; KEY+=VALUE ad
 says.
   --config FILE, -c FILE     a YAML file; later ones are laid over earlier ones
   --print-config[=short]     print the settings that all sources give together, and end; short: without defaults
-  --help [KEY or CLASS]      this text; or the parameters of trainer, model, data, or of any class
+  --help [KEY or CLASS]      this text; or about trainer, model, data, one parameter, or any class
 
 Files come first, then environment variables ({prefix}TRAINER__MAX_EPOCHS=3; {files} names files), then this line.
 `data=digits` takes data/digits.yaml beside a --config file, here, or in conf/; else it names a class.
@@ -45,7 +49,7 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
 
     lines = [_USAGE.format(program=program, title=title, prefix=PREFIX, files=CONFIG_VARIABLE)]
     for one in values:
-        lines += _parameter(one, "")
+        lines += describe_parameter(one, "")
     for key, target in groups.items():
         if target is None or isinstance(target, tuple):
             lines += [
@@ -61,18 +65,26 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
     return "\n".join(lines) + "\n"
 
 
-def describe_class(target: Any, key: str) -> str:
-    """Return the parameters of a class, with types, defaults and what its docstring says of them."""
+def describe_class(target: Any, key: str, annotations: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the parameters of a class, with types, defaults and what its docstring says of them.
+
+    Args:
+        target: The class, or a function.
+        key: What its parameters stand below; empty for none.
+        annotations: Types of parameters that say more than those of the signature.
+    """
     known = parameters_of(target)
     lines = [f"{target.__module__}.{target.__qualname__}", *([f"  {known.title}"] if known.title else []), ""]
     for one in known.named.values():
-        lines += _parameter(one, f"{key}." if key else "")
+        wanted = annotations.get(one.name, one.annotation)
+        lines += describe_parameter(replace(one, annotation=wanted), f"{key}." if key else "")
     if known.is_open:
         lines.append("  and others, which it passes on")
     return "\n".join(lines) + "\n"
 
 
-def _parameter(one: Parameter, prefix: str) -> list[str]:
+def describe_parameter(one: Parameter, prefix: str) -> list[str]:
+    """Return the lines that tell a parameter: name, type and default, and what the docstring says."""
     default = "must be given" if one.default is EMPTY else f"default {_shown(one.default)}"
     lines = [f"  {prefix}{one.name}: {show_type(one.annotation)} ({default})"]
     if one.text:
@@ -85,6 +97,10 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, PurePath):
+        return str(value)
     return (
         getattr(value, "__qualname__", repr(value))
         if inspect.isroutine(value) or inspect.isclass(value)

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
+from .ending import where_raised
+
 __all__ = ["ClassProblem", "find_class", "import_object", "known_classes"]
 
 # Any in this file: classes of any kind.
 
-_COMPAT = "loopwright.compat."
-_FINDER = "LightningFinder"
+_OWN = "loopwright."
 
 
 class ClassProblem(Exception):
@@ -38,7 +39,15 @@ def import_object(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 continue  # a shorter part of it may be a module
-            raise ClassProblem(f"{path}: the module {name} needs {error.name}, which is not installed") from error
+            where = where_raised(error)
+            raise ClassProblem(
+                f"{path}: the module {name} needs {error.name}, which is not installed{f' ({where})' if where else ''}"
+            ) from error
+        except Exception as error:  # whatever the module does when it is imported
+            text = error.msg if isinstance(error, SyntaxError) else error
+            raise ClassProblem(
+                f"{path}: importing {name} raised {type(error).__name__}: {text} ({where_raised(error)})"
+            ) from error
         for number, part in enumerate(parts[count:], count):
             if not hasattr(found, part):
                 near = get_close_matches(part, dir(found), n=1)
@@ -124,14 +133,19 @@ def _below(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
         for one in base.__subclasses__() if base is not object else ():
             # A class that was imported anew, or made in a function, cannot be meant by a name.
             is_there = getattr(sys.modules.get(one.__module__), one.__name__, None) is one
-            if is_there and (_is_served(one) or not one.__module__.startswith(_COMPAT)):
+            # Those of Loopwright that are meant to be named are public, or stand for another library's.
+            if is_there and (_is_served(one) or not one.__module__.startswith(_OWN)):
                 yield one
             yield from _below([one])
 
 
 def _is_served(one: type[Any]) -> bool:
-    """Return whether a class stands for one of Lightning's, in a program that was written for it."""
-    return one.__module__.startswith(_COMPAT) and any(type(finder).__name__ == _FINDER for finder in sys.meta_path)
+    """Return whether a class stands for one of another library, in a program that was written for that one.
+
+    An import hook that serves another library's names says in `serves_classes_of` in which package such classes are.
+    """
+    homes = (getattr(finder, "serves_classes_of", None) for finder in sys.meta_path)
+    return any(home is not None and one.__module__.startswith(home) for home in homes)
 
 
 def _folded(name: str) -> str:

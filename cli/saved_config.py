@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["SaveConfig", "config_of"]
 
 _KEY = "SaveConfig"
+_FIRST_LINE = "# The configuration of a run, written when it began. The next run in this folder replaces it.\n"
 
 
 class SaveConfig(Callback):
     """Write the configuration into the run's folder, beside its checkpoints, and into each of them.
 
-    Rank 0 writes when training begins. In each folder, the file is that of the run which began last. Nothing is written
-    in a fast_dev_run.
+    Rank 0 writes when training begins. In each folder, the file is that of the run which began last; a file that no run
+    has written is left as it is. Nothing is written in a fast_dev_run.
 
     Args:
         text: The configuration, as YAML.
@@ -28,7 +30,7 @@ class SaveConfig(Callback):
     """
 
     def __init__(self, text: str, filename: str = "config.yaml") -> None:
-        self.text = text
+        self.text = text if text.startswith(_FIRST_LINE) else _FIRST_LINE + text
         self.filename = filename
         self._is_written = False
 
@@ -58,10 +60,20 @@ class SaveConfig(Callback):
 
         files, path = fsspec.core.url_to_fs(folder)
         files.makedirs(path, exist_ok=True)
+        target = f"{path.rstrip('/')}/{self.filename}"
+        if files.exists(target):
+            with files.open(target, "rb") as there:
+                if there.read(len(_FIRST_LINE)) != _FIRST_LINE.encode():
+                    warnings.warn(
+                        f"{folder}/{self.filename} was not written by a run, and is left as it is; the configuration "
+                        "of this run stands in its checkpoints",
+                        stacklevel=2,
+                    )
+                    return
         temporary = f"{path.rstrip('/')}/.{self.filename}.tmp"
         with files.open(temporary, "w", encoding="utf-8") as file:
             file.write(self.text)
-        files.mv(temporary, f"{path.rstrip('/')}/{self.filename}")
+        files.mv(temporary, target)
 
 
 def config_of(checkpoint: str) -> str | None:

@@ -7,21 +7,26 @@ brought into it, and `model.lr` reaches `model.init_args.lr`. Called by sources.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 
-__all__ = ["CLASS_KEYS", "Settings", "is_class_node", "resolve"]
+__all__ = ["CLASS_KEYS", "WRONG", "Settings", "escaped", "is_class_node", "resolve"]
 
 # Any in this file: settings are what YAML can hold.
 
 CLASS_KEYS = ("model", "data", "optimizer", "lr_scheduler")
 """Keys at the top whose text is the name of a class."""
 
+WRONG: Any = object()
+"""Stands for a value that cannot be had, or does not fit; what is wrong with it has been noted."""
+
 _NODE = ("class_path", "init_args")
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_OF_RESOLVER = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
 def is_class_node(value: Any) -> bool:
@@ -39,12 +44,16 @@ class Settings:
         texts: Dotted path to what was typed, for values of the command line and of environment variables: text that
             looks like a number is text again where text is expected.
         stale: Dotted paths of arguments that were given for another class than the one that is chosen now.
+        grown: Dotted paths of lists that were only added to: they go on from the parameter's default.
+        problems: What is wrong with the sources.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
+    grown: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
 
     def lay(self, values: dict[str, Any], source: str) -> None:
         """Lay the content of a file over what is there."""
@@ -58,16 +67,32 @@ class Settings:
             value: The value.
             source: Where it came from.
             text: What was typed.
-            appends: Add it to the list that is there.
+            appends: Add it to the list that is there; a list adds each of its entries.
         """
         if appends:
-            value = [*_as_list(self._at(path)), value]
+            self._append(path, value, source, text)
+            return
         nested: Any = value
         for part in reversed(path.split(".")):
             nested = _normal({part: nested})
         self.tree = self._merged(self.tree, nested, "", source)
-        if text is not None and not appends:
+        if text is not None:
             self.texts[self.route(path)] = text
+
+    def _append(self, path: str, value: Any, source: str, text: str | None) -> None:
+        routed, there = self.route(path), _as_list(self._at(path))
+        is_grown = routed in self.grown or routed not in self.origins
+        kept = [
+            (own, {one: own[one] for one in own if one.startswith(f"{routed}.")}) for own in (self.origins, self.texts)
+        ]
+        self.assign(path, [*there, *_as_list(value, of_null=[None])], source)
+        for own, before in kept:
+            own.update(before)
+        routed = self.route(path)
+        if text is not None and not isinstance(value, list):
+            self.texts[f"{routed}.{len(there)}"] = text
+        if is_grown:
+            self.grown.add(routed)
 
     def remove(self, path: str) -> None:
         """Forget what stands at a path, as if no source had named it."""
@@ -98,6 +123,23 @@ class Settings:
                 return self.origins[path]
             path = path.rpartition(".")[0]
         return ""
+
+    def has(self, path: str) -> bool:
+        """Return whether something stands at a path."""
+        node: Any = self.tree
+        for part in self.route(path).split("."):
+            if isinstance(node, dict) and part in node:
+                node = node[part]
+            elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                return False
+        return True
+
+    def note(self, path: str, what: str) -> None:
+        """Note what is wrong at a path."""
+        source = self.origin(path)
+        self.problems.append(f"{path.replace('.init_args', '')}{f' ({source})' if source else ''}: {what}")
 
     def _at(self, path: str) -> Any:
         node: Any = self.tree
@@ -167,6 +209,7 @@ class Settings:
             for one in [one for one in kept if one == path or one.startswith(f"{path}.")]:
                 del kept[one]
         self.stale = {one for one in self.stale if not one.startswith(f"{path}.")}
+        self.grown = {one for one in self.grown if one != path and not one.startswith(f"{path}.")}
 
     def _note(self, value: Any, path: str, source: str) -> None:
         self.origins[path] = source
@@ -175,32 +218,151 @@ class Settings:
             self._note(below, f"{path}.{key}", source)
 
 
-def resolve(settings: Settings) -> dict[str, Any]:
+def resolve(settings: Settings, default: Callable[[dict[str, Any], str], Any]) -> dict[str, Any]:
     """Return the tree with interpolations (`${trainer.max_epochs}`, `${oc.env:HOME}`) replaced, by OmegaConf.
 
-    Raises:
-        ConfigError: An interpolation leads nowhere, or a value is `???`.
+    One that leads nowhere, or a value that is `???`, is WRONG then, and noted in `settings.problems`.
+
+    Args:
+        settings: The settings.
+        default: Returns the value of a parameter that no source sets, EMPTY if it has none; of the tree and its path.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    def routed(value: Any) -> Any:
-        if isinstance(value, str):
-            return _INTERPOLATION.sub(lambda found: "${" + settings.route(found[1]) + "}", value)
-        if isinstance(value, dict):
-            return {key: routed(below) for key, below in value.items()}
-        return [routed(below) for below in value] if isinstance(value, list) else value
-
+    routing = _Routing(settings, default)
+    container = OmegaConf.create(routing.routed(settings.tree, ""))
+    for path in routing.borrowed:
+        OmegaConf.update(container, settings.route(path), default(settings.tree, path), force_add=True)
     try:
-        container = OmegaConf.to_container(OmegaConf.create(routed(settings.tree)), resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        path = str(getattr(error, "full_key", "") or "")
-        source = settings.origin(path)
-        what = str(getattr(error, "msg", None) or error).splitlines()[0]
-        shown = f"{path}{f' ({source})' if source else ''}: {what}" if path else what
-        raise ConfigError(f"{shown.rstrip('.')}.", fix="name a key that is set, or write the value.") from None
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+        found = OmegaConf.to_container(container, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError):
+        found = _each(container, "", settings)
+    assert isinstance(found, dict)
+    for path in routing.borrowed:
+        _drop(found, settings.route(path).split("."))
+    for path in routing.broken:
+        *above, last = path.split(".")
+        node: Any = found
+        for part in above:
+            node = _step(node, part)
+        node[int(last) if isinstance(node, list) else last] = WRONG
+    return {str(key): value for key, value in found.items()}
+
+
+def escaped(value: Any) -> Any:
+    """Return settings that `resolve` turns into these: `${` in a text is written so that it is none of OmegaConf's."""
+    if isinstance(value, str):
+        return _escape(value) if "${" in value else value
+    if isinstance(value, dict):
+        return {key: escaped(below) for key, below in value.items()}
+    return [escaped(below) for below in value] if isinstance(value, list | tuple) else value
+
+
+def _escape(text: str) -> str:
+    # Backslashes count only before a dollar sign that opens something, and at the end of a text that has one.
+    text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
+    end = len(text) - len(text.rstrip("\\"))
+    return text + end * "\\"
+
+
+class _Routing:
+    """Makes interpolations name the places where things stand.
+
+    Args:
+        settings: The settings.
+        default: See `resolve`.
+
+    Attributes:
+        borrowed: Dotted paths of parameters whose defaults are referred to.
+        broken: Dotted paths of texts that OmegaConf cannot read.
+    """
+
+    def __init__(self, settings: Settings, default: Callable[[dict[str, Any], str], Any]) -> None:
+        self.borrowed: list[str] = []
+        self.broken: list[str] = []
+        self._settings = settings
+        self._default = default
+
+    def routed(self, value: Any, path: str) -> Any:
+        """Return a value of the settings, that stands at a path."""
+        if isinstance(value, str):
+            return self._text(_INTERPOLATION.sub(self._place, value), path) if "${" in value else value
+        if isinstance(value, dict):
+            return {key: self.routed(below, f"{path}.{key}" if path else str(key)) for key, below in value.items()}
+        if isinstance(value, list):
+            return [self.routed(below, f"{path}.{number}") for number, below in enumerate(value)]
+        return value
+
+    def _place(self, found: re.Match[str]) -> str:
+        path = found[1]
+        if path not in self.borrowed and not self._settings.has(path):
+            value = self._default(self._settings.tree, path)
+            if isinstance(value, str | int | float | bool | NoneType):
+                self.borrowed.append(path)
+        return "${" + self._settings.route(path) + "}"
+
+    def _text(self, text: str, path: str) -> str | None:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            OmegaConf.create({"text": text})
+        except OmegaConfBaseException as error:
+            what = str(getattr(error, "msg", None) or error).splitlines()[0]
+            self._settings.note(path, f"{what}; write \\${{ where no interpolation is meant")
+            self.broken.append(path)
+            return None
+        return text
+
+
+def _drop(node: Any, parts: list[str]) -> None:
+    """Take a borrowed default out again, and what was made to hold it."""
+    below = node.get(parts[0])
+    if len(parts) > 1 and isinstance(below, dict):
+        _drop(below, parts[1:])
+        if below:
+            return
+    node.pop(parts[0], None)
+
+
+def _each(container: Any, path: str, settings: Settings) -> Any:
+    """Return what a container holds, entry by entry, and note each that cannot be had."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    is_dict = OmegaConf.is_dict(container)
+    found: dict[Any, Any] = {}
+    for key in container if is_dict else range(len(container)):
+        below = f"{path}.{key}" if path else str(key)
+        try:
+            if OmegaConf.is_missing(container, key):
+                settings.note(below, "must be given (it is ???)")
+                found[key] = WRONG
+                continue
+            value = container[key]
+            if not OmegaConf.is_config(value):
+                found[key] = value
+            elif OmegaConf.is_interpolation(container, key):
+                found[key] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            else:
+                found[key] = _each(value, below, settings)
+        except (OmegaConfBaseException, RecursionError) as error:
+            settings.note(below, _explained(error, settings))
+            found[key] = WRONG
+    return found if is_dict else list(found.values())
+
+
+def _explained(error: Exception, settings: Settings) -> str:
+    if isinstance(error, RecursionError):
+        return "it refers to itself"
+    what = str(getattr(error, "msg", None) or error).splitlines()[0].rstrip(".")
+    what = _OF_RESOLVER.sub("", what).strip('"')
+    unknown = re.search(r"Interpolation key '([^']*)' not found", what)
+    if unknown is not None:
+        known = [one.replace(".init_args", "") for one in settings.origins]
+        return what + nearest(unknown[1].replace(".init_args", ""), known)
+    return what
 
 
 def _normal(value: Any) -> Any:
@@ -241,7 +403,7 @@ def _step(node: Any, part: str) -> Any:
     return node.get(part) if isinstance(node, dict) else None
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: Any, of_null: list[Any] | None = None) -> list[Any]:
     if value is None:
-        return []
+        return of_null or []
     return list(value) if isinstance(value, list) else [value]

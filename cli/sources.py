@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ CONFIG_VARIABLE = "LW_CONFIG"
 _ASSIGNMENT = re.compile(r"^(--)?(~?[A-Za-z_][\w.-]*)(\+?=)(.*)$", re.DOTALL)
 _OPTION = re.compile(r"^--([A-Za-z_][\w.-]*)(\+?)$")
 _SHOWS = ("full", "short")
+_FORMS = "write settings as key=value or --key value, files as --config FILE"
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,19 @@ class CommandLine:
         assignments: In order.
         prints: "full" or "short" for --print-config, empty without it.
         help: What help is wanted about; an empty text is all, None is no help.
+        wrong: What is neither an option nor a setting.
     """
 
     files: list[Path] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     prints: str = ""
     help: str | None = None
+    wrong: list[str] = field(default_factory=list)
 
 
 def parse_command_line(tokens: Sequence[str]) -> CommandLine:
-    """Return what was typed after the subcommand.
-
-    Raises:
-        ConfigError: Something is no option and no assignment; all of them are named.
-    """
+    """Return what was typed after the subcommand."""
     found = CommandLine()
-    wrong: list[str] = []
     rest = list(tokens)
     while rest:
         token = rest.pop(0)
@@ -77,24 +76,19 @@ def parse_command_line(tokens: Sequence[str]) -> CommandLine:
             found.help = _help_topic(token, rest)
         elif token in ("-c", "--config"):
             if not rest:
-                wrong.append(f"{token} without a file")
+                found.wrong.append(f"{token} (command line): a file is missing behind it")
                 continue
             found.files.append(Path(rest.pop(0)))
         elif token.startswith("--config="):
             found.files.append(Path(token.partition("=")[2]))
         elif re.fullmatch(r"--print[-_]config(=.*)?", token):
-            found.prints = _shows(token.partition("=")[2])
+            found.prints = _shows(token.partition("=")[2], found.wrong)
         else:
             one = _assignment(token, rest)
             if one is None:
-                wrong.append(token)
+                found.wrong.append(f"{token!r} (command line): neither an option nor a setting; {_FORMS}")
             else:
                 found.assignments.append(one)
-    if wrong:
-        raise ConfigError(
-            f"the command line has {', '.join(map(repr, wrong))}, which is neither an option nor a setting.",
-            fix="write settings as key=value or --key value, as in trainer.max_epochs=3; files as --config FILE.",
-        )
     return found
 
 
@@ -105,10 +99,10 @@ def _help_topic(token: str, rest: list[str]) -> str:
     return rest.pop(0) if rest and not rest[0].startswith("-") else name[2:].removesuffix(".help")
 
 
-def _shows(text: str) -> str:
+def _shows(text: str, wrong: list[str]) -> str:
     text = {"": "full", "skip_null": "short", "comments": "full"}.get(text, text)
     if text not in _SHOWS:
-        raise ConfigError(f"--print-config={text} is unknown.", fix="pass --print-config or --print-config=short.")
+        wrong.append(f"--print-config={text} (command line): write --print-config or --print-config=short")
     return text
 
 
@@ -146,27 +140,56 @@ def gather(
         defaults: What the program sets by itself, dotted.
         checkpoint: The configuration of a checkpoint, and its name.
         variables: Environment variables; None takes those of this process.
+
+    Raises:
+        ConfigError: Files cannot be read; all are named. What else is wrong is noted in the settings.
     """
     variables = os.environ if variables is None else variables
-    settings = Settings()
+    settings = Settings(problems=list(line.wrong))
+    unread: list[ConfigError] = []
     if checkpoint is not None:
         settings.lay(*checkpoint)
     for path, value in defaults.items():
         settings.assign(path, value, "default of the program")
     files = [Path(one) for one in variables.get(CONFIG_VARIABLE, "").split(os.pathsep) if one] + line.files
     for file in files:
-        values = read(file)
+        try:
+            values = read(file)
+        except ConfigError as error:
+            unread.append(error)
+            continue
         values.pop("config", None)  # Lightning's files name those that they were made of
         own = values.get(command)
         values = {key: value for key, value in values.items() if key not in commands}
-        _lay_groups(settings, values, file)
-        settings.lay(values, str(file))
-        if isinstance(own, dict):
-            settings.lay(own, f"{file}, section {command}")
+        with noted(settings):
+            _lay_groups(settings, values, file)
+            settings.lay(values, str(file))
+            if isinstance(own, dict):
+                settings.lay(own, f"{file}, section {command}")
     folders = [file.parent for file in files]
     for assignment, source in (*_of_environment(variables), *((one, "command line") for one in line.assignments)):
-        _assign(settings, assignment, source, folders)
+        with noted(settings):
+            _assign(settings, assignment, source, folders)
+    if unread:
+        raise _unread(unread, settings.problems)
     return settings
+
+
+def _unread(errors: list[ConfigError], problems: list[str]) -> ConfigError:
+    if len(errors) == 1 and not problems:
+        return errors[0]
+    lines = "".join(f"\n  - {line}" for line in [*(one.what.rstrip(".") for one in errors), *problems])
+    fixes = dict.fromkeys(one.fix for one in errors)
+    return ConfigError(f"the configuration cannot be read:{lines}", fix=" ".join(fixes))
+
+
+@contextmanager
+def noted(settings: Settings) -> Iterator[None]:
+    """Note what is wrong with a source, so that it is said with everything else."""
+    try:
+        yield
+    except ConfigError as error:
+        settings.problems.append(f"{error.what.rstrip('.')}; {error.fix.rstrip('.')}")
 
 
 def _of_environment(variables: Mapping[str, str]) -> Iterator[tuple[Assignment, str]]:

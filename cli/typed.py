@@ -13,21 +13,18 @@ import os
 import types
 import typing
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import date, datetime, time, timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union
 
 from .names import ClassProblem, find_class, import_object
 from .parameters import parameters_of
-from .settings import Settings, is_class_node
+from .settings import WRONG, Settings, is_class_node
 
-__all__ = ["WRONG", "Plan", "Typed", "show_type"]
+__all__ = ["Plan", "Typed", "show_type"]
 
 # Any in this file: values of settings, and annotations.
-
-WRONG: Any = object()
-"""Stands for a value that does not fit; what is wrong with it has been noted."""
 
 _LISTS = (
     list,
@@ -37,6 +34,8 @@ _LISTS = (
     collections.abc.MutableSequence,
 )
 _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_TIMES = {date: "2026-12-31", datetime: "2026-12-31T23:59:00", time: "23:59:00"}
+_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
 
 @dataclass
@@ -95,7 +94,11 @@ class Typed:
                 else:
                     self._unknown(where, name, getattr(target, "__name__", str(target)), known.named)
                 continue
-            arguments[name] = self.value(value, known.named[name].annotation, where)
+            found = self.value(value, known.named[name].annotation, where)
+            default = known.named[name].default
+            if where in self.settings.grown and isinstance(found, list | tuple) and isinstance(default, list | tuple):
+                found = type(found)([*default, *found])
+            arguments[name] = found
         missing = [
             one.name
             for one in known.named.values()
@@ -103,13 +106,15 @@ class Typed:
         ]
         if missing:
             name = getattr(target, "__name__", str(target))
-            self.problems.append(f"{path or 'the command line'}: {name} needs {', '.join(missing)}")
+            self._note(path, f"{name} needs {', '.join(missing)}")
         return Plan(target, arguments, path)
 
     def value(self, value: Any, annotation: Any, path: str) -> Any:
         """Return a value as an annotation wants it, or WRONG; see `problems`."""
         annotation = _plain(annotation)
         origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+        if value is WRONG:
+            return WRONG
         if annotation is Any or annotation is object or isinstance(annotation, str):
             return self._anything(value, path)
         if origin in (Union, types.UnionType):
@@ -135,7 +140,8 @@ class Typed:
 
         text = self.settings.texts.get(path)
         if wanted is bool:
-            return value if isinstance(value, bool) else self._wrong(value, wanted, path)
+            meant = _WORDS.get(value.lower()) if isinstance(value, str) else value
+            return meant if isinstance(meant, bool) else self._wrong(value, wanted, path, hint="write true or false")
         if wanted is int:
             if isinstance(value, float) and value.is_integer():
                 return int(value)
@@ -162,11 +168,19 @@ class Typed:
                 if isinstance(value, timedelta)
                 else self._wrong(value, wanted, path, hint="write it as in {hours: 2}")
             )
+        if wanted in _TIMES:
+            return self._time(value, wanted, path)
         if wanted in (torch.dtype, torch.device):
             return self._of_torch(value, wanted, path)
         if typing.is_typeddict(wanted):
             return self._dict(value, (), path)
         return self._object(value, wanted, path)
+
+    def _time(self, value: Any, wanted: type[Any], path: str) -> Any:
+        try:
+            return value if isinstance(value, wanted) else wanted.fromisoformat(value)
+        except (TypeError, ValueError):
+            return self._wrong(value, wanted, path, hint=f"write it as in {_TIMES[wanted]}")
 
     def _object(self, value: Any, wanted: type[Any], path: str) -> Any:
         if isinstance(value, wanted) and not isinstance(value, str | dict):
@@ -189,6 +203,8 @@ class Typed:
         return self._wrong(value, wanted, path)
 
     def _named(self, name: Any, arguments: dict[str, Any], wanted: type[Any], path: str, below: str) -> Any:
+        if name is WRONG:
+            return WRONG
         try:
             found = find_class(str(name), wanted)
         except ClassProblem as problem:
@@ -249,6 +265,8 @@ class Typed:
         made = _plain(inner[-1]) if inner else Any
         name = value["class_path"] if is_class_node(value) else value
         arguments = value["init_args"] if is_class_node(value) else {}
+        if name is WRONG:
+            return WRONG
         if not isinstance(name, str):
             return (
                 value
@@ -421,8 +439,10 @@ def _fits_by_shape(value: Any, member: Any) -> bool:
         return origin in _DICTS or (
             inspect.isclass(origin) and origin not in (*_LISTS, str, int, float, bool, types.NoneType)
         )
-    if isinstance(value, str):
-        return inspect.isclass(origin) and origin not in (*_LISTS, *_DICTS, int, float, bool, types.NoneType, str)
+    if isinstance(value, str):  # no text stands for a tensor
+        others = (int, float, bool, types.NoneType, str, *_TIMES)
+        named = inspect.isclass(origin) and origin not in (*_LISTS, *_DICTS, *others)
+        return named and (origin.__module__, origin.__name__) != ("torch", "Tensor")
     return False
 
 
@@ -434,6 +454,8 @@ def show_type(annotation: Any) -> str:
         return "null"
     if annotation is Any:
         return "anything"
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return " | ".join(one.name for one in annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(show_type(one) for one in inner)
     if origin is Literal:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 
 __all__ = ["parse", "parse_scalar", "read", "write"]
 
@@ -120,8 +120,10 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        beside = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise ConfigError(
-            f"the configuration file {path} cannot be read: {reason}.", fix="pass a file of YAML."
+            f"the configuration file {path} cannot be read: {reason}{nearest(path.name, beside)}.",
+            fix="pass a file of YAML.",
         ) from None
     found = parse(text, str(path))
     if found is None:

@@ -15,11 +15,11 @@ from .combined_source import CombinedSource
 from .dealt import DealtListSource, DealtSource, borrowed_rng
 from .indexed import is_indexed
 from .limit import find_length
+from .own_source import make_source
 from .rng import RngStream, capture_rng, derive_key
 from .shard import NO_BATCH, Shard, find_samplers, is_rank_aware
 from .source import Source
 from .stateful import is_stateful
-from .stream import make_source
 from .tree import is_collection, unflatten
 
 __all__ = ["advise_smaller_batches", "make_shared_source"]

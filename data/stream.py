@@ -6,18 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError, ModuleError
-from .combined import CombinedLoader
-from .combined_source import CombinedSource
-from .indexed import IndexedSource, is_indexed
+from ..errors import DataError
 from .limit import resolve_limit
-from .replay import ReplaySource
-from .source import Source
-from .stateful import StatefulSource, has_stateful_data, is_stateful
-from .tree import is_collection
 
 if TYPE_CHECKING:
     from .shard import Shard
+    from .source import Source
 
 __all__ = ["BatchStream", "resolve_limit"]
 
@@ -77,7 +71,9 @@ class BatchStream:
         self._shard = shard
         self.is_dealt = False
         if shard is None or shard.size == 1:
-            self._source = make_source(loader)
+            from .own_source import make_source  # a program that only makes a Trainer reads no data
+
+            self._source: Source = make_source(loader)
         else:
             from .dealt_stream import make_shared_source
 
@@ -216,33 +212,6 @@ class BatchStream:
             state = find_own_state(state, self._shard or Shard(), lambda: type(self.loader).__name__)
         self._source.load_state_dict(state)
         self._loaded_epoch = state["epoch"] if state["is_open"] else None
-
-
-def make_source(loader: Any) -> Source:
-    """Return the source that reads this loader.
-
-    Raises:
-        ModuleError: The loader cannot be iterated.
-    """
-    if isinstance(loader, CombinedLoader):
-        limits = loader.limits
-        all_limits = limits if isinstance(limits, list) else [limits] * len(loader.flattened)
-        sources = [make_source(one) for one in loader.flattened]
-        return CombinedSource(loader.iterables, sources, mode=loader.mode, limits=all_limits)
-    if is_collection(loader):
-        return make_source(CombinedLoader(loader, mode="max_size_cycle"))
-    if is_stateful(loader):
-        return StatefulSource(loader)
-    if is_indexed(loader):
-        return IndexedSource(loader)
-    if has_stateful_data(loader):
-        return StatefulSource(loader, loader.dataset)
-    if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-        raise ModuleError(
-            f"The training data is a {type(loader).__name__}, which cannot be iterated.",
-            fix="pass a DataLoader, another iterable of batches, or a list, tuple or dict of these.",
-        )
-    return ReplaySource(loader)
 
 
 def _advice(loader: Any, shard: Shard | None) -> str:

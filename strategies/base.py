@@ -351,6 +351,10 @@ class Strategy:
             module: What `setup_module` returned; None for all modules.
         """
 
+    def drop_gradients_of(self, optimizer: Optimizer) -> None:
+        """Forget gradients that the optimizer's own `zero_grad` does not know of. Called after it."""
+        self.drop_gradients(None)
+
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the reduced gradients of the optimizer's parameters, in place, before they are clipped."""
         parts = self.own_parts([one.grad for one in _parameters(optimizer) if one.grad is not None])
@@ -520,15 +524,25 @@ class Strategy:
         """Put back what `optimizer_state` returned; tensors are moved to their parameters' devices.
 
         Raises:
-            CheckpointError: The parameter groups differ in number or size.
+            CheckpointError: The parameter groups differ in number or size, or the state is one of another class.
         """
+        own = {key for group in optimizer.param_groups for key in group} & set(getattr(optimizer, "defaults", ()))
         try:
             optimizer.load_state_dict(state)
-        except ValueError as error:
+        except (KeyError, ValueError) as error:  # KeyError: of another class
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
-                f"the checkpoint's state of {type(optimizer).__name__} does not fit: {error}.",
-                fix="configure the optimizer with the parameter groups it was saved with.",
+                f"the checkpoint's state of {type(optimizer).__name__} does not fit: {what}.",
+                fix="configure the optimizer of the class and with the parameter groups that were saved.",
             ) from error
+        # Groups are replaced as a whole: those of another class lack what this one reads in its step.
+        lacking = sorted(key for key in own if any(key not in group for group in optimizer.param_groups))
+        if lacking:
+            raise CheckpointError(
+                f"the checkpoint's state is not one of {type(optimizer).__name__}: it does not say "
+                f"{', '.join(lacking)}.",
+                fix="resume with the class of optimizer that was saved, or start from the weights.",
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r})"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, ModuleError
+from . import deepspeed_checks as checks
 from . import deepspeed_config as configs
 from .base import NoLoss
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
@@ -172,24 +173,22 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     ) -> None:
         given = locals()
         arguments = configs.Arguments(**{name: given[name] for name in configs.ARGUMENTS})
-        problems = configs.check_arguments(arguments)
-        if micro_batches is not None and micro_batches < 1:
-            problems.append((f"micro_batches={micro_batches!r}", "pass at least 1"))
-        own: configs.Config = {}
+        problems: list[tuple[str, str]] = []
         where = "the strategy's arguments"
+        self.given_config = configs.build(arguments)
         try:
             read, place = configs.read(config)
             if read is not None:
-                configs.check_against(read, arguments, place)
-                own, where = read, place
+                where = place
+                problems += checks.check_sections(read, where)
+                if not problems:
+                    self.given_config, arguments = configs.combined(read, arguments, where)
         except ConfigError as error:
             problems.append((error.what.rstrip("."), error.fix.rstrip(".")))
-        # What the file leaves out is as the arguments say, but for ZeRO, where the file alone decides if it has a word.
-        standard = configs.build(arguments)
-        if "zero_optimization" in own:
-            standard.pop("zero_optimization")
-        self.given_config = configs.merged(own, standard) if own else standard
-        problems += configs.check_activations(self.given_config, where)
+        problems += checks.check_arguments(arguments)
+        problems += checks.check_activations(self.given_config, where)
+        if micro_batches is not None and micro_batches < 1:
+            problems.append((f"micro_batches={micro_batches!r}", "pass at least 1"))
         super().__init__(
             accelerator,
             parallel_devices,
@@ -215,7 +214,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self.has_stages = False
         self._plan: dict[str, Any] = {}
         self._deepspeed: Any = None
-        self._has_set_rank = False
+        self._has_set_rank = self._has_own_optimizer = False
         self._keeps_activations = self._has_configured = False
         self._roots: list[weakref.ref[EngineRoot]] = []
         self._last: weakref.ref[EngineRoot] | None = None
@@ -332,6 +331,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         from .deepspeed_optimizers import make_optimizer
 
         self._import()
+        self._has_own_optimizer = True
         return make_optimizer(self.configure_deepspeed_config(self.given_config), module, self.where)
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -402,9 +402,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             with super().init_context(empty_init):
                 yield
             return
-        deepspeed = self._import()
-        # The dtype comes from the configuration: DeepSpeed (0.19) does not listen to its argument for it.
-        with deepspeed.zero.Init(config_dict_or_path=self._engine_config(), remote_device=self.remote_device):
+        from .deepspeed_ops import refusals
+
+        zero = self._import().zero
+        with refusals(self.where):
+            # The dtype comes from the configuration: DeepSpeed (0.19) does not listen to its argument for it.
+            context = zero.Init(config_dict_or_path=self._engine_config(), remote_device=self.remote_device)
+        with context:
             yield
 
     def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -446,16 +450,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         In evaluation that is, in stage 3, an engine without an optimizer.
         """
-        from .deepspeed_engine import start
-
         root = self.setup_module(module)
         if root.is_stepped_by_hand:
             return root  # the optimizer brings its engine
-        if root.is_pipeline:
-            self._start_stages(root, None)
-            return root
-        if self.stage == 3:
-            start(self._import(), root, None, self._engine_config())
+        if self.stage == 3 or root.is_pipeline:
+            self._start(root, None)
         elif self.world_size > 1:
             broadcast_tensors([*module.parameters(), *module.buffers()])
         return root
@@ -490,8 +489,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             module, pipe, self.given_config, self.precision, is_automatic=self._plan.get("is_automatic", True)
         )
         count = self.micro_batches or pipe.num_stages
+        # In stage 0 the engine would add 16-bit gradients up in masters of its own, where no loss weighs them.
+        stage = self.stage if self.precision.policy.compute_dtype is torch.float32 else 1
         root = deepspeed_pipeline.PipelineRoot(
-            module, path, pipe, stage=self.stage, micro_batches=count, precision=self.precision
+            module, path, pipe, stage=stage, micro_batches=count, precision=self.precision
         )
         everyone = self.gather_objects(deepspeed_stages.described(root))
         root.__dict__["layout"] = deepspeed_stages.learn_names(root, everyone)
@@ -519,7 +520,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: The module has an optimizer already, is not set up, or the optimizer cannot be used.
         """
-        from .deepspeed_engine import start
         from .deepspeed_state import set_masters, whole_parameters
 
         name = type(optimizer).__name__
@@ -529,10 +529,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 "makes.",
                 fix="use an optimizer such as AdamW or SGD; or strategy='ddp'.",
             )
+        unused = [name for name in ("optimizer", "scheduler") if name in self.given_config]
+        if unused and not self._has_own_optimizer and self.is_global_zero:
+            warnings.warn(
+                f"{self.where}: what it says under {' and '.join(unused)} does not count, since an optimizer was "
+                "made beside it",
+                stacklevel=2,
+            )
+        self._has_own_optimizer = False
         root = self._root_of(optimizer)
         if root.engine is not None:
             raise _several(2)
-        deepspeed = self._import()
         has_masters = self.precision.policy.compute_dtype != torch.float32
         loaded = root.loaded
         # The engine makes masters of the 16-bit parameters that it has cast: what was there before is put back.
@@ -542,16 +549,22 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         root.__dict__["loaded"] = None
         if self.stage == 0 and self.world_size > 1 and not root.is_pipeline:
             broadcast_tensors(list(root.module.buffers()))
-        if root.is_pipeline:
-            made = self._start_stages(root, optimizer)
-        else:
-            made = start(deepspeed, root, optimizer, self._engine_config())
+        made = self._start(root, optimizer)
         if masters:
             set_masters(root, masters)
         assert made is not None
         return made  # type: ignore[return-value]  # it says that it is one
 
-    def _start_stages(self, root: Any, optimizer: Optimizer | None) -> EngineOptimizer | None:
+    def _start(self, root: EngineRoot, optimizer: Optimizer | None) -> EngineOptimizer | None:
+        from .deepspeed_engine import start
+        from .deepspeed_ops import refusals
+
+        with refusals(self.where):
+            if root.is_pipeline:
+                return self._start_stages(cast("PipelineRoot", root), optimizer)
+            return start(self._import(), root, optimizer, self._engine_config())
+
+    def _start_stages(self, root: PipelineRoot, optimizer: Optimizer | None) -> EngineOptimizer | None:
         from .deepspeed_pipeline import stage_config, start_stages
         from .deepspeed_stages import group_names, learn_groups
 
@@ -603,12 +616,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         original = self.unwrap(module)
         step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
         context: Callable[[], AbstractContextManager[Any]] | None = getattr(self.precision, "step_context", None)
-        if context is not None and self.precision.policy.compute_dtype is not torch.float32:
+        is_pipeline = isinstance(module, EngineRoot) and module.is_pipeline  # the engine is called within the step
+        if context is not None and not is_pipeline and self.precision.policy.compute_dtype is not torch.float32:
             step = _within(context, step)
         if not isinstance(module, EngineRoot):
             return step
         if module.is_pipeline:
             stages = cast("PipelineRoot", module)
+            if name == "forward" and original is stages.pipe:
+                return stages.predict  # its own forward runs the layers of this rank only
             return self._bind_stages(step) if name == "training_step" else stages.count_evaluations(step)
         root, call = module, Call(step, is_training=name == "training_step" and not module.is_stepped_by_hand)
         reference = weakref.ref(root)
@@ -673,7 +689,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def evaluate_without_data(self, module: nn.Module | None) -> None:
         """Take part in an evaluation step for which this rank has no batch, where others have one.
 
-        Modules are gathered in the order in which this rank's last evaluation step ran them.
+        Parameters are gathered in the order in which this rank's last evaluation step did it.
 
         Raises:
             DataError: This rank has not evaluated any batch.
@@ -709,7 +725,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             raise ConfigError(
                 "a backward pass was made before DeepSpeed had an optimizer: its engine needs module and optimizer "
                 "together.",
-                fix="pass both to fabric.setup(module, optimizer).",
+                fix="pass both to fabric.setup(module, optimizer); with the Trainer, return an optimizer from "
+                'configure_optimizers, or write a section "optimizer" into the configuration.',
             )
         if args:
             kwargs = {**dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False)), **kwargs}

@@ -12,7 +12,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ __all__ = [
     "Facts",
     "activation_options",
     "build",
-    "check_activations",
-    "check_arguments",
+    "check_against",
+    "combined",
     "differences",
+    "is_stage",
     "read",
     "settle",
     "stage_of",
@@ -39,7 +40,6 @@ Config = dict[str, Any]
 ENVIRONMENT_VARIABLES = ("LT_DEEPSPEED_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
 """Where a file's path may stand; the first that is set counts."""
 
-_DEVICES = ("none", "cpu", "nvme")
 # DeepSpeed 0.19 clips at 1.0 where nothing is written.
 _NO_CLIPPING = 0.0
 
@@ -105,33 +105,6 @@ class Facts:
 
 
 # --- arguments -----------------------------------------------------------------------------------------------------
-
-
-def check_arguments(arguments: Arguments) -> list[tuple[str, str]]:
-    """Return (what, fix) of every argument that cannot work."""
-    found = []
-    if arguments.stage not in (0, 1, 2, 3) or isinstance(arguments.stage, bool):
-        found.append((f"stage={arguments.stage!r} is no ZeRO stage", "use 0, 1, 2 or 3"))
-    for name in ("offload_params_device", "offload_optimizer_device", "remote_device"):
-        value = getattr(arguments, name)
-        if value not in _DEVICES and not (name == "remote_device" and value is None):
-            found.append((f"{name}={value!r} is unknown", "use 'cpu' or 'nvme'"))
-    stage = arguments.stage if arguments.zero_optimization else 0
-    if arguments.offload_parameters and stage != 3:
-        found.append(
-            (f"offload_parameters=True with stage={stage}, where every process has all of them", "use stage=3")
-        )
-    if arguments.offload_optimizer and stage == 0:
-        found.append(("offload_optimizer=True without ZeRO", "use stage=1, 2 or 3"))
-    if arguments.offload_optimizer and arguments.offload_optimizer_device == "nvme" and stage != 3:
-        found.append((f"offload_optimizer_device='nvme' with stage={stage}", "use stage=3, or the device 'cpu'"))
-    uses_nvme = "nvme" in (
-        arguments.offload_params_device if arguments.offload_parameters else None,
-        arguments.offload_optimizer_device if arguments.offload_optimizer else None,
-    )
-    if uses_nvme and not arguments.nvme_path:
-        found.append(("a device is 'nvme' and nvme_path is not given", "pass nvme_path, a folder on that disk"))
-    return found
 
 
 def build(arguments: Arguments) -> Config:
@@ -230,30 +203,63 @@ def read(config: Any, environment: Mapping[str, str] | None = None) -> tuple[Con
     return content, where
 
 
+def combined(config: Config, arguments: Arguments, where: str) -> tuple[Config, Arguments]:
+    """Return the user's configuration with what only the arguments say, and the arguments with its stage.
+
+    Of ZeRO the configuration alone decides, but for what was passed to the strategy. null is the same as no key.
+
+    Raises:
+        ConfigError: They say different things; with both values of each.
+    """
+    check_against(config, arguments, where)
+    config = {key: value for key, value in config.items() if value is not None}
+    zero = config.get("zero_optimization")
+    if zero is None:
+        return merged(config, build(arguments)), arguments
+    if not isinstance(zero, Mapping):
+        zero = {"stage": stage_of(config)}
+    if arguments.stage == Arguments.stage and arguments.zero_optimization and is_stage(zero.get("stage", 0)):
+        arguments = replace(arguments, stage=int(zero.get("stage", 0)))
+    given = build(arguments)
+    standard = build(Arguments(stage=arguments.stage))
+    zero = {key: value for key, value in zero.items() if key != "stage" or value != "auto"}
+    own: Config = {**config, "zero_optimization": zero}
+    for path, value in _leaves(given):
+        is_said = _at(standard, path) != value or path == "zero_optimization.stage"
+        if path.startswith("zero_optimization.") and is_said and _at(own, path) in (_ABSENT, "auto"):
+            _write(own, path, value)
+    del given["zero_optimization"]
+    return merged(own, given), arguments
+
+
 def check_against(config: Config, arguments: Arguments, where: str) -> None:
     """Refuse arguments that say something else than the user's configuration.
 
     Raises:
         ConfigError: With both values of each.
     """
-    standard = build(Arguments())
-    given = build(arguments)
     if arguments == Arguments():
         return
-    said = {path: value for path, value in _leaves(given) if _at(standard, path) != value}
-    rows = [(path, _at(config, path), value) for path, value in said.items()]
+    standard = build(Arguments())
+    said = [(path, value) for path, value in _leaves(build(arguments)) if _at(standard, path) != value]
+    rows = [(path, _at(config, path), value) for path, value in said]
     rows = [(path, theirs, ours) for path, theirs, ours in rows if theirs not in (_ABSENT, "auto") and theirs != ours]
-    # What the file leaves out is filled from the arguments.
     if rows:
         raise differences(rows, where, "the strategy's arguments")
 
 
-def stage_of(config: Config) -> int:
-    """Return the ZeRO stage of a configuration; 0 without ZeRO."""
+def is_stage(value: Any) -> bool:
+    """Return whether a value names a ZeRO stage; DeepSpeed takes a text for the number, too."""
+    return not isinstance(value, bool) and str(value) in ("0", "1", "2", "3")
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage of a configuration; 0 without ZeRO, or where it is none."""
     zero = config.get("zero_optimization")
-    if isinstance(zero, bool) or zero is None:
-        return int(bool(zero))
-    return int(zero.get("stage", 0))
+    if not isinstance(zero, Mapping):
+        return int(zero is True)
+    stage = zero.get("stage", 0)
+    return int(stage) if is_stage(stage) else 0
 
 
 def settle(config: Config, facts: Facts, where: str) -> Config:
@@ -295,12 +301,6 @@ def settle(config: Config, facts: Facts, where: str) -> Config:
     if rows:
         raise differences(rows, where, "Trainer, Fabric and loaders")
     _drop_auto(result, where)
-    if _at(result, "zero_optimization.round_robin_gradients") is True and stage_of(result) in (1, 2):
-        raise ConfigError(
-            f"{where}: with zero_optimization.round_robin_gradients, DeepSpeed (0.19) says wrongly which part of the "
-            "optimizer's state belongs to which parameter, so that checkpoints would hold it under wrong names.",
-            fix="leave round_robin_gradients out; it changes how gradients are dealt out, and no result.",
-        )
     return result
 
 
@@ -315,37 +315,13 @@ def fp16_section(arguments: Arguments) -> Config:
     }
 
 
-def activation_options(config: Config) -> Config:
+def activation_options(config: Mapping[str, Any]) -> Config:
     """Return the arguments of `deepspeed.checkpointing.configure` that a configuration says."""
     section = config.get("activation_checkpointing") or {}
     return {
         argument: False if section.get(key) == "auto" else section.get(key, otherwise)
         for argument, key, otherwise in _ACTIVATIONS
     }
-
-
-def check_activations(config: Config, where: str) -> list[tuple[str, str]]:
-    """Return (what, fix) of what cannot work in the section on activation checkpointing."""
-    options = activation_options(config)
-    if not options["contiguous_checkpointing"]:
-        return []
-    found = []
-    if not options["partition_activations"]:
-        found.append(
-            (
-                f"{where}: contiguous_memory_optimization without partition_activations, of whose parts it makes one "
-                "buffer",
-                "set partition_activations, too",
-            )
-        )
-    if options["num_checkpoints"] is None:
-        found.append(
-            (
-                f"{where}: contiguous_memory_optimization needs to know how many parts of the model are checkpointed",
-                'pass config={"activation_checkpointing": {"number_checkpoints": ...}}',
-            )
-        )
-    return found
 
 
 def without_sections(config: Config) -> Config:
@@ -378,15 +354,16 @@ _ACTIVATIONS: tuple[tuple[str, str, Any], ...] = (
     ("profile", "profile", False),
 )
 
+# Filled in by deepspeed_optimizers.py, where the section counts.
+FILLED_LATER = ("scheduler.params.total_num_steps", "scheduler.params.warmup_max_lr")
+
 # Sections whose "auto" is DeepSpeed's own default, so that leaving the key out is the same.
 _OPTIONAL = ("zero_optimization", "fp16", "bf16", "aio", "activation_checkpointing", "optimizer", "scheduler")
 
 
 def _drop_auto(config: Config, where: str) -> None:
-    open_keys = [path for path, value in _leaves(config) if value == "auto"]
+    open_keys = [path for path, value in _leaves(config) if value == "auto" and path not in FILLED_LATER]
     wrong = [path for path in open_keys if path.split(".")[0] not in _OPTIONAL]
-    if "scheduler.params.total_num_steps" in open_keys:
-        wrong.append("scheduler.params.total_num_steps")
     if wrong:
         raise ConfigError(
             f'{where}: "auto" has no value for {", ".join(wrong)}.', fix="write the value, or leave the key out."

@@ -19,13 +19,14 @@ from ..errors import ConfigError
 from ..precision.base import DefaultDtype
 from .base import non_finite_norm
 from .clipping import largest_over_ranks
+from .deepspeed_evaluation import Event, gathering_in_steps, modules_noted, repeat
 from .deepspeed_ops import quietly
 from .replica import NOTHING, Call, loss_tensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["EngineOptimizer", "EngineRoot", "start"]
+__all__ = ["EngineOptimizer", "EngineRoot", "link_in_order", "match_statistics", "start"]
 
 # Any in this file: deepspeed has no types, and what the user's steps take and return.
 
@@ -53,8 +54,7 @@ class EngineRoot(nn.Module):
         has_gradients: Whether a backward pass was made since the last step.
         grad_norm: Norm of the gradients of the last step, before clipping; None where nobody computed it.
         loaded: A state that was loaded before there was an engine, for its masters.
-        evaluated: The modules that the last evaluation step has entered (True) and left (False), in order; None before
-            the first. In stage 3 with several ranks.
+        evaluated: What the last evaluation step has gathered; None before the first. In stage 3 with several ranks.
     """
 
     is_pipeline = False
@@ -68,7 +68,7 @@ class EngineRoot(nn.Module):
     has_gradients: bool
     grad_norm: Tensor | None
     loaded: dict[str, Any] | None
-    evaluated: list[tuple[bool, nn.Module]] | None
+    evaluated: list[Event] | None
 
     def __init__(self, module: nn.Module, stage: int, *, is_stepped_by_hand: bool = False) -> None:
         super().__init__()
@@ -93,16 +93,24 @@ class EngineRoot(nn.Module):
         self.__dict__["output"] = NOTHING if output is None else output
         return loss_tensor(output)
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step under the engine's hooks and return what it returned."""
+    def run(
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], events: list[Event] | None = None
+    ) -> Any:
+        """Run a step under the engine's hooks and return what it returned.
+
+        What it gathers by itself in stage 3 is added to `events`.
+        """
         own = self.__dict__
         own["_work"] = (call, args, kwargs)
         try:
             engine = own["engine"]
             if engine is None:
                 output = self()
-            else:
+            elif own["stage"] < 3:
                 output = engine()
+            else:
+                with gathering_in_steps(engine, events):
+                    output = engine()
             extra, own["output"] = own["output"], None
         finally:
             own["_work"] = None
@@ -126,44 +134,16 @@ class EngineRoot(nn.Module):
     # -- evaluation in stage 3 -----------------------------------------------------------------------------------
 
     def evaluate(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an evaluation step, and remember which modules it entered and left."""
-        events: list[tuple[bool, nn.Module]] = []
-
-        def enter(module: nn.Module, _: Any) -> None:
-            # Those with the engine's hooks, but for us. The engine itself hands on our attributes as its own.
-            if module is not self and "ds_id" in vars(module):
-                events.append((True, module))
-
-        def leave(module: nn.Module, _: Any, __: Any) -> None:
-            if module is not self and "ds_id" in vars(module):
-                events.append((False, module))
-
-        hooks = nn.modules.module
-        handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)]
-        try:
-            output = self.run(call, args, kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        """Run an evaluation step, and remember what it gathered."""
+        with modules_noted(self) as events:
+            output = self.run(call, args, kwargs, events)
         self.__dict__["evaluated"] = events
         return output
 
     def evaluate_without_data(self) -> None:
         """Take part in another rank's evaluation step: gather what this rank's last one has gathered."""
         with torch.no_grad():
-            self.run(Call(self._walk, is_training=False), (), {})
-
-    def _walk(self) -> None:
-        from deepspeed.runtime.zero import parameter_offload as hooks
-
-        optimizer = self.engine.optimizer
-        gathering = getattr(optimizer, "parameter_offload", optimizer)  # an engine without an optimizer has that alone
-        for begins, module in self.evaluated or ():
-            if begins:
-                gathering.pre_sub_module_forward_function(module)
-            else:
-                hooks.FWD_MODULE_STACK.pop()
-                gathering.post_sub_module_forward_function(module)
+            self.run(Call(lambda: repeat(self.evaluated or (), self.engine), is_training=False), (), {})
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -181,7 +161,9 @@ class EngineRoot(nn.Module):
         engine.set_gradient_accumulation_boundary(ends_window)
         own["has_gradients"], own["is_window_open"] = True, not ends_window
         if not by_hand:
-            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            # Another tensor than the step returned: on that one the engine (0.19) has a hook that divides by its own
+            # number of micro-batches, which in stage 0 runs before the one that is to prevent it.
+            engine.backward(loss.view_as(loss), scale_wrt_gas=False, **kwargs)
             return
         # We are inside the engine's forward pass. Otherwise that one counts backward passes, and what it returns begins
         # them.
@@ -224,6 +206,11 @@ class EngineRoot(nn.Module):
             yield
         finally:
             own["ends_window"] = before
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the engine has one: for evaluation in stage 3 it is made without."""
+        return self.engine is not None and self.engine.basic_optimizer is not None
 
     @property
     def zero(self) -> Any:
@@ -419,7 +406,9 @@ def start(
     with quietly():
         engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=config, dist_init_required=False)
     root.__dict__["engine"] = engine
+    match_statistics(root.module)
     zero = root.zero
+    link_in_order(zero)
     offload = getattr(zero, "parameter_offload", None)
     if offload is not None:
         # DeepSpeed (0.19) may read a parameter ahead that is used twice in what comes, and fails at the second time.
@@ -434,6 +423,33 @@ def start(
         # Its 16-bit optimizer of stage 0 makes a step without gradients, to have state: Adam's count is 1 then.
         optimizer.state.clear()
     return None if optimizer is None else EngineOptimizer(optimizer, root, groups)
+
+
+def match_statistics(module: nn.Module) -> None:
+    """Give the running statistics of norms the dtype of their weights; torch computes with one dtype of both.
+
+    DeepSpeed (0.19) casts parameters to 16 bits, and leaves buffers as they are.
+    """
+    for layer in module.modules():
+        weight = getattr(layer, "weight", None)
+        for name in ("running_mean", "running_var"):
+            value = getattr(layer, name, None)
+            if isinstance(weight, Tensor) and isinstance(value, Tensor):
+                setattr(layer, name, value.to(weight.dtype))
+
+
+def link_in_order(zero: Any) -> None:
+    """Let parameters know where their masters are, if "round_robin_gradients" has dealt them out in another order.
+
+    DeepSpeed (0.19) takes the order of the optimizer's groups, unless there is padding between parameters: then it asks
+    where each one is, which is right in both cases.
+    """
+    if not getattr(zero, "round_robin_gradients", False):
+        return
+    padding, zero.round_robin_bit16_padding = zero.round_robin_bit16_padding, [[1]] * len(zero.bit16_groups)
+    zero._link_all_hp_params()
+    zero.round_robin_bit16_padding = padding
+    zero._hp_optimizer_states_linked = False
 
 
 def _aligned_only(swap_out: Callable[..., None]) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import ConfigError, MissingDependency
 
-__all__ = ["connect", "import_deepspeed", "operators_of", "prepare", "quietly", "takes_cpu_adam"]
+__all__ = ["connect", "import_deepspeed", "operators_of", "prepare", "quietly", "refusals", "takes_cpu_adam"]
 
 # Any in this file: deepspeed has no types; values of a JSON document.
 
@@ -60,6 +60,26 @@ def quietly() -> Iterator[None]:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+@contextmanager
+def refusals(where: str) -> Iterator[None]:
+    """Return a context in which what DeepSpeed says of keys and values of its configuration is an error of ours.
+
+    Args:
+        where: Where the configuration stands.
+
+    Raises:
+        ConfigError: With every key that DeepSpeed does not know, and every value that it does not take.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error).__name__ != "ValidationError":
+            raise
+        said: Any = error  # pydantic's, of which only DeepSpeed knows the version
+        lines = "".join(f"\n  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in said.errors())
+        raise ConfigError(f"{where}: DeepSpeed refuses a part of it, {said.title}:{lines}", fix="mend it.") from error
 
 
 def connect(deepspeed: Any, *, backend: str, timeout: timedelta) -> None:

@@ -7,6 +7,7 @@ strategies/deepspeed.py.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -43,10 +44,29 @@ def make_optimizer(config: dict[str, Any], module: nn.Module, where: str) -> dic
     optimizer = _optimizer(config, [one for one in module.parameters() if one.requires_grad], where)
     if "scheduler" not in config:
         return {"optimizer": optimizer}
+    config = _filled(config, optimizer, module, where)
     return {
         "optimizer": optimizer,
         "lr_scheduler": {"scheduler": _schedule(config, optimizer, where), "interval": "step"},
     }
+
+
+def _filled(config: dict[str, Any], optimizer: Optimizer, module: nn.Module, where: str) -> dict[str, Any]:
+    """Return the configuration without "auto" in its section "scheduler": the run's steps, the optimizer's rate."""
+    section = config["scheduler"]
+    options = dict(section.get("params") or {})
+    if options.get("warmup_max_lr") == "auto":
+        options["warmup_max_lr"] = optimizer.param_groups[0]["lr"]
+    if options.get("total_num_steps") == "auto":
+        trainer = getattr(module, "_trainer", None)
+        total = math.inf if trainer is None else trainer.estimated_stepping_batches
+        if math.isinf(total):
+            raise ConfigError(
+                f'{where}: "auto" for scheduler.params.total_num_steps, and nobody knows how many steps the run has.',
+                fix="write the number, or pass max_steps to a Trainer.",
+            )
+        options["total_num_steps"] = int(total)
+    return {**config, "scheduler": {**section, "params": options}}
 
 
 def _optimizer(config: dict[str, Any], parameters: list[nn.Parameter], where: str) -> Optimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, DataError, ModuleError
 from .base import non_finite_norm
 from .deepspeed_config import stage_of
-from .deepspeed_engine import EngineOptimizer, EngineRoot
+from .deepspeed_engine import EngineOptimizer, EngineRoot, link_in_order, match_statistics
 from .deepspeed_micro_batches import cut, pair_of, shapes_of
 from .deepspeed_ops import quietly
 
@@ -74,8 +74,8 @@ def check(module: nn.Module, pipe: Any, config: Mapping[str, Any], precision: Pr
         found.append((f"ZeRO stage {stage} with a PipelineModule", "use stage=0 or 1"))
     if isinstance(zero, Mapping) and (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
         found.append(("offload_optimizer with a PipelineModule", "leave it out"))
-    if precision.policy.compute_dtype is not torch.float32:
-        found.append((f"precision={precision.precision!r} with a PipelineModule", "use precision='32-true'"))
+    if precision.policy.compute_dtype is torch.float16:
+        found.append((f"precision={precision.precision!r} with a PipelineModule", "use 'bf16-mixed' or '32-true'"))
     axes = [axis for axis in pipe.topology().get_axis_names() if axis not in ("pipe", "data")]
     if axes:
         found.append((f"a PipelineModule with the axes {axes}", "use the axes 'pipe' and 'data' only"))
@@ -98,7 +98,7 @@ def check(module: nn.Module, pipe: Any, config: Mapping[str, Any], precision: Pr
 
 
 class PipelineRoot(EngineRoot):
-    """What runs a module with a PipelineModule in it; gives the PipelineModule `train_batch` and `eval_batch`.
+    """What runs a module with a PipelineModule in it; gives that `train_batch`, `eval_batch` and `predict_batch`.
 
     Args:
         module: The user's, or the PipelineModule itself.
@@ -132,7 +132,7 @@ class PipelineRoot(EngineRoot):
         )  # fmt: skip
         self.__dict__["_trained"] = [one for one in pipe.parameters() if one.requires_grad]
         # Not through nn.Module: they are no submodules.
-        pipe.__dict__.update(train_batch=self.train_batch, eval_batch=self.eval_batch)
+        pipe.__dict__.update(train_batch=self.train_batch, eval_batch=self.eval_batch, predict_batch=self.predict_batch)
 
     @property
     def has_pass(self) -> bool:
@@ -224,24 +224,85 @@ class PipelineRoot(EngineRoot):
         Returns:
             Of this replica: shape (), float32, on every rank.
         """
+        with self._evaluating("eval_batch") as engine:
+            parts = self._parts_of(data)
+            loss: Tensor = engine.eval_batch(iter(parts), num_micro_batches=len(parts))
+        return loss.detach().float().reshape(())
+
+    def predict_batch(self, inputs: Any) -> Any:
+        """Return the outputs of the last layer for a batch, without gradients. On every rank, also of other replicas.
+
+        Args:
+            inputs: A tensor or a tuple of them, the same on all ranks of a replica; cut as in `train_batch`.
+
+        Returns:
+            A tensor, or a tuple of them if the last layer returns one; on every rank of the replica.
+        """
+        with self._evaluating("predict_batch") as engine:
+            parts = self._parts_of((inputs, ()))
+            engine.total_loss = None  # outputs would be added to the losses of the last pass
+            outputs = engine.eval_batch(
+                iter(parts), compute_loss=False, reduce_output=None, num_micro_batches=len(parts)
+            )
+        joined = None
+        if engine.is_last_stage():
+            is_one = isinstance(outputs[0], Tensor)
+            joined = torch.cat(outputs) if is_one else tuple(map(torch.cat, zip(*outputs, strict=True)))
+        return self._from_last_stage(joined)
+
+    def predict(self, inputs: Any) -> Any:
+        """Return what `predict_batch` does, for a call of the PipelineModule itself.
+
+        Raises:
+            ModuleError: Gradients are wanted.
+        """
+        if torch.is_grad_enabled():
+            raise ModuleError(
+                "a PipelineModule was called with gradients, and its engine runs forward and backward passes together.",
+                fix="call train_batch((inputs, labels)); or call it under torch.no_grad() for its outputs.",
+            )
+        return self.predict_batch(inputs)
+
+    def _from_last_stage(self, outputs: Any) -> Any:
+        """Return the outputs that the last stage of this replica has."""
+        import torch.distributed as dist
+
+        source, group = self.engine._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
+        if dist.get_world_size(group) == 1:
+            return outputs
+        tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
+        told: list[Any] = [isinstance(outputs, tuple), [(one.shape, one.dtype) for one in tensors if one is not None]]
+        dist.broadcast_object_list(told, src=source, group=group, device=self._host_device(group))
+        if outputs is None:
+            tensors = [torch.empty(shape, dtype=dtype, device=self.engine.device) for shape, dtype in told[1]]
+        for one in tensors:
+            dist.broadcast(one, src=source, group=group)
+        return tuple(tensors) if told[0] else tensors[0]
+
+    def _host_device(self, group: Any) -> torch.device:
+        import torch.distributed as dist
+
+        return torch.device("cpu") if "gloo" in dist.get_backend(group) else self.pipe_device
+
+    @contextmanager
+    def _evaluating(self, name: str) -> Iterator[Any]:
+        """Return a context with the engine, for one pass without gradients of which all replicas take part."""
         engine = self.engine
         if engine is None:
             raise ConfigError(
-                "eval_batch was called before DeepSpeed had an engine.",
+                f"{name} was called before DeepSpeed had an engine.",
                 fix="pass module and optimizer to fabric.setup(module, optimizer).",
             )
         self.__dict__["_evaluations"] += 1
-        parts = self._parts_of(data)
         modes = [(one, one.training) for one in self.pipe.modules()]
         is_data_parallel, engine.is_data_parallel = engine.is_data_parallel, False  # no mean over replicas
         try:
             with self._within():
-                loss: Tensor = engine.eval_batch(iter(parts), num_micro_batches=len(parts))
+                yield engine
         finally:
             engine.is_data_parallel = is_data_parallel
             for one, was_training in modes:
                 one.training = was_training
-        return loss.detach().float().reshape(())
 
     def _parts_of(self, data: Any) -> list[Any]:
         own = self.__dict__
@@ -295,12 +356,27 @@ class PipelineRoot(EngineRoot):
         finally:
             del self.pipe.__dict__["train"]
 
-    def _within(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """Return a context with the precision of a step, also within the engine, which turns off what is around it."""
         precision = self.__dict__["_precision"]
-        if precision.policy.compute_dtype is torch.float32 or not hasattr(precision, "step_context"):
-            return nullcontext()
-        context: AbstractContextManager[Any] = precision.step_context()
-        return context
+        if precision.policy.compute_dtype is torch.float32:
+            yield
+            return
+        pipe, forward = self.pipe, type(self.pipe).forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with precision.step_context():
+                return forward(pipe, *args, **kwargs)
+
+        # The loss is made outside of the layers' forward; so is what stages exchange, which has a dtype of its own.
+        around = precision.step_context() if getattr(precision, "is_mixed", False) else nullcontext()
+        pipe.__dict__["forward"] = run
+        try:
+            with around:
+                yield
+        finally:
+            del pipe.__dict__["forward"]
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -412,7 +488,7 @@ def stage_config(config: dict[str, Any], root: PipelineRoot, *, trains: bool) ->
         trains: Whether there is an optimizer; without one, ZeRO has nothing to shard.
     """
     count = root.__dict__["_micro_batches"]
-    zero = dict(config.get("zero_optimization") or {}) if trains and root.stage else {"stage": 0}
+    zero = {**(config.get("zero_optimization") or {}), "stage": root.stage} if trains else {"stage": 0}
     if zero["stage"]:
         # Gradients are taken out of the parameters and put back between passes: no hook may have moved them.
         zero.update(overlap_comm=False, contiguous_gradients=False)
@@ -438,6 +514,8 @@ def start_stages(
         warnings.filterwarnings("ignore", r"c10d::broadcast_: an autograd kernel was not registered", UserWarning)
     engine._train_schedule = _schedule_of(engine)
     root.__dict__["engine"] = engine
+    match_statistics(root.module)
+    link_in_order(root.zero)
     return None if optimizer is None else EngineOptimizer(optimizer, root, groups)
 
 

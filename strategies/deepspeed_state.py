@@ -137,8 +137,10 @@ def lies_in_parts(root: EngineRoot, parameter: Any) -> bool:
 
 def is_stepped(root: EngineRoot, parameter: Any) -> bool:
     """Return whether the engine's optimizer has the parameter: it is not frozen, and in one of the groups."""
-    if not parameter.requires_grad or root.stage == 0:
-        return bool(parameter.requires_grad)
+    if not parameter.requires_grad or not root.has_optimizer:
+        return False
+    if root.stage == 0:
+        return True
     zero = root.zero
     if root.stage == 3:
         return zero.get_param_id(parameter) in zero.grad_position

@@ -23,7 +23,7 @@ def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dic
     for name, value in state.items():
         own = target.get(name)
         if is_sharded(own) and fits(value, own.shape):
-            fitted[name] = as_shards(value, own)
+            fitted[name] = as_shards(value, own, is_kept=False)  # the module copies it into its own memory
         else:
             fitted[name] = read_whole(value)
     return fitted

@@ -9,8 +9,9 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from ..errors import ConfigError, ModuleError
 from .base import NoLoss, non_finite_norm
 from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
-from .fsdp_arguments import ShardingPlan, check_mesh, read_arguments
+from .fsdp_arguments import read_arguments
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
-from .replica import Call, loss_tensor
+from .sharding_plan import ShardingPlan, check_mesh
 from .shards import gather_whole, is_sharded, local
 
 if TYPE_CHECKING:
@@ -200,6 +201,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().teardown()
         self._mesh = None
 
+    def configure_fsdp_auto_wrap_policy(self, module: nn.Module) -> Any:
+        """Return which modules are to be units: `auto_wrap_policy`. For overriding, where the model decides.
+
+        Called once, on every rank, before the module is sharded.
+        """
+        return self.plan.auto_wrap_policy
+
     # -- the model -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -265,7 +273,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         ]
         root = shard(
             module,
-            self.plan,
+            replace(self.plan, auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module)),
             self.mesh,
             device=self.device,
             precision=self.precision.policy,
@@ -295,12 +303,19 @@ class FSDPStrategy(ProcessGroupStrategy):
             broadcast_tensors([one for one in self.unwrap(module).buffers() if not is_sharded(one)])
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients of those parameters that are whole on every rank; backward did so for sharded ones."""
+        """Average gradients that no backward pass averaged; see `Strategy.average_gradients`.
+
+        Those of parameters that are whole on every rank, and of sharded ones what passes under `no_backward_sync` left.
+        """
+        if self.world_size == 1:
+            return
         whole = [one for one in parameters if not is_sharded(one)]
-        if whole and self.world_size > 1:
+        if whole:
             from .gradients import average_gradients
 
             average_gradients(whole)
+        for root in self._live_roots():
+            root.average_gradients(parameters)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the module that the user wrote."""
@@ -357,29 +372,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
         if not isinstance(module, ShardedRoot):
             return step
+        from .sharded_steps import bound, bound_training
+
         is_training = name == "training_step" and not module.is_by_parts
-        return self._bound_training(module, step) if is_training else _bound(module, step)
-
-    def _bound_training(self, root: ShardedRoot, step: Callable[..., Any]) -> Callable[..., Any]:
-        call = Call(step, is_training=True)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = root.take_output(root(call, *args, **kwargs))
-            if output.__class__ is not Tensor:
-                self._check_loss(output)
-            return output
-
-        return run
-
-    def _check_loss(self, output: Any) -> None:
-        loss = loss_tensor(output)
-        if self.world_size > 1 and (loss is None or not loss.requires_grad):
-            raise ModuleError(
-                f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and under "
-                f"{type(self).__name__} the backward passes of the other ranks wait for this one.",
-                fix="return lw.Loss(loss_sum, weight=0) or the loss times 0 for a batch that is not to count; or train "
-                "with strategy='ddp', where None skips a batch.",
-            )
+        return bound_training(module, step, self) if is_training else bound(module, step)
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
         """Refuse: a rank without a batch cannot take part in a training step.
@@ -411,22 +407,53 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return a context in which backward passes add to whole gradients on this rank only, if enabled."""
         from .sharded_root import ShardedRoot
 
-        return _unsynchronised(module) if enabled and isinstance(module, ShardedRoot) else nullcontext()
+        is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
+        return _unsynchronised(cast("ShardedRoot", module)) if is_deferred else nullcontext()
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
-        tensor.backward(*args, **kwargs)
+        try:
+            tensor.backward(*args, **kwargs)
+        except RuntimeError as error:
+            from .sharded_steps import explain
+
+            explain(error)
+            raise
         for root in self._live_roots():
-            if root.synchronises:
-                root.has_unreduced = False
-                if root.replicated and not root.is_by_parts:
-                    self.average_gradients(root.replicated)
+            if not root.synchronises:
+                root.has_unreduced = True
+                continue
+            root.has_unreduced = root.waits_for_average()  # of parts that this pass did not reach
+            if root.replicated and not root.is_by_parts:
+                self.average_gradients(root.replicated)
 
     def drop_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
         for root in self._live_roots():
             if root.has_unreduced and module in (None, root):
                 root.forget_gradients()
+
+    def drop_gradients_of(self, optimizer: Optimizer) -> None:
+        """Forget those of the optimizer's parameters; another optimizer's window goes on."""
+        for root in self._live_roots():
+            if root.has_unreduced:
+                root.forget_gradients(_parameters(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer; see `Strategy.optimizer_step`.
+
+        Raises:
+            ModuleError: Gradients of its parameters were not averaged: it would step without them.
+        """
+        for root in self._live_roots():
+            if root.has_unreduced and closure is None and root.waits_for_average(_parameters(optimizer)):
+                raise ModuleError(
+                    f"{type(optimizer).__name__} steps, and gradients of its parameters were not averaged over ranks: "
+                    "all backward passes since the last step ran under no_backward_sync.",
+                    fix="run the backward pass of a window's last micro-batch without it: "
+                    "no_backward_sync(model, enabled=not is_last).",
+                )
+        return super().optimizer_step(optimizer, closure)
 
     def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return this rank's parts of tensors, sharing their memory, without empty ones."""
@@ -491,25 +518,6 @@ class FSDPStrategy(ProcessGroupStrategy):
 # -- inside ------------------------------------------------------------------------------------------------------------
 
 
-def _bound(root: ShardedRoot, step: Callable[..., Any]) -> Callable[..., Any]:
-    from .sharded_root import reshard
-
-    call = Call(step, is_training=False)
-    has_order = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_order
-        if torch.is_grad_enabled():
-            return step(*args, **kwargs) if root.is_by_parts else root(call, *args, **kwargs)
-        with nullcontext() if has_order else root.recording():
-            output = step(*args, **kwargs) if root.is_by_parts else root(call, *args, **kwargs)
-        has_order = True
-        reshard(root)
-        return output
-
-    return run
-
-
 @contextmanager
 def _unsynchronised(root: ShardedRoot) -> Iterator[None]:
     root.set_sync(False)
@@ -519,6 +527,9 @@ def _unsynchronised(root: ShardedRoot) -> Iterator[None]:
         root.set_sync(True)
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    return [one.grad for one in parameters if one.grad is not None]
+    return [one.grad for one in _parameters(optimizer) if one.grad is not None]

@@ -17,7 +17,7 @@ from ..errors import ModuleError
 from .deferred import changed_names, forget_marks, own_tensors
 from .replay import is_deferred, is_empty, replay, view_of
 
-__all__ = ["check_materialisable", "materialise", "materialise_from_rank_zero", "modules_of_unit"]
+__all__ = ["check_materialisable", "empty_names", "materialise", "materialise_from_rank_zero", "modules_of_unit"]
 
 # Any in this file: process groups, and what modules keep in their attributes.
 
@@ -58,6 +58,24 @@ def check_materialisable(
     _check(root, list(root.modules()), param_init_fn, empty=empty)
 
 
+def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None) -> list[str]:
+    """Return the parameters to which nothing gives a value: built with `empty=True`, for a checkpoint.
+
+    Args:
+        root: The whole model, before `materialise`.
+        param_init_fn: As for `materialise`.
+    """
+    left: dict[int, str] = {}
+    filled: set[int] = set()
+    for path, module in root.named_modules():
+        for name in _empty(module):
+            key = id(module._parameters[name])
+            left.setdefault(key, f"{path}.{name}".lstrip("."))
+            if param_init_fn is not None or _fills_itself(module):
+                filled.add(key)
+    return [name for key, name in left.items() if key not in filled]
+
+
 def materialise(
     module: nn.Module,
     *,
@@ -74,7 +92,8 @@ def materialise(
       as torch's own operations repeat. They are computed on the CPU. So do deferred tensors in the module's attributes,
       and in lists, tuples and dicts there.
     - Others are made without values; then `param_init_fn`, or the `reset_parameters` of the module that owns them, is
-      called once for each such module, parents first, without gradients.
+      called once for each such module, parents first, without gradients. So it is for parameters that were built with
+      `empty=True`, if `reset_parameters` is the user's own.
     - Tensors that have values are moved to the device.
 
     A parameter keeps its class, its `requires_grad` and its attributes. It is a new object: hooks of the old one are
@@ -94,7 +113,7 @@ def materialise(
     """
     modules = modules_of_unit(module, inner) if recurse else [module]
     _check(module if root is None else root, modules, param_init_fn, empty=empty)
-    unfilled = _make(modules, device, with_values=True)
+    unfilled = _make(modules, device, param_init_fn, with_values=True)
     if not empty:
         _fill(unfilled, device, param_init_fn)
 
@@ -130,7 +149,7 @@ def materialise_from_rank_zero(
     is_first = dist.get_rank(group) == 0
     problems = _problems(root, modules, param_init_fn, empty=False) if is_first else []
     _check_alike(root, modules, problems, group)
-    unfilled = _make(modules, device, with_values=is_first)
+    unfilled = _make(modules, device, param_init_fn, with_values=is_first)
     if is_first:
         _fill(unfilled, device, param_init_fn)
     first = 0 if group is None else dist.get_global_rank(group, 0)
@@ -189,6 +208,19 @@ def _unknown(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in unknown.items() if _MADE not in tensor.__dict__}
 
 
+def _empty(module: nn.Module) -> list[str]:
+    """Return the module's own parameters that were built with `empty=True` and are not made yet."""
+    own = module._parameters.items()
+    return [name for name, one in own if one is not None and is_empty(one) and _MADE not in one.__dict__]
+
+
+def _fills_itself(module: nn.Module) -> bool:
+    """Return whether the module has a `reset_parameters` that the user wrote, in its class or on the object."""
+    own = getattr(module, "reset_parameters", None)
+    is_torchs = str(getattr(own, "__module__", "")).partition(".")[0] == "torch"
+    return own is not None and ("reset_parameters" in module.__dict__ or not is_torchs)
+
+
 def _check_alike(root: nn.Module, modules: Sequence[nn.Module], problems: Sequence[str], group: Any) -> None:
     import torch.distributed as dist
 
@@ -233,9 +265,19 @@ def _told(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
 # --- new tensors ------------------------------------------------------------------------------------------------------
 
 
-def _make(modules: Sequence[nn.Module], device: torch.device, *, with_values: bool) -> list[nn.Module]:
+def _make(
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    *,
+    with_values: bool,
+) -> list[nn.Module]:
     """Put tensors on the device into the modules, and return those modules whose tensors are still to be filled."""
-    unfilled = [module for module in modules if _unknown(module)]
+    unfilled = [
+        module
+        for module in modules
+        if _unknown(module) or (_empty(module) and (param_init_fn is not None or _fills_itself(module)))
+    ]
     old = {id(tensor): tensor for tensor in _distinct(modules)}
     attributes = {id(tensor): tensor for module in modules for tensor in _deferred_attributes(module)}
     deferred = {key: tensor for key, tensor in {**attributes, **old}.items() if is_deferred(tensor)}

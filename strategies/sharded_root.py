@@ -7,7 +7,8 @@ is a plain call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .replica import NOTHING, Call, loss_tensor, replace_loss
+from .shards import is_sharded
+from .unreduced import average, forget, holds_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ROOT", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
 
+logger = logging.getLogger(__name__)
+
 # Any in this file: what the user's steps take and return.
 
 ROOT = "_loopwright_root"
 """Under this name the user's module knows its root, beside its submodules: a later run goes on with it."""
+
+# Of torch's FSDPParamGroup.
+_COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
 class ShardedRoot(nn.Module):
@@ -39,6 +47,7 @@ class ShardedRoot(nn.Module):
         replicated: Parameters that are whole on every rank, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         synchronises: Whether the next backward pass averages gradients.
+        unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
         has_unreduced: Whether there may be gradients that no backward pass has averaged yet.
         is_by_parts: Whether the user's module is not run as a whole (manual optimization): each of its children is
             sharded for itself, and this object does nothing.
@@ -54,6 +63,8 @@ class ShardedRoot(nn.Module):
         self.synchronises = True
         self.has_unreduced = False
         self.output: Any = None
+        # By name: parameters that were built with empty_init=True, and what their versions were then.
+        self.unfilled: dict[str, tuple[nn.Parameter, int]] = {}
         # Order in which the units were gathered in the last evaluation step; None before the first.
         self.evaluated: list[FSDPModule] | None = None
 
@@ -72,6 +83,24 @@ class ShardedRoot(nn.Module):
         self.output = NOTHING if output is None else output
         return loss_tensor(output)
 
+    def expect_values(self, names: Iterable[str]) -> None:
+        """Remember parameters without values, for which a checkpoint is expected before the first step."""
+        parameters = dict(self.module.named_parameters())
+        self.unfilled = {name: (parameters[name], _version(parameters[name])) for name in names}
+
+    def check_values(self) -> None:
+        """Warn of parameters that nobody has given values since; what is done through `.data` leaves no trace."""
+        left = [name for name, (one, version) in self.unfilled.items() if _version(one) == version]
+        self.unfilled = {}
+        if left:
+            logger.warning(
+                "%s runs with parameters that have no values: %s%s. It was built with empty_init=True, which leaves "
+                "them to a checkpoint, and none was loaded. To initialise them, leave empty_init out",
+                type(self.module).__name__,
+                ", ".join(left[:5]),
+                " ..." if len(left) > 5 else "",
+            )
+
     def take_output(self, loss: Tensor | None) -> Any:
         """Return the step's output with the loss that came through torch's hooks."""
         output, self.output = self.output, None
@@ -88,17 +117,38 @@ class ShardedRoot(nn.Module):
         for unit in units_of(self):
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
-    def forget_gradients(self) -> None:
-        """Drop gradients that were not averaged yet, and what a broken-off pass has left."""
-        self.has_unreduced = False
-        for unit in units_of(self):
-            for group in groups_of(unit):
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    whole = getattr(parameter, "_unsharded_param", None)
-                    if whole is not None:
-                        whole.grad = None
-            unit.reshard()
+    def waits_for_average(self, parameters: Iterable[Tensor] | None = None) -> bool:
+        """Return whether some of these parameters, None: of all, have gradients on this rank that were not averaged."""
+        return self.has_unreduced and any(holds_gradient(one) for one in self._members(parameters))
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average what passes without synchronisation left for these parameters. On every rank: it communicates."""
+        if self.has_unreduced:
+            average(self._members(parameters))
+            self.has_unreduced = self.waits_for_average()
+
+    def forget_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Drop gradients of these parameters, None: of all, that were not averaged yet; end a broken-off pass."""
+        forget(self._members(parameters))
+        self.has_unreduced = parameters is not None and self.waits_for_average()
+        reshard(self)
+
+    def _members(self, parameters: Iterable[Tensor] | None) -> list[Any]:
+        """Return torch's objects for these sharded parameters, None: for all, in the order of the units."""
+        members = [one for unit in units_of(self) for group in groups_of(unit) for one in group.fsdp_params]
+        if parameters is None:
+            return members
+        wanted = {id(parameter) for parameter in parameters}
+        return [one for one in members if id(one.sharded_param) in wanted]
+
+    def communication_calls(self) -> list[tuple[Any, str]]:
+        """Return the methods in which a step gathers parameters, averages gradients, or waits for either.
+
+        The timeline measures them in some steps: each as the object that looks it up, and its name. On a GPU, where
+        these run beside the computation, what their place in its stream takes is the time that it waits for them.
+        """
+        groups = [group for unit in units_of(self) for group in groups_of(unit)]
+        return [(group, name) for group in groups for name in _COMMUNICATES if hasattr(group, name)]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -113,6 +163,11 @@ class ShardedRoot(nn.Module):
             for handle in handles:
                 handle.remove()
         self.evaluated = order
+
+
+def _version(parameter: Tensor) -> int:
+    # A sharded parameter is changed as a whole, or in this rank's part.
+    return parameter._version + (parameter._local_tensor._version if is_sharded(parameter) else 0)
 
 
 def root_of(module: nn.Module) -> ShardedRoot | None:
@@ -134,9 +189,17 @@ def run_empty(root: ShardedRoot) -> None:
 
 
 def reshard(root: ShardedRoot) -> None:
-    """Give back whole parameters that a pass without a backward pass has left."""
+    """Give back whole parameters that a pass without a backward pass has left, and forget its order.
+
+    torch (2.9 to 2.13) notes in which order units are left and gathers them ahead in the reverse one, until a backward
+    pass has ended. What an evaluation has noted would be gathered ahead in the next step too: only on those ranks that
+    had batches to evaluate, so that the others would wait for ever.
+    """
     for unit in units_of(root):
         unit.reshard()
+        for group in groups_of(unit):
+            group._post_forward_indices.clear()
+            getattr(group.comm_ctx, "post_forward_order", []).clear()  # there is none before the first pass
 
 
 def groups_of(unit: Any) -> list[Any]:  # Any: torch's own, without a public name

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ..errors import ModuleError
-from .materialise import check_materialisable, materialise, materialise_from_rank_zero
+from .materialise import check_materialisable, empty_names, materialise, materialise_from_rank_zero
 from .sharded_root import ROOT, ShardedRoot, groups_of, units_of
-from .shards import is_sharded
+from .shards import as_shards, is_sharded
 from .wrap_policy import choose_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..precision import PrecisionPolicy
-    from .fsdp_arguments import ShardingPlan
+    from .sharding_plan import ShardingPlan
 
 __all__ = ["shard"]
 
@@ -76,6 +76,8 @@ def shard(
     _check_parts(parts, module)
     _check_values(module)
     check_materialisable(module, param_init_fn=plan.param_init_fn)
+    has_values = is_rank_zero or not plan.sync_module_states
+    unfilled = empty_names(module, param_init_fn=plan.param_init_fn) if has_values else []
     if is_by_parts and settings["reshard_after_forward"] is None:
         settings["reshard_after_forward"] = True  # each part is outermost, and the next one that runs may be another
     done = units_of(module)  # sharded by the user
@@ -97,6 +99,10 @@ def shard(
     )
     _cast_buffers(module, plan)
     _set_up_units(root, plan)
+    root.expect_values(unfilled)
+    for one in module.modules():
+        if any(is_sharded(parameter) for parameter in one.parameters(recurse=False)):
+            one.register_load_state_dict_pre_hook(_take_whole)
     module.__dict__[ROOT] = root
     if is_rank_zero:
         logger.info(
@@ -107,6 +113,14 @@ def shard(
             " x ".join(map(str, mesh.shape)),
         )
     return root
+
+
+def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let `load_state_dict` take whole tensors, which are the same on all ranks. Does not communicate."""
+    for name, parameter in owner._parameters.items():
+        value = state.get(prefix + name)
+        if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+            state[prefix + name] = as_shards(value, parameter, is_kept=False)
 
 
 def _check_values(module: nn.Module) -> None:

@@ -78,12 +78,14 @@ def own_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
-def as_shards(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
+def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = True) -> DTensor:
     """Return a whole tensor as one that is sharded like another; each rank reads its part only. Does not communicate.
 
     Args:
         value: The same on all ranks, with the shape of `like`; in memory, or in a file and not read yet.
         like: Says which part this rank has and on which device; its dtype does not matter.
+        is_kept: Whether the result gets memory of its own; else it may lie in that of `value` or its file, for who
+            copies it at once.
     """
     from torch.distributed.tensor import DTensor
 
@@ -95,9 +97,12 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
     elif isinstance(value, Tensor):
         part = value[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
     else:
-        part = value.read(offsets, sizes)
-    # Contiguous and with memory of its own: a view would keep the whole tensor alive.
-    part = part.to(like.device, copy=True, memory_format=torch.contiguous_format)
+        view = None if is_kept else getattr(value, "view_box", None)  # only those of our own folders have it
+        viewed = None if view is None else view(offsets, sizes)
+        part = value.read(offsets, sizes) if viewed is None else viewed
+    # Contiguous and with memory of its own, which `read` gives: a view would keep the whole tensor alive.
+    is_copied = is_kept and isinstance(value, Tensor)
+    part = part.to(like.device, copy=is_copied, memory_format=torch.contiguous_format)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerators.xla import import_xla, is_runtime_started
-from ..errors import ConfigError, ModuleError
+from ..errors import ConfigError, LaunchError, ModuleError
 from .base import Strategy
 from .skip_init import SkipInit
 from .tree import leaves, map_leaves
+from .xla_watch import StepWatch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -54,6 +55,9 @@ class XLAProcessStrategy(Strategy):
     accelerator_kind = "xla"
     """What `accelerator="auto"` stands for with this strategy; fabric/choose.py reads it."""
 
+    exchanges_in_backward: bool
+    """Whether a backward pass sends off graphs, to average gradients over ranks: xla_replicas.py sets it."""
+
     has_inference_mode = False  # torch_xla 2.9: views of inference tensors fail ("Cannot set version_counter")
 
     def __init__(
@@ -72,6 +76,9 @@ class XLAProcessStrategy(Strategy):
         self._has_gradients = False
         # A training step in manual optimization is running: its end cuts the graph.
         self._is_in_manual_step = False
+        # Graphs that were sent off by mark_step.
+        self._num_cuts = 0
+        self.exchanges_in_backward = False
         self._variables: dict[str, str | None] = {}
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -108,7 +115,30 @@ class XLAProcessStrategy(Strategy):
                 "which cannot change.",
                 fix=f"pass devices={count}, or start with CPU_NUM_DEVICES={self._last_index() + 1} (on a CPU).",
             )
+        self._check_autograd()
         self._sync = xla.sync
+
+    def _check_autograd(self) -> None:
+        """Refuse a process whose first backward pass ran before the runtime was there.
+
+        Autograd makes its threads then, one for each device that it sees, and never again.
+
+        Raises:
+            LaunchError: It did.
+        """
+        with torch.enable_grad():
+            value = torch.zeros((), device=self.device, requires_grad=True)
+            try:
+                value.clone().backward()
+            except RuntimeError as error:
+                if "device_ready_queues_" not in str(error):
+                    raise
+                raise LaunchError(
+                    "XLA cannot train in this process: it computed gradients on another device before XLA's runtime "
+                    "was started, and torch's backward pass takes no device that comes later.",
+                    fix="train with XLA in a process of its own, or begin the program with "
+                    "`import torch_xla; torch_xla.device()` (for several devices, train on XLA first).",
+                ) from error
 
     def before_devices(self) -> None:
         """Choose the mode of the runtime, before its devices are asked for."""
@@ -226,6 +256,7 @@ class XLAProcessStrategy(Strategy):
     def mark_step(self) -> None:
         """Send off the graph that was written down since the last time; the host goes on. Seeds call it this, too."""
         self._has_gradients = False
+        self._num_cuts += 1
         if self._sync is None:
             self._sync = import_xla().sync
         # The names that a profiler gives to operations may be open here.
@@ -236,9 +267,12 @@ class XLAProcessStrategy(Strategy):
         step = super().bind_step(module, name)
         if name in _EVALUATIONS:
             return self._cut_after(step)
-        if name == "training_step" and not getattr(self.unwrap(module), "automatic_optimization", True):
-            return self._manual(step)
-        return self._cut_between_micro_batches(step)
+        is_manual = name == "training_step" and not getattr(self.unwrap(module), "automatic_optimization", True)
+        # A compiled part sends off a graph of its own each time.
+        has_parts = any(hasattr(part, "dynamo_ctx") for part in module.modules())
+        hears_reads = not has_parts and not (is_manual and self.exchanges_in_backward)
+        watched = StepWatch(name, step, own_cuts=lambda: self._num_cuts, hears_reads=hears_reads)
+        return self._manual(watched) if is_manual else self._cut_between_micro_batches(watched)
 
     def _cut_after(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

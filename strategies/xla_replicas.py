@@ -110,6 +110,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         self.one_graph = one_graph
         # What one device needs: moving, cutting of graphs, copies to the host.
         self._own = SingleDeviceXLAStrategy(debug=debug)
+        self._own.exchanges_in_backward = True
         self._collectives: Collectives | None = None
         # Modules whose gradients backward averages, and those whose forward ran since the last backward pass.
         self._averaged: WeakSet[nn.Module] = WeakSet()

@@ -68,8 +68,9 @@ def train_by_hand(steps: int, *, replicas: int = 1, file: str | None = None) -> 
     net.eval()
     with torch.no_grad():
         x, y = batch(99)
-        evaluated = nn.functional.mse_loss(net(x), y).item()
-    return {"losses": losses, "norms": norms, "evaluated": evaluated, "state": net.state_dict()}
+        outputs = net(x)
+        evaluated = nn.functional.mse_loss(outputs, y).item()
+    return {"losses": losses, "norms": norms, "evaluated": evaluated, "outputs": outputs, "state": net.state_dict()}
 
 
 def steps(fabric: lw.Fabric, model: Any, optimizer: Any, numbers: range) -> tuple[list[float], list[float]]:
@@ -102,6 +103,9 @@ def train_in_fabric(rank: int, size: int, folder: str, stages: int) -> dict[str,
         net.train()
         model.eval_batch(batch(99, size=5))  # cannot be cut in two; and the norm's statistics stay
         assert net.training
+        with torch.no_grad():
+            assert torch.equal(model(batch(99)[0]), model.predict_batch(batch(99)[0]))
+        found[stage, "outputs"] = model.predict_batch(batch(99)[0])
         found[stage] = (losses + more, norms + more_norms, evaluated)
         fabric.save(f"{folder}/{stage}-4.ckpt", {"model": model})
         places = [f"{one}.ckpt" for one in range(stage + 1)] + ["hand.ckpt"] * (size == stages)
@@ -111,7 +115,20 @@ def train_in_fabric(rank: int, size: int, folder: str, stages: int) -> dict[str,
         if size == stages:
             found[stage, "accumulated"] = accumulate(fabric, model, optimizer)
             found[stage, "iterated"] = model.train_batch(iter([batch(1, 4), batch(2, 4)])).item()
+    found["bf16"] = train_in_16_bits(size, stages, folder)
     return found
+
+
+def train_in_16_bits(size: int, stages: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+    """Return the losses and norms of four steps, and the losses after resuming in the middle."""
+    fabric = fabric_of(size, 0, precision="bf16-mixed")
+    net = pipe(stages)
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+    losses, norms = steps(fabric, model, optimizer, range(2))
+    fabric.save(f"{folder}/bf16.ckpt", {"model": model, "optimizer": optimizer})
+    more, more_norms = steps(fabric, model, optimizer, range(2, 4))
+    fabric.load(f"{folder}/bf16.ckpt", {"model": model, "optimizer": optimizer})
+    return losses + more, norms + more_norms, steps(fabric, model, optimizer, range(2, 4))[0]
 
 
 def accumulate(fabric: lw.Fabric, model: Any, optimizer: Any) -> tuple[float, float]:
@@ -145,6 +162,7 @@ def check_fabric(size: int, stages: int, tmp_path: Path) -> None:
             assert norms == pytest.approx(wanted["norms"], rel=1e-5)
             if size == stages:
                 assert evaluated == pytest.approx(wanted["evaluated"], rel=1e-5)
+                assert torch.allclose(found[stage, "outputs"], wanted["outputs"], atol=1e-5)
             if replica == 0:
                 assert losses == pytest.approx(wanted["losses"], rel=1e-5)
             assert found[stage, f"{stage}.ckpt"] == losses[2:]  # to the bit
@@ -153,6 +171,15 @@ def check_fabric(size: int, stages: int, tmp_path: Path) -> None:
                 assert found[stage, "hand.ckpt"] == pytest.approx(losses[2:], rel=1e-5)
                 assert found[stage, "accumulated"][0] == pytest.approx(found[stage, "accumulated"][1], rel=1e-5)
                 assert found[stage, "iterated"] > 0
+        losses, norms, again = found["bf16"]
+        assert again == losses[2:]
+        # bfloat16 has three digits, of which a norm over all layers has two left.
+        assert norms == pytest.approx(wanted["norms"], rel=2e-2)
+        if replica == 0:
+            assert losses == pytest.approx(wanted["losses"], rel=1e-2)
+    saved = torch.load(tmp_path / "bf16.ckpt", weights_only=True)
+    assert {one.dtype for name, one in saved["model"].items() if "batches" not in name} == {torch.float32}
+    assert {one["exp_avg"].dtype for one in saved["optimizer"]["state"].values()} == {torch.float32}
     for stage in (0, 1):
         saved = torch.load(tmp_path / f"{stage}-4.ckpt", weights_only=True)["model"]
         assert list(saved) == list(wanted["state"])
@@ -212,6 +239,10 @@ class Trained(lw.Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs: Tensor = self.pipe.predict_batch(batch[0]) if self.stages else self.pipe(batch[0])
+        return outputs
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert any(one.grad is not None for one in self.pipe.parameters()) or self.trainer.strategy.stage
 
@@ -264,6 +295,8 @@ def train_in_stages(rank: int, size: int, folder: str, accumulate: int, sums: bo
         if stage:
             trainer.validate(module, DataLoader(TensorDataset(*batch(6, size=20)), 4), verbose=False)
             found.append(float(trainer.callback_metrics["val"]))
+            predictions = trainer.predict(module, DataLoader(TensorDataset(*batch(6, size=20)), 4))
+            found.append([one.tolist() for one in predictions])
         trainer, _ = fit(strategy(), size, 2, 7, ckpt_path=f"{folder}/{stage}.ckpt", **options)
         trainer.save_checkpoint(f"{folder}/{stage}-again.ckpt")
     return found
@@ -277,6 +310,7 @@ def train_alone(rank: int, size: int, folder: str, accumulate: int, sums: bool) 
         found.append((module.seen, float(trainer.callback_metrics["val"])))
     trainer.validate(module, DataLoader(TensorDataset(*batch(6, size=20)), 4), verbose=False)
     found.append(float(trainer.callback_metrics["val"]))
+    found.append([one.tolist() for one in trainer.predict(module, DataLoader(TensorDataset(*batch(6, size=20)), 4))])
     return found
 
 
@@ -320,4 +354,6 @@ def check_trainer(size: int, accumulate: int, sums: bool, tmp_path: Path) -> Non
         assert val == pytest.approx(alone[0][1], rel=1e-5)
         if size == 2:
             assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in alone[0][0]], rel=1e-5)
-    assert results[0][-1] == pytest.approx(alone[2], rel=1e-5)
+    assert results[0][-2] == pytest.approx(alone[2], rel=1e-5)
+    for *_, outputs in results:  # five batches that were dealt to replicas, whose stages have the same
+        assert torch.allclose(torch.tensor(outputs), torch.tensor(alone[3]), atol=1e-5)

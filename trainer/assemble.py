@@ -384,15 +384,34 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
     """Refuse an optimizer that holds parameters which are not (any more) the module's.
 
     Raises:
-        ModuleError: Names how many, and what usually causes it.
+        ModuleError: Names how many, which parameters nobody trains in their place, and what usually causes it.
     """
     own = {id(parameter) for parameter in module.parameters()}
+    known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if known <= own:
+        return
+    left_out = {name: one for name, one in module.named_parameters() if one.requires_grad and id(one) not in known}
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strange = [p for p in parameters if id(p) not in own]
-        if parameters and len(strange) == len(parameters):
+        if not strange:
+            continue
+        shapes = {one.shape for one in strange}
+        replaced = [name for name, one in left_out.items() if one.shape in shapes]
+        if len(strange) == len(parameters):
             raise ModuleError(
                 f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to the module: it was "
                 "built before the module's parameters were replaced.",
                 fix="build the optimizer in configure_optimizers, from self.parameters().",
             )
+        if replaced:
+            raise ModuleError(
+                f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to "
+                f"the module, and no optimizer has {', '.join(replaced)}: it was built before they were replaced.",
+                fix="build the optimizer in configure_optimizers, when all layers are there.",
+            )
+        warnings.warn(
+            f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to the "
+            "module: they are in no checkpoint, and several processes do not average their gradients",
+            stacklevel=6,
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler, Timer
+from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import nearest
 from ..loggers import Logger
 from .optimizers import ManagedOptimizer
@@ -349,6 +349,8 @@ class TrainerAttributes:
     @property
     def has_time_limit(self) -> bool:
         """Whether a Timer limits training."""
+        from ..callbacks import Timer  # not imported before it is asked for
+
         return any(isinstance(callback, Timer) for callback in self.callbacks)
 
     @property

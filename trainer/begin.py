@@ -12,7 +12,7 @@ from torch import nn
 from ..callbacks import Callback
 from ..checkpoint.content import Content
 from ..errors import CheckpointError, ConfigError, ModuleError
-from . import assemble, manual, snapshot
+from . import assemble, manual, optimizer_record, snapshot
 from .eval_loop import EvalLoader
 from .hooks import check_hook_names
 from .lifecycle import hook_names
@@ -274,6 +274,7 @@ def build_optimizers(run: Run) -> None:
         has_own_scheduler_step=assemble.has_override(module, "lr_scheduler_step"),
     )
     assemble.check_parameters(module, run.optimizers)
+    run.configured = optimizer_record.describe(run.optimizers, run.schedulers)
     if run.optimizers:
         run.optimizers = list(run.fabric.prepare_optimizers(*run.optimizers))
     step = manual.step_given if run.is_automatic else manual.step_in_manual

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler, Timer
+from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import ConfigError
 from .arguments import Arguments
 
@@ -16,7 +16,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
         ConfigError: An argument and a callback contradict each other.
     """
     # not imported before a Trainer is made
-    from ..callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar
+    from ..callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar, Timer
 
     def has(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in own)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..callbacks.base import from_rank_zero
-from ..callbacks.checkpoint_files import modified_ns
 from ..checkpoint import storage
 from ..errors import CheckpointError, ConfigError
 
@@ -78,6 +77,7 @@ def _best(trainer: Trainer, verb: str) -> str:
 def _last(trainer: Trainer) -> str | None:
     """Return the newest checkpoint that is whole; each damaged one before it is said."""
     from ..callbacks import ModelCheckpoint  # as in _best
+    from ..callbacks.checkpoint_files import modified_ns
 
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:

@@ -51,8 +51,8 @@ class LossWatch:
         else:
             self.look(progress)
 
-    def _first_bad(self, progress: Progress) -> str | None:
-        """Forget the kept losses and return the first that is not finite, with its batch; None without one."""
+    def _first_bad(self, progress: Progress) -> tuple[int, float] | None:
+        """Forget the kept losses and return the first that is not finite, behind its batch; None without one."""
         if not self.losses:
             return None
         values = torch.stack([loss.reshape(()) for loss in self.losses]).tolist()
@@ -60,7 +60,7 @@ class LossWatch:
         bad = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
         if bad is None:
             return None
-        return f"{values[bad]} at batch {max(progress.total_batches - (len(values) - bad), 0)}"
+        return max(progress.total_batches - (len(values) - bad), 0), values[bad]
 
     def look(self, progress: Progress) -> None:
         """Look at the kept losses and forget them. Waits for the device; with several ranks, on every rank.
@@ -72,12 +72,16 @@ class LossWatch:
             self.losses.clear()
             return
         found = self._first_bad(progress)
+        place = ""
         if self.gather is not None:
-            everywhere = self.gather(found)
-            found = next((f"{one} of rank {rank}" for rank, one in enumerate(everywhere) if one is not None), None)
+            everywhere = [(one, rank) for rank, one in enumerate(self.gather(found)) if one is not None]
+            # A step later the weights are not finite, and so no rank's loss is: the earliest batch is the cause.
+            found, rank = min(everywhere, key=lambda pair: (pair[0][0], pair[1]), default=(None, 0))
+            place = f" of rank {rank}"
         if found is None:
             return
-        what = f"the training loss was {found} (0 is the first batch of training)"
+        batch, value = found
+        what = f"the training loss was {value} at batch {batch}{place} (0 is the first batch of training)"
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{what}; now is step {progress.steps}, and nonfinite_loss='raise'.",

@@ -40,14 +40,14 @@ class Module(nn.Module):
         allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batch.
     """
 
+    automatic_optimization: bool = True
+    strict_loading: bool = True
+    example_input_array: Any = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.automatic_optimization = True
-        self.strict_loading = True
-        self.example_input_array: Any = None
         # Set by the trainer while a run goes on. Kept out of nn.Module's own registries, and never deep-copied.
         self._trainer: Trainer | None = None
         self._fabric: Fabric | None = None

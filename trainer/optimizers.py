@@ -77,6 +77,13 @@ class ManagedOptimizer:
             self.num_steps += 1
         return loss[0] if loss else None
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those that were left unsynchronised between ranks."""
+        self.optimizer.zero_grad(set_to_none)
+        strategy = self._trainer.strategy
+        if strategy.shards_parameters:
+            strategy.drop_gradients_of(self.optimizer)
+
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Let only this optimizer's parameters require gradients for a block.

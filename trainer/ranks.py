@@ -314,7 +314,11 @@ def ordered(strategy: Strategy, outputs: list[list[Any]], loaders: list[Any]) ->
     """
     from ..data.eval_shard import in_loader_order
 
-    everywhere = strategy.gather_objects(outputs)
+    # Ranks that read the same data have the same outputs; the first one's count.
+    of_rank: dict[int, list[list[Any]]] = {}
+    for data_rank, theirs in strategy.gather_objects((strategy.topology.data_rank, outputs)):
+        of_rank.setdefault(data_rank, theirs)
+    everywhere = [of_rank[rank] for rank in sorted(of_rank)]
     return [in_loader_order(loader, [one[index] for one in everywhere]) for index, loader in enumerate(loaders)]
 
 

@@ -289,7 +289,8 @@ class RanksMetrics:
             shares = [theirs[key] for theirs, _ in everywhere if key in theirs]
             first = shares[0]
             is_joined = first.is_synced and not first.rank_zero_only
-            pairs_of_key = [(share.value * share.weight, share.weight) for share in shares]
+            # A rank where nothing counts has no mean: 0 / 0.
+            pairs_of_key = [(share.value * share.weight if share.weight else 0.0, share.weight) for share in shares]
             if is_joined and first.reduce == "mean":
                 value = _joined("mean", pairs_of_key)
             elif is_joined:

@@ -109,6 +109,7 @@ class Run:
         unreduced: Manual optimization on several ranks: the optimizers whose gradients are not averaged yet.
         stepped: Manual optimization: the optimizers that stepped since the batch began.
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
+        configured: What `configure_optimizers` gave, as plain values; see trainer/optimizer_record.py.
         has_ranks: Whether there are several processes.
         agreement: Lets all ranks stop at the same point; None with one process.
     """
@@ -138,6 +139,7 @@ class Run:
     is_automatic: bool = True
     skips_bad_steps: bool = False
     before_validation: BeforeValidation | None = None
+    configured: dict[str, list[Any]] = field(default_factory=dict)
     has_ranks: bool = False
     agreement: Agreement | None = None
 

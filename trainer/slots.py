@@ -162,7 +162,8 @@ class ScalarSlot:
         if self.reduce == "sum":
             part = values.sum()
             return (part if total is None else total + part), None
-        part = values.amin() if self.reduce == "min" else values.amax()
+        # Not amax(): torch_xla 2.9 returns the tensor as it is when no dim is given.
+        part = values.min() if self.reduce == "min" else values.max()
         if total is None:
             return part, None
         return (torch.minimum(total, part) if self.reduce == "min" else torch.maximum(total, part)), None
@@ -191,7 +192,7 @@ class ScalarSlot:
         elif self.reduce == "sum":
             value = values.sum()
         else:
-            value = values.amin() if self.reduce == "min" else values.amax()
+            value = values.min() if self.reduce == "min" else values.max()
         return value.to(self.dtype)
 
     def state_dict(self, device: torch.device) -> dict[str, Any]:

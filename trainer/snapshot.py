@@ -18,6 +18,7 @@ from ..errors import CheckpointError
 from . import manual
 from .hooks import find_override
 from .metrics import load_metric_states, metric_states
+from .optimizer_record import all_names, differences, fit_groups, names_of
 from .run import BeforeValidation, Run
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         states["callbacks"] = _callback_states(trainer)
         states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+        if run.configured:
+            states["optimizer_record"] = {"configured": run.configured, "names": _parameter_names(run)}
         if not run.is_automatic:
             states["gradients"] = manual.waiting_gradients(run)
         states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
@@ -298,8 +301,14 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
             )
     trainer.progress.load_state_dict(states["progress"])
     trainer.samples_before = trainer.progress.samples
-    for optimizer, state in zip(run.optimizers, states["optimizers"], strict=True):
-        _load_optimizer(trainer, run, optimizer, state)
+    record = states.get("optimizer_record", {})
+    names = record.get("names", [None] * len(run.optimizers))
+    put_back = [
+        _load_optimizer(trainer, run, optimizer, state, saved)
+        for optimizer, state, saved in zip(run.optimizers, states["optimizers"], names, strict=True)
+    ]
+    if record and trainer.is_global_zero:
+        _tell_differences(trainer, differences(record["configured"], run.configured, put_back))
     if not run.is_automatic and "gradients" in states:
         manual.restore_gradients(run, states["gradients"])
     for config, state in zip(run.schedulers, states.get("schedulers", []), strict=True):
@@ -343,18 +352,34 @@ def restore_frozen(run: Run, content: Content) -> None:
         logger.info("frozen or not as in the checkpoint: %s", ", ".join(changed))
 
 
-def _load_optimizer(trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+def _parameter_names(run: Run) -> list[list[list[str]] | None]:
+    """Return the names of each optimizer's parameters by group; None where they are not all known here."""
+    if getattr(run.fabric.strategy, "has_stages", False):
+        return [None for _ in run.optimizers]
+    return [names_of(run.module, optimizer) for optimizer in run.optimizers]
+
+
+def _load_optimizer(
+    trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any], saved: list[list[str]] | None
+) -> tuple[dict[str, Any], list[int]]:
+    """Put an optimizer's state back, and return it with which of its groups each group was.
+
+    Args:
+        trainer: Names the checkpoint.
+        run: Its module's parameters are known by name.
+        optimizer: Steps the module.
+        state: In torch's layout.
+        saved: Names of its parameters by group; None where nobody noted them.
+    """
     from ..checkpoint.by_name import NAMES, fit_by_name  # not imported where nothing is resumed
 
-    if any(NAMES in group for group in state.get("param_groups", ())):
-        names = {id(one): name for name, one in run.module.named_parameters()}
-        own = (
-            optimizer.groups  # DeepSpeed's engine has put flat tensors into `param_groups`
-            if "root" in vars(optimizer)
-            else [group["params"] for group in optimizer.param_groups]
-        )
-        if all(id(one) in names for members in own for one in members):
-            state = fit_by_name(state, [[names[id(one)] for one in members] for members in own])
+    order = list(range(len(state["param_groups"])))
+    own = names_of(run.module, optimizer) if saved or any(NAMES in g for g in state.get("param_groups", ())) else None
+    if own is not None and saved is not None:
+        known = {name for name, _ in all_names(run.module)}
+        state, order = fit_groups(state, saved, own, known=known, name=type(optimizer).__name__)
+    elif own is not None:
+        state = fit_by_name(state, own)
     try:
         trainer.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
     except ValueError as error:
@@ -362,3 +387,16 @@ def _load_optimizer(trainer: Trainer, run: Run, optimizer: Any, state: dict[str,
             f"{trainer.ckpt_path}: the state of {type(optimizer).__name__} does not fit: {error}.",
             fix="resume with the same parameter groups, or start from the weights with load_from_checkpoint.",
         ) from error
+    return state, order
+
+
+def _tell_differences(trainer: Trainer, found: list[str]) -> None:
+    """Say what was configured otherwise than for the run that is resumed: the checkpoint's values are used."""
+    if found:
+        logger.warning(
+            "%s goes on with the optimizers and schedules that it has, and configure_optimizers gives others:\n  %s"
+            "\n  To use a value of yours, write it into checkpoint['optimizer_states'] or ['lr_schedulers'] in the "
+            "module's on_load_checkpoint(checkpoint).",
+            trainer.ckpt_path,
+            "\n  ".join(found),
+        )

@@ -134,6 +134,7 @@ class Timeline:
         self._num_asked = 0
         self._rest = "loop"
         self._next_batch: Callable[[], Any] | None = None
+        self._communication: list[tuple[Any, str]] = []  # methods of a sharded model that are measured
         self._plan: StepPlan | None = None
         self._bare: tuple[StepPlan, Lifecycle] | None = None
         self._timed: tuple[StepPlan, Lifecycle] | None = None
@@ -141,6 +142,7 @@ class Timeline:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_bare": None, "_timed": None, "_plan": None, "_marks": None, "_counter": None}
+        state["_communication"] = []
         return {**state, "_pending": deque(maxlen=64), "_make_event": None}
 
     # --- called by the fit loop and the trainer ----------------------------------------------------------------------
@@ -211,6 +213,7 @@ class Timeline:
             )
         run.plan, run.lifecycle = self._timed
         self._swap_stream(run.stream)
+        self._swap_communication(run.model)
         if self._make_event is not None and number:
             self._marks = []
             self._mark("")
@@ -368,10 +371,19 @@ class Timeline:
         for name in ("next_batch", "has_next", "remaining"):
             vars(stream)[name] = self.timed("data", getattr(stream, name))
 
+    def _swap_communication(self, model: Any) -> None:  # Any: whatever the strategy made of the module
+        calls = getattr(model, "communication_calls", None)
+        self._communication = [] if calls is None else calls()
+        for owner, name in self._communication:
+            vars(owner)[name] = self.timed("communication", getattr(owner, name))
+
     def _swap_out(self, run: Run) -> None:
         self.is_open = False
         self._marks = None
         self._phase = "steps"
+        for owner, name in self._communication:
+            vars(owner).pop(name, None)
+        self._communication = []
         if self._counter is not None:
             self._counter.stop()
             self.operations = self._counter.counts()
@@ -419,7 +431,8 @@ class Timeline:
         """Return the seconds of each phase over the whole fit; their sum is the time that the fit's loop took.
 
         What was measured in some steps is extended to all of them. "communication" is what gradients took after the
-        backward pass was computed, as torch's DistributedDataParallel measured it.
+        backward pass was computed, as torch's DistributedDataParallel measured it; with sharded parameters, what
+        forward and backward waited for.
         """
         spent = {phase: self._spent[phase] / _NS_PER_S for phase in WHOLE_PHASES}
         in_steps = (self._spent["steps"] + self._measured_ns) / _NS_PER_S
@@ -465,8 +478,7 @@ def exposed_communication(model: Any) -> float:  # Any: whatever the strategy ma
     """Return the seconds per step in which backward was computed and gradients were still being averaged.
 
     By torch's DistributedDataParallel, which measures the first ten of its steps, and one in a hundred after that. It
-    holds waiting for slower ranks. 0 with other models: FSDPStrategy gathers and reduces within the forward and the
-    backward pass, and that time counts as theirs.
+    holds waiting for slower ranks. 0 with other models: with FSDPStrategy, measured steps note it themselves.
     """
     read = getattr(model, "_get_ddp_logging_data", None)
     if read is None:

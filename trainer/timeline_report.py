@@ -31,8 +31,9 @@ _ADVICE = {
     "(precision='bf16-mixed'), and larger batches",
     "memory": "the optimizer is bound by memory: use its fused=True or foreach=True, accumulate_grad_batches to step "
     "less often, or shard its state",
-    "communication": "ranks wait for gradients, or for a slower rank: compress them (ddp_comm_hook='bf16'), raise "
-    "accumulate_grad_batches or the batch size, and compare the ranks' data and forward times",
+    "communication": "ranks wait for gradients, or for a slower rank: compress them (ddp_comm_hook='bf16') or gather "
+    "parameters less often (fsdp: sharding_strategy='SHARD_GRAD_OP', larger units), raise accumulate_grad_batches or "
+    "the batch size, and compare the ranks' data and forward times",
     "overhead": "the host is busy with other things than the step: log less often (log_every_n_steps), do less in "
     "callbacks, and give each step more work",
     "launching": "the device is idle while the host launches its work: use torch.compile (mode='reduce-overhead' "

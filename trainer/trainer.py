@@ -402,6 +402,7 @@ class Trainer(TrainerAttributes):
                 fix="use a second Trainer for a run within a run.",
             )
         self.state.begin(verb)
+        self.ckpt_path = None
         self._guard = Guard(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
         modes = self._arguments
         self._backend_modes.set(deterministic=modes.deterministic, benchmark=modes.benchmark)
@@ -609,7 +610,6 @@ class Trainer(TrainerAttributes):
     def _detach(self) -> None:
         """Undo what beginning the run attached; the module stays on its device."""
         run, self._run = self._run, None
-        self.ckpt_path = None
         if self._timeline is not None:
             self._timeline.end(run)
         if run is not None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from .manifest import FileEntry, Manifest, TensorEntry
 from .places import is_folder_checkpoint, remove
-from .reader import StoredTensor, load, read_manifest, verify, verify_share
+from .reader import load, read_manifest, verify, verify_share
+from .stored import StoredTensor
 from .tree import holds_sharded
 
 __all__ = [

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from .. import disk, storage
+from .. import disk
+from ..disk import cannot_remove
 from ..remote import Remote, as_local
 from .manifest import MANIFEST
 from .shard_file import Sink
@@ -226,4 +227,4 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
         elif local.exists():
             raise OSError(errno.EISDIR, f"it has no {MANIFEST}, so it is no checkpoint folder", str(local))
     except OSError as error:
-        raise storage.cannot_remove(str(path), error) from error
+        raise cannot_remove(str(path), error) from error

@@ -1,17 +1,13 @@
-"""Reading a checkpoint folder: `load`, `verify`, and `StoredTensor`. Called by storage.py, verified.py and strategies.
+"""Reading a checkpoint folder: `load` and `verify`. Called by storage.py and verified.py.
 
 No process group is needed, torch.distributed is not imported, and nothing that is read can be executed.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,96 +15,19 @@ from torch import Tensor
 from ... import protocols
 from ...errors import CheckpointError
 from .. import storage, verified
-from .manifest import MANIFEST, SEAL_DIGEST_SIZE, Chunk, Manifest, TensorEntry, damaged, decode, digest_of
+from .manifest import MANIFEST, Manifest, damaged, decode
 from .places import LocalPlace, RemotePlace, place_of
-from .shard_file import bytes_of
+from .shard_files import ShardFiles, call_in_threads
+from .stored import StoredTensor
 from .tree import put_back
 
-__all__ = ["StoredTensor", "load", "read_manifest", "read_to", "verify", "verify_share"]
+__all__ = ["load", "read_manifest", "read_to", "verify", "verify_share"]
 
-_PIECE = 16 << 20
-# Below it, one read of a span with gaps is cheaper than a read for each run of bytes: a page, a request.
-_LOCAL_RUN = 4 << 10
-_REMOTE_RUN = 1 << 20
-
-# Bytes are moved in dtypes of the same size, which all operations know.
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# A save may replace the files while they are read: then the new checkpoint is read, so often at most.
+_MOST_ATTEMPTS = 5
 
 _Place = LocalPlace | RemotePlace
-
-
-class StoredTensor:
-    """A tensor of a checkpoint folder that has not been read yet. It holds no file open.
-
-    Saving over the folder, or removing it, removes what this would read.
-
-    Attributes:
-        shape: Of the whole tensor.
-        dtype: Of its elements.
-        path: Where it is in the checkpoint, such as "state_dict/layer.weight".
-    """
-
-    def __init__(self, path: str, entry: TensorEntry, place: _Place, shown: str) -> None:
-        self.path = path
-        self.shape = torch.Size(entry.shape)
-        self.dtype = entry.torch_dtype
-        self._entry = entry
-        self._place = place
-        self._shown = shown
-
-    def __repr__(self) -> str:
-        return f"<StoredTensor {self.path}: shape {tuple(self.shape)}, {self.dtype}, not read>"
-
-    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return a box of the tensor, on the CPU, in memory of its own.
-
-        Only the bytes of the box are read, in pieces of at least a page (4 KiB; 1 MiB from a URL). The checksum of a
-        chunk is compared if the box holds all of it.
-
-        Args:
-            offsets: First index in each dimension; None is 0 in each.
-            sizes: Shape of the box; None is up to the end in each.
-
-        Raises:
-            CheckpointError: The file is missing or damaged.
-            ValueError: The box does not lie within the tensor.
-        """
-        first = tuple(offsets) if offsets is not None else (0,) * len(self.shape)
-        if sizes is None:
-            sizes = [size - start for size, start in zip(self.shape, first, strict=False)]
-        box = tuple(sizes)
-        if not len(first) == len(box) == len(self.shape) or any(
-            start < 0 or size < 0 or start + size > whole
-            for start, size, whole in zip(first, box, self.shape, strict=True)
-        ):
-            raise ValueError(f"the box at {first} of size {box} does not lie within {self!r}")
-        into = torch.empty(box, dtype=_RAW[self.dtype.itemsize])
-        for chunk in self._entry.chunks:
-            self._read_chunk(chunk, first, into)
-        return into.view(self.dtype)
-
-    def _read_chunk(self, chunk: Chunk, first: tuple[int, ...], into: Tensor) -> None:
-        """Read what a chunk has of the box at `first`, whose memory is `into`."""
-        starts = [max(a, b) for a, b in zip(chunk.offsets, first, strict=True)]
-        ends = [min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, first, into.shape, strict=True)]
-        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        if any(size <= 0 for size in sizes):
-            return
-        part = into
-        for dim, (start, size, origin) in enumerate(zip(starts, sizes, first, strict=True)):
-            part = part.narrow(dim, start - origin, size)
-        within = tuple(start - offset for start, offset in zip(starts, chunk.offsets, strict=True))
-        try:
-            with closing(self._place.open(chunk.file)) as file:
-                crc = _read_box(file, chunk, within, part, _least_run(self._place))
-        except FileNotFoundError as error:
-            raise damaged(self._shown, [f"{chunk.file} is missing, with {self.path}"]) from error
-        except EOFError as error:
-            raise damaged(self._shown, [f"{chunk.file} is truncated, in {self.path}"]) from error
-        except OSError as error:
-            raise verified.cannot_read(self._place.address(chunk.file), error) from error
-        if sizes == chunk.sizes and crc != chunk.crc32:
-            raise damaged(self._shown, [_wrong_content(self.path, chunk)])
+ResultT = TypeVar("ResultT")
 
 
 def load(
@@ -136,14 +55,35 @@ def load(
         CheckpointNotFound: There is no folder with a manifest.
         CheckpointError: It is damaged; the message says which tensor and which file.
     """
-    shown = str(path)
-    place = _resolved(path, storage_options)
-    manifest = _read_manifest(place, shown)
-    problems = list(_frame_problems(place, manifest).values())
+
+    def read(files: ShardFiles) -> dict[str, Any]:
+        return _load(
+            files, str(path), storage_options,
+            lazy=lazy, map_location=map_location, weights_only=weights_only, verify=verify,
+        )  # fmt: skip
+
+    return _with_manifest(path, storage_options, read)
+
+
+def _load(
+    files: ShardFiles,
+    shown: str,
+    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    *,
+    lazy: bool,
+    map_location: Any,  # Any: as in torch.load
+    weights_only: bool | None,
+    verify: bool,
+) -> dict[str, Any]:
+    place, manifest = files.place, files.manifest
+    problems = list(files.frame_problems().values())
     if verify and not problems and (lazy or map_location is not None):  # then not all is read below
-        problems = list(_content_problems(place, manifest))
+        problems = files.content_problems(files.not_compared())
     if problems:
         raise damaged(shown, problems)
+    if lazy:  # what is mapped can be read when a newer save has removed it
+        for name in {chunk.file for entry in manifest.tensors.values() for chunk in entry.chunks}:
+            files.mapped(name)
     state = storage.load(
         place.address(manifest.state),
         map_location=map_location,
@@ -152,15 +92,15 @@ def load(
         verify=verify,
         storage_options=storage_options,
     )
-    stored = {name: StoredTensor(name, entry, place, shown) for name, entry in manifest.tensors.items()}
+    stored = {name: StoredTensor(name, entry, files, shown) for name, entry in manifest.tensors.items()}
     tensors: dict[str, Any] = dict(stored)  # Any: StoredTensor or Tensor
     if not lazy:
-        for name, tensor in stored.items():
-            try:
-                tensors[name] = read_to(tensor, map_location)
-            except CheckpointError as error:  # name all that is wrong, not the first
-                problems = list(_content_problems(place, manifest))
-                raise damaged(shown, problems) if problems else error from error
+        try:
+            whole = call_in_threads(lambda tensor: read_to(tensor, map_location), list(stored.values()))
+        except CheckpointError as error:  # name all that is wrong, not the first
+            problems = files.content_problems()
+            raise damaged(shown, problems) if problems else error from error
+        tensors.update(zip(stored, whole, strict=True))
     used: set[str] = set()
     unknown: list[str] = []
     loaded: dict[str, Any] = put_back(state, tensors, used, unknown)
@@ -209,12 +149,14 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> v
         CheckpointNotFound: There is no folder with a manifest.
         CheckpointError: A file is missing, truncated or altered; names the files, and the tensors that are concerned.
     """
-    place = _resolved(path, storage_options)
-    manifest = _read_manifest(place, str(path))
-    entries = _verify_files(place, manifest, str(path), storage_options)
-    entries += sum(len(entry.chunks) for entry in manifest.tensors.values())
-    size_bytes = sum(entry.size for entry in manifest.files.values()) + place.size(MANIFEST)
-    return verified.Verified(sealed=True, size_bytes=size_bytes, entries=entries)
+
+    def compare(files: ShardFiles) -> verified.Verified:
+        entries = _verify_files(files, str(path), storage_options)
+        entries += sum(len(entry.chunks) for entry in files.manifest.tensors.values())
+        size_bytes = sum(entry.size for entry in files.manifest.files.values()) + files.place.size(MANIFEST)
+        return verified.Verified(sealed=True, size_bytes=size_bytes, entries=entries)
+
+    return _with_manifest(path, storage_options, compare)
 
 
 def verify_share(
@@ -229,28 +171,42 @@ def verify_share(
         CheckpointNotFound: There is no folder with a manifest.
         CheckpointError: One of these files is missing, truncated or altered.
     """
-    place = _resolved(path, storage_options)
-    manifest = _read_manifest(place, str(path))
-    # By size, so that the shares are about equally large.
-    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    _verify_files(place, manifest, str(path), storage_options, only=set(names[rank::size]))
+
+    def compare(files: ShardFiles) -> None:
+        # A rank of as many as have written gets the file that it will read, and need not compare it again.
+        shards = sorted(set(files.manifest.files) - {files.manifest.state})
+        names = [*shards, files.manifest.state]
+        _verify_files(files, str(path), storage_options, only=set(names[rank::size]), num_sharing=size)
+
+    _with_manifest(path, storage_options, compare)
 
 
 def _verify_files(
-    place: _Place,
-    manifest: Manifest,
+    files: ShardFiles,
     shown: str,
     storage_options: dict[str, Any] | None,  # Any: fsspec's own
     only: set[str] | None = None,
+    num_sharing: int = 1,
 ) -> int:
-    """Compare files, by default all, with their checksums; return the number of entries in the state file, if read."""
-    broken = _frame_problems(place, manifest, only)
-    others = set() if only is None else set(manifest.files) - only
-    problems = [*broken.values(), *_content_problems(place, manifest, without=others | set(broken))]
+    """Compare files with their checksums; return the number of entries in the state file, if it is among them.
+
+    Args:
+        files: Of the folder.
+        shown: What messages call it.
+        storage_options: Arguments of the remote file system.
+        only: Names of files, of which those are left out that this process has compared; None is all, whatever was.
+        num_sharing: Processes on this machine that do so at the same time.
+    """
+    state = files.manifest.state
+    names = set(files.manifest.files) if only is None else only
+    broken = files.frame_problems(names)
+    names = names - set(broken)
+    to_read = names if only is None else names & files.not_compared()
+    problems = [*broken.values(), *files.content_problems(to_read, num_sharing=num_sharing)]
     entries = 0
-    if manifest.state not in others | set(broken):
+    if state in names:
         try:
-            entries = verified.verify(place.address(manifest.state), storage_options).entries
+            entries = verified.verify(files.place.address(state), storage_options).entries
         except CheckpointError as error:
             problems.append(error.what)
     if problems:
@@ -258,76 +214,39 @@ def _verify_files(
     return entries
 
 
-def _frame_problems(place: _Place, manifest: Manifest, only: set[str] | None = None) -> dict[str, str]:
-    """Return what is wrong with the files as such, by name: presence, sizes, headers. Little is read.
+def _with_manifest(
+    path: str | Path,
+    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    function: Callable[[ShardFiles], ResultT],
+) -> ResultT:
+    """Call a function with the files of a checkpoint; again with the new ones, if a save has replaced them meanwhile.
 
-    Args:
-        place: The folder.
-        manifest: Its manifest.
-        only: The files to look at; None is all.
+    Raises:
+        CheckpointError: What the function says of files that nobody has replaced; or they were, again and again.
     """
-    header_ends: dict[str, int] = {}
-    for tensor in manifest.tensors.values():
-        for chunk in tensor.chunks:
-            header_ends[chunk.file] = min(chunk.start, header_ends.get(chunk.file, chunk.start))
-    problems = {}
-    for name, entry in manifest.files.items():
-        if only is not None and name not in only:
-            continue
+    for _ in range(_MOST_ATTEMPTS):
+        place = _resolved(path, storage_options)
+        manifest = _read_manifest(place, str(path))
         try:
-            size = place.size(name)
-            if size != entry.size:
-                word = "truncated" if size < entry.size else "too long"
-                problems[name] = f"{name} is {word}: it has {size} bytes of {entry.size}{_held(manifest, name)}"
-                continue
-            with closing(place.open(name)) as file:
-                if name == manifest.state:
-                    file.seek(max(0, size - SEAL_DIGEST_SIZE))
-                    if _read_bytes(file, min(size, SEAL_DIGEST_SIZE)) != entry.digest.encode():
-                        problems[name] = f"{name} is altered, or is not the one of this save"
-                elif digest_of(_read_bytes(file, header_ends[name])) != entry.digest:
-                    problems[name] = f"{name} has an altered header{_held(manifest, name)}"
-        except FileNotFoundError:
-            problems[name] = f"{name} is missing{_held(manifest, name)}"
-        except (OSError, EOFError) as error:
-            problems[name] = f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
-    return problems
+            return function(ShardFiles(place, manifest))
+        except (CheckpointError, FileNotFoundError) as error:
+            if not _is_replaced(path, storage_options, manifest):
+                raise
+            failure = error
+    raise CheckpointError(
+        f"the checkpoint {str(path)!r} was replaced {_MOST_ATTEMPTS} times while it was read.",
+        fix="read it when no program saves to this path, or copy it first.",
+    ) from failure
 
 
-def _content_problems(place: _Place, manifest: Manifest, without: set[str] | None = None) -> Iterator[str]:
-    """Yield which chunks do not match their checksum, reading each file from its beginning to its end."""
-    by_file: dict[str, list[tuple[int, int, str, Chunk]]] = {}
-    for path, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            by_file.setdefault(chunk.file, []).append((chunk.start, entry.chunk_bytes(chunk), path, chunk))
-    buffer = memoryview(bytearray(1 << 20))
-    for name in sorted(set(by_file) - (without or set())):
-        try:
-            with closing(place.open(name)) as file:
-                for start, size, path, chunk in sorted(by_file[name], key=lambda item: item[0]):
-                    file.seek(start)
-                    crc = 0
-                    for begin in range(0, size, len(buffer)):
-                        piece = buffer[: min(len(buffer), size - begin)]
-                        _fill(file, piece)
-                        crc = zlib.crc32(piece, crc)
-                    if crc != chunk.crc32:
-                        yield _wrong_content(path, chunk)
-        except (OSError, EOFError) as error:
-            yield f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
-
-
-def _wrong_content(path: str, chunk: Chunk) -> str:
-    return f"the content of {path} at {list(chunk.offsets)} in {chunk.file} does not match its checksum"
-
-
-def _held(manifest: Manifest, file: str) -> str:
-    """Return which tensors a file holds, as the end of a sentence."""
-    held = [path for path, entry in manifest.tensors.items() if any(chunk.file == file for chunk in entry.chunks)]
-    if not held:
-        return ""
-    more = f" and {len(held) - 3} more" if len(held) > 3 else ""
-    return f" (it holds a part of {', '.join(held[:3])}{more})"
+def _is_replaced(
+    path: str | Path, storage_options: dict[str, Any] | None, manifest: Manifest
+) -> bool:  # Any: fsspec's own
+    """Return whether another checkpoint is at the path than that of this manifest."""
+    try:
+        return _read_manifest(_resolved(path, storage_options), str(path)) != manifest
+    except CheckpointError:  # it is gone or damaged: what was seen before says more
+        return False
 
 
 def read_to(stored: protocols.StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
@@ -347,87 +266,3 @@ def read_to(stored: protocols.StoredTensor, map_location: Any) -> Tensor:  # Any
     placed = torch.empty(0, dtype=tensor.dtype, device=moved.device)
     placed.set_(moved, 0, tensor.shape, tensor.stride())
     return placed
-
-
-def _least_run(place: _Place) -> int:
-    return _LOCAL_RUN if isinstance(place, LocalPlace) else _REMOTE_RUN
-
-
-def _read_box(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Tensor, least_run: int) -> int:
-    """Read a box of a chunk.
-
-    Args:
-        file: The shard file.
-        chunk: What is read from.
-        within: First index of the box in the chunk.
-        into: Receives the box; its shape is the box's.
-        least_run: Bytes in a row that are worth a read of their own.
-
-    Returns:
-        The CRC-32 of the bytes, which is the chunk's if the box is all of it; else of no meaning.
-    """
-    item = into.element_size()
-    row_bytes = math.prod(chunk.sizes[1:]) * item
-    is_whole_rows = tuple(into.shape[1:]) == chunk.sizes[1:]
-    if not into.ndim or (is_whole_rows and into.is_contiguous()):
-        file.seek(chunk.start + (within[0] * row_bytes if within else 0))
-        return _fill_checked(file, bytes_of(into))
-    run_dim = max(dim for dim in range(into.ndim) if dim == 0 or into.shape[dim] != chunk.sizes[dim])
-    run_bytes = math.prod(into.shape[run_dim:]) * item
-    if run_dim and run_bytes >= least_run:
-        _read_runs(file, chunk, within, into, run_dim)
-        return 0
-    # Rows of the first dimension follow each other in the file: some at a time, with what is not wanted of them.
-    crc = 0
-    step = max(1, _PIECE // max(1, row_bytes))
-    for row in range(0, into.shape[0], step):
-        count = min(step, into.shape[0] - row)
-        rows = torch.empty((count, *chunk.sizes[1:]), dtype=into.dtype)
-        file.seek(chunk.start + (within[0] + row) * row_bytes)
-        crc = _fill_checked(file, bytes_of(rows), crc)
-        for dim in range(1, into.ndim):
-            rows = rows.narrow(dim, within[dim], into.shape[dim])
-        into.narrow(0, row, count).copy_(rows)
-    return crc
-
-
-def _read_runs(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Tensor, run_dim: int) -> None:
-    """Read a box of a chunk run by run: the bytes that follow each other from dimension `run_dim` on."""
-    strides = [math.prod(chunk.sizes[dim + 1 :]) * into.element_size() for dim in range(into.ndim)]
-    base = chunk.start + sum(start * stride for start, stride in zip(within, strides, strict=True))
-    buffer = torch.empty(into.shape[run_dim:], dtype=into.dtype)
-    for index in product(*(range(size) for size in into.shape[:run_dim])):
-        file.seek(base + sum(position * stride for position, stride in zip(index, strides, strict=False)))
-        part = into[index]
-        run = part if part.is_contiguous() else buffer
-        _fill(file, bytes_of(run))
-        if run is buffer:
-            part.copy_(buffer)
-
-
-def _fill_checked(file: IO[bytes], target: memoryview, crc: int = 0) -> int:
-    """Fill memory from a file and return its CRC-32."""
-    for start in range(0, len(target), _PIECE):
-        piece = target[start : start + _PIECE]
-        _fill(file, piece)
-        crc = zlib.crc32(piece, crc)
-    return crc
-
-
-def _fill(file: IO[bytes], target: memoryview) -> None:
-    """Fill memory from a file.
-
-    Raises:
-        EOFError: It ends before.
-    """
-    while target:
-        count = file.readinto(target)  # type: ignore[attr-defined]  # typeshed's IO lacks it
-        if not count:
-            raise EOFError(f"it ends {len(target)} bytes too early")
-        target = target[count:]
-
-
-def _read_bytes(file: IO[bytes], size: int) -> bytes:
-    content = bytearray(size)
-    _fill(file, memoryview(content))
-    return bytes(content)

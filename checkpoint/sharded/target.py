@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .. import disk, storage
+from .. import disk
+from ..disk import cannot_write
 from ..remote import as_local
 from . import stages
 from .manifest import MANIFEST, Manifest, decode, encode
@@ -157,7 +158,7 @@ class LocalTarget:
 
     def explained(self, error: OSError, size_bytes: int) -> CheckpointError:
         """Return a CheckpointError for an error of the system on this rank."""
-        return storage.cannot_write(f"the checkpoint {str(self.path)!r}", error, size_bytes, self.path.parent)
+        return cannot_write(f"the checkpoint {str(self.path)!r}", error, size_bytes, self.path.parent)
 
     def _remove_unlocked(self, keep: set[str]) -> None:
         """Remove files of saves that no process holds the lock of."""

@@ -20,12 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ... import __version__
@@ -35,9 +33,10 @@ from ..plain import require_plain
 from . import stages
 from .manifest import FORMAT_VERSION, SEAL_DIGEST_SIZE, Chunk, FileEntry, Manifest, Mesh, TensorEntry, digest_of
 from .places import LocalPlace, RemotePlace, place_of
+from .planning import Planner, first_names, path_of, unfit, with_first_names
 from .shard_file import Part, lay_out, write_tensor
 from .target import LocalTarget, RemoteTarget, target_of
-from .tree import PLACEHOLDER_KEY, Split, put_back, take_out
+from .tree import PLACEHOLDER_KEY, Split, take_out
 
 __all__ = ["save"]
 
@@ -80,7 +79,7 @@ def save(
             dcp_save(
                 dict(writer.split.tensors),
                 storage_writer=writer,
-                planner=_Planner(set(writer.split.tensors)),
+                planner=Planner(set(writer.split.tensors)),
                 process_group=group,
                 no_dist=is_alone,
             )
@@ -116,31 +115,6 @@ def _raise_failures(failure: CheckpointException, shown: str, rank: int) -> NoRe
         f"the sharded checkpoint {shown!r} was not saved; {' '.join(told)}",
         fix=first.fix if isinstance(first, CheckpointError) else "see the error of that rank.",
     ) from first
-
-
-class _Planner(DefaultSavePlanner):
-    """DCP's planner, which explains when the ranks do not fit together.
-
-    Args:
-        known: Paths of the sharded tensors of this rank.
-    """
-
-    def __init__(self, known: set[str]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._known = known
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan for all ranks; called on rank 0."""
-        paths = [(rank, _path_of(item)) for rank, plan in enumerate(all_plans) for item in plan.items]
-        others = [f"{path} (rank {rank})" for rank, path in paths if path not in self._known]
-        fix = "save the same structure, sharded over the same mesh, on every rank of the group."
-        if others:  # no placeholder would lead to them
-            named = ", ".join(others[:5])
-            raise CheckpointError(f"the ranks have different sharded tensors; rank 0 lacks {named}.", fix=fix)
-        try:
-            return super().create_global_plan(all_plans)
-        except ValueError as error:
-            raise CheckpointError(f"the shards of the ranks do not make up whole tensors: {error}.", fix=fix) from error
 
 
 class _Writer(StorageWriter):
@@ -183,7 +157,7 @@ class _Writer(StorageWriter):
         problems = [
             f"{path} looks like a placeholder: its only key is {PLACEHOLDER_KEY!r}" for path in self.split.clashes
         ]
-        problems += [f"{path}: {what}" for path, tensor in self.split.tensors.items() if (what := _unfit(tensor))]
+        problems += [f"{path}: {what}" for path, tensor in self.split.tensors.items() if (what := unfit(tensor))]
         if problems:
             raise CheckpointError(
                 f"{len(problems)} entries cannot be saved: {'; '.join(problems[:5])}.",
@@ -196,7 +170,7 @@ class _Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder, and tell each rank where to write; without empty chunks and second names of a tensor."""
-        first_names = _first_names(self.split.tensors)
+        names = first_names(self.split.tensors)
         with self._explained(0):
             self.target = target_of(self._path, self._options)
             self.target.prepare()
@@ -206,7 +180,7 @@ class _Writer(StorageWriter):
         return [
             dataclasses.replace(
                 plan,
-                items=[item for item in plan.items if first_names[_path_of(item)] == _path_of(item) and _volume(item)],
+                items=[item for item in plan.items if names[path_of(item)] == path_of(item) and _volume(item)],
                 storage_data=_Order(folder, f"shard-{token}-{rank:05d}-of-{self._world_size:05d}.safetensors"),
             )
             for rank, plan in enumerate(plans)
@@ -265,7 +239,7 @@ class _Writer(StorageWriter):
     def _write_shard(
         self, plan: SavePlan, planner: SavePlanner, place: LocalPlace | RemotePlace, name: str, written: _Written
     ) -> None:
-        items = {_path_of(item): item for item in plan.items}
+        items = {path_of(item): item for item in plan.items}
         assert len(items) == len(plan.items), "a rank holds one chunk of a tensor"
         layout = lay_out([Part(path, _dtype_of(item), _sizes_of(item)) for path, item in items.items()])
         with place.create(name) as file:
@@ -290,7 +264,7 @@ class _Writer(StorageWriter):
     def _write_state(self, written: _Written) -> None:
         assert self.target is not None
         place, name = self.target.place, self._state_name()
-        rest = _with_first_names(self.split)
+        rest = with_first_names(self.split)
         storage.save(rest, place.address(name), self._options)
         with self._explained(0):
             size = place.size(name)
@@ -304,7 +278,7 @@ class _Writer(StorageWriter):
         return f"state-{self.target.token}.ckpt"
 
     def _saved_paths(self) -> set[str]:
-        return set(_first_names(self.split.tensors).values())
+        return set(first_names(self.split.tensors).values())
 
     def _refuse_unseen(self, place: LocalPlace | RemotePlace) -> None:
         if isinstance(place, LocalPlace) and not place.folder.is_dir():
@@ -345,48 +319,6 @@ class _Writer(StorageWriter):
 def _shown_target(path: str | Path, options: dict[str, Any] | None) -> LocalTarget | RemoteTarget:  # Any: fsspec's own
     place = place_of(path, options)
     return LocalTarget(place.folder) if isinstance(place, LocalPlace) else RemoteTarget(place.url, options)
-
-
-def _unfit(tensor: DTensor) -> str | None:
-    """Return why a sharded tensor cannot be saved."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        return f"its placements are {tensor.placements}: each rank holds a summand, and none the value"
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"it is a {tensor.layout} tensor of {tensor.dtype}, and only dense ones can be sharded"
-    return None
-
-
-def _first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
-    """Return for each path the path that its tensor is saved under: tied tensors share their memory, and are one.
-
-    Decided by rank 0 alone: other ranks cannot tell tensors apart of which they have no elements.
-    """
-    first: dict[object, str] = {}
-    names = {}
-    for path, tensor in tensors.items():
-        local = tensor.to_local()
-        memory: object = id(tensor)
-        if local.numel():
-            view = (
-                local.untyped_storage().data_ptr(),
-                local.storage_offset(),
-                local.shape,
-                local.stride(),
-                local.dtype,
-            )
-            memory = (*view, tensor.shape, tensor.placements, tensor.device_mesh)
-        names[path] = first.setdefault(memory, path)
-    return names
-
-
-def _with_first_names(split: Split) -> Any:  # Any: a nested checkpoint
-    """Return the state with every placeholder naming the path that its tensor is saved under."""
-    placeholders = {path: {PLACEHOLDER_KEY: name} for path, name in _first_names(split.tensors).items()}
-    return put_back(split.rest, placeholders, set(), [])
-
-
-def _path_of(item: WriteItem) -> str:
-    return str(item.index.fqn)
 
 
 def _sizes_of(item: WriteItem) -> tuple[int, ...]:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks import Callback
-from .absent import refuse
+from .argument_parser import LightningArgumentParser
+from .argument_parser import LRSchedulerTypeTuple as LRSchedulerTypeTuple
+from .argument_parser import ReduceLROnPlateau as ReduceLROnPlateau
+from .namespace import Namespace, to_namespace
+from .tokens import tokens_of
 from .trainer import Trainer
-from .type_names import LRSchedulerTypeTuple as LRSchedulerTypeTuple
 
 __all__ = [
-    "LightningArgumentParser",
     "LightningCLI",
-    "ReduceLROnPlateau",
     "SaveConfigCallback",
     "instantiate_class",
     "instantiate_module",
@@ -30,100 +30,6 @@ __all__ = [
 OptimizerCallable = Callable[[Any], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 ArgsType = Any
-
-
-class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's schedule, which knows the metric that it reads."""
-
-    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, *args, **kwargs)
-        self.monitor = monitor
-
-
-class LightningArgumentParser:
-    """What `add_arguments_to_parser` is given: declares further settings of the command line.
-
-    Args:
-        groups: Takes them.
-
-    Attributes:
-        flat: Key to class, of an optimizer and a schedule whose class is given: arguments stand right below the key.
-        linked: Settings that follow from others.
-    """
-
-    def __init__(self, groups: Any) -> None:
-        self._groups = groups
-        self.flat: dict[str, Any] = {}
-        self.linked: list[str] = []
-
-    def add_lightning_class_args(
-        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
-    ) -> None:
-        """Declare an object whose arguments stand below a key."""
-        self._groups.add_class(nested_key, lightning_class, required=required)
-
-    def add_class_arguments(self, theclass: Any, nested_key: str, **others: Any) -> None:
-        """Declare an object whose arguments stand below a key."""
-        self._groups.add_class(nested_key, theclass)
-
-    def add_argument(self, *names: str, type: Any = str, default: Any = None, help: str = "", **others: Any) -> None:
-        """Declare a value."""
-        self._groups.add_value(names[-1].lstrip("-").replace("-", "_"), type, default, help)
-
-    def set_defaults(self, *dictionaries: dict[str, Any], **values: Any) -> None:
-        """Set values that files and the command line may change."""
-        for dictionary in dictionaries:
-            self._groups.set_defaults(dictionary)
-        self._groups.set_defaults(values)
-
-    def link_arguments(
-        self, source: Any, target: str, compute_fn: Callable[..., Any] | None = None, apply_on: str = "parse"
-    ) -> None:
-        """Let one setting follow from others."""
-        sources = [_short(one) for one in ([source] if isinstance(source, str) else source)]
-        self.linked.append(_short(target))
-        self._groups.link(sources, _short(target), compute_fn, after_build=apply_on == "instantiate")
-
-    def add_optimizer_args(
-        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
-    ) -> None:
-        """Let settings name the optimizer; one class need not be named.
-
-        Args:
-            optimizer_class: The class, or a tuple of those that may be named.
-            nested_key: "optimizer".
-            link_to: "AUTOMATIC".
-        """
-        self._add_automatic("optimizer", optimizer_class, nested_key, link_to)
-
-    def add_lr_scheduler_args(
-        self, lr_scheduler_class: Any = (LRScheduler,), nested_key: str = "lr_scheduler", link_to: str = "AUTOMATIC"
-    ) -> None:
-        """Let settings name the schedule; one class need not be named. Arguments as for `add_optimizer_args`."""
-        self._add_automatic("lr_scheduler", lr_scheduler_class, nested_key, link_to)
-
-    def _add_automatic(self, key: str, given: Any, nested_key: str, link_to: str) -> None:
-        if nested_key != key or link_to != "AUTOMATIC":
-            refuse(
-                f"add_{key}_args(nested_key={nested_key!r}, link_to={link_to!r})",
-                "let the module take an OptimizerCallable or LRSchedulerCallable, and call it in configure_optimizers",
-            )
-        if not isinstance(given, tuple):
-            self.flat[key] = given
-            self._groups.set_defaults({key: f"{given.__module__}.{given.__qualname__}"})
-
-    def dump(self, config: Any, **options: Any) -> str:
-        """Return a configuration as YAML."""
-        from ...cli.yaml_file import write
-
-        return write(_plain(config))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse(
-            f"LightningArgumentParser.{name}", "declare it with add_lightning_class_args, add_argument or set_defaults"
-        )
 
 
 class SaveConfigCallback(Callback):
@@ -150,6 +56,8 @@ class SaveConfigCallback(Callback):
         self.parser = parser
         self.config = config
         self.config_filename = config_filename
+        self.overwrite = overwrite
+        self.multifile = multifile
         self.save_to_log_dir = save_to_log_dir
         self.already_saved = False
 
@@ -165,43 +73,6 @@ class SaveConfigCallback(Callback):
         """Do something with the configuration. Override it."""
 
 
-class Namespace(dict[str, Any]):
-    """A configuration whose entries are attributes, too; `config.get("model.width")` looks deeper."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the configuration has no {name!r}; it has {', '.join(self)}.") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return what stands at a dotted path."""
-        node: Any = self
-        for part in key.split("."):
-            if not isinstance(node, dict) or part not in node:
-                return default
-            node = node[part]
-        return node
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain dicts."""
-        found: dict[str, Any] = _plain(self)
-        return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(below) for key, below in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
-
-
-def _short(path: str) -> str:
-    return path.replace(".init_args", "")
-
-
 def _remove(tree: dict[str, Any], path: str) -> None:
     """Take out what stands at a dotted path, also where the path leads through a class's arguments."""
     *above, last = path.split(".")
@@ -212,12 +83,6 @@ def _remove(tree: dict[str, Any], path: str) -> None:
             node = node.get("init_args") if "init_args" not in above else node
     if isinstance(node, dict):
         node.pop(last, None)
-
-
-def _namespace(value: Any) -> Any:
-    if isinstance(value, dict):
-        return Namespace({key: _namespace(below) for key, below in value.items()})
-    return [_namespace(one) for one in value] if isinstance(value, list) else value
 
 
 class LightningCLI:
@@ -231,11 +96,12 @@ class LightningCLI:
         trainer_class: The trainer's class.
         trainer_defaults: Arguments of the trainer that the user may change.
         seed_everything_default: The seed where none is given.
-        parser_kwargs: Accepted.
-        parser_class: Accepted.
+        parser_kwargs: `default_config_files`, `default_env` and `env_prefix`, for all subcommands or below their names;
+            others are accepted.
+        parser_class: LightningArgumentParser, or a subclass.
         subclass_mode_model: Accepted: a subclass can always be named.
         subclass_mode_data: Accepted: a subclass can always be named.
-        args: What was typed; None: `sys.argv`.
+        args: What was typed, or settings as nested dicts; None: `sys.argv`.
         run: False makes the objects only.
         auto_configure_optimizers: Accepted: an optimizer is taken from settings only where they name one.
         load_from_checkpoint_support: Accepted.
@@ -254,12 +120,13 @@ class LightningCLI:
         parser_class: Any = LightningArgumentParser,
         subclass_mode_model: bool = False,
         subclass_mode_data: bool = False,
-        args: Sequence[str] | None = None,
+        args: Sequence[str] | Mapping[str, Any] | None = None,
         run: bool = True,
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
         self._cli: Any = None
+        self._parser_class = parser_class
         self._save_config = (save_config_callback, dict(save_config_kwargs or {}))
         self._flat = {
             key
@@ -278,7 +145,7 @@ class LightningCLI:
             seed_everything_default=seed_everything_default,
             save_config=save_config_callback is not None,
             run=run,
-            args=args,
+            args=tokens_of(args, parser_kwargs or {}, runs=run),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -289,12 +156,20 @@ class LightningCLI:
     @property
     def config(self) -> Namespace:
         """The configuration, with defaults; below the subcommand's name, where there is one. A copy."""
-        own = _namespace(self._cli.config)
+        own = to_namespace(self._cli.config)
         return (
             own
             if self._cli.subcommand is None
             else Namespace({"subcommand": self._cli.subcommand, self._cli.subcommand: own})
         )
+
+    @property
+    def config_init(self) -> Namespace:
+        """The objects that were made of the configuration."""
+        cli = self._cli
+        made = {**cli.groups, "trainer": cli.trainer, "model": cli.model, "data": cli.datamodule}
+        found = Namespace({key: one for key, one in made.items() if one is not None})
+        return found if cli.subcommand is None else Namespace({"subcommand": cli.subcommand, cli.subcommand: found})
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
         """Return a setting of the subcommand."""
@@ -312,6 +187,27 @@ class LightningCLI:
         entry = {"scheduler": lr_scheduler, **({} if monitor is None else {"monitor": monitor})}
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands, and the arguments of each that are no settings."""
+        loaders = {"dataloaders"}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            **{name: {"model", "datamodule", *loaders} for name in ("validate", "test", "predict")},
+        }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return what settings are declared with. May be overridden."""
+        parser: LightningArgumentParser = self._parser_class(**kwargs)
+        self._cli.hand_groups(parser)
+        return parser
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Declare further settings, before those of `add_arguments_to_parser`. May be overridden."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Declare further settings, before those of `add_arguments_to_parser`. May be overridden."""
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Declare further settings. Override it."""
 
@@ -320,6 +216,10 @@ class LightningCLI:
 
     def after_instantiate_classes(self) -> None:
         """Do something when all objects are there. Override it."""
+
+    def instantiate_classes(self) -> None:
+        """Make trainer, model and data. May be overridden."""
+        self._cli.make_objects()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Return the trainer. May be overridden."""
@@ -352,8 +252,13 @@ def _make_cli() -> Any:
             super().__init__(*args, **kwargs)
 
         def add_arguments(self, groups: Any) -> None:
-            self._owner_parser = LightningArgumentParser(groups)
-            self._owner.add_arguments_to_parser(self._owner_parser)
+            self._groups = groups
+            parser = self.parser = self._owner.init_parser()
+            for declare in ("default_arguments", "core_arguments", "arguments"):
+                getattr(self._owner, f"add_{declare}_to_parser")(parser)
+
+        def hand_groups(self, parser: LightningArgumentParser) -> None:
+            parser._use(self._groups)
 
         def configure_optimizers(  # type: ignore[override]  # a method, which knows the owner
             self, module: Any, optimizer: Optimizer, lr_scheduler: Any = None
@@ -365,11 +270,11 @@ def _make_cli() -> Any:
 
         def _completed(self) -> dict[str, Any]:
             found = super()._completed()
-            for key in (*self._owner._flat, *self._owner_parser.flat):
+            for key in (*self._owner._flat, *self.parser.flat):
                 node = found.get(key)
                 if isinstance(node, dict) and "class_path" in node and self._is_given(key, node["class_path"]):
                     found[key] = node.get("init_args", {})
-            for target in self._owner_parser.linked:  # they follow again when it is read
+            for target in self.parser.linked:  # they follow again when it is read
                 _remove(found, target)
             # Lightning's Trainer does not take these: they are left out of what it may read, but where they were set.
             trainer = found.get("trainer", {})
@@ -378,8 +283,8 @@ def _make_cli() -> Any:
             return found
 
         def _is_given(self, key: str, name: str) -> bool:
-            if key in self._owner_parser.flat:
-                return import_object(name) is self._owner_parser.flat[key]
+            if key in self.parser.flat:
+                return import_object(name) is self.parser.flat[key]
             return self._is_fixed(name, self._bases[key][0])
 
         def _config_callback(self) -> list[Any]:
@@ -389,7 +294,7 @@ def _make_cli() -> Any:
                 one.filename = arguments.get("config_filename", one.filename)
             if kind is None or kind is SaveConfigCallback:
                 return own
-            return [*own, kind(self._owner_parser, _namespace(self.config), **arguments)]
+            return [*own, kind(self.parser, to_namespace(self.config), **arguments)]
 
         def before_instantiate_classes(self) -> None:
             self._owner.before_instantiate_classes()
@@ -399,6 +304,12 @@ def _make_cli() -> Any:
 
         def instantiate_trainer(self, **arguments: Any) -> Any:
             return self._owner.instantiate_trainer(**arguments)
+
+        def _build(self) -> None:
+            self._owner.instantiate_classes()
+
+        def make_objects(self) -> None:
+            super()._build()
 
         def make_trainer(self, **arguments: Any) -> Any:
             return super().instantiate_trainer(**arguments)
@@ -430,6 +341,6 @@ def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
     return getattr(import_module(module), name)(*given, **init.get("init_args", {}))
 
 
-def instantiate_module(module_class: type[Any], config: dict[str, Any]) -> Any:
+def instantiate_module(class_type: type[Any], config: dict[str, Any]) -> Any:
     """Return an object of a class, made of the arguments in a configuration."""
-    return module_class(**config.get("init_args", config))
+    return class_type(**config.get("init_args", config))

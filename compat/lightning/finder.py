@@ -30,7 +30,12 @@ class LightningFinder:
     """Finds and makes the modules, and answers `importlib.metadata.version("lightning")`.
 
     It has the methods of importlib's finders and loaders, without their base classes, whose import takes 5 ms.
+
+    Attributes:
+        serves_classes_of: The package of the classes that stand for Lightning's: a command line finds them by name.
     """
+
+    serves_classes_of = "loopwright.compat."
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -89,7 +94,7 @@ class LightningFinder:
         """Give the metadata of the packages, to programs that ask for one of them by name."""
         from .metadata import find
 
-        return find(getattr(context, "name", None))
+        return find(getattr(context, "name", None), VERSION)
 
 
 def _place(fullname: str) -> str:

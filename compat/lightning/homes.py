@@ -11,7 +11,7 @@ _OWN = "compat.lightning"
 
 # Module of loopwright -> names of Lightning that it serves; `A=B` is Lightning's A, which is called B there.
 _HOMES = {
-    "accelerators": "ACCELERATOR_REGISTRY Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator "
+    "accelerators": "Accelerator CPUAccelerator CUDAAccelerator "
     "MPSAccelerator XLAAccelerator TPUAccelerator=XLAAccelerator find_usable_cuda_devices",
     "callbacks": "BackboneFinetuning BaseFinetuning BatchSizeFinder Callback Checkpoint "
     "DeviceStatsMonitor EMAWeightAveraging EarlyStopping EarlyStoppingReason GradientAccumulationScheduler "
@@ -35,14 +35,15 @@ _HOMES = {
     "TPUPrecision=XLAPrecision TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
     "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler",
     "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync ParallelStrategy "
-    "STRATEGY_REGISTRY SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm XLAFSDPStrategy "
-    "XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy StrategyRegistry=STRATEGY_REGISTRY",
+    "SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm XLAFSDPStrategy "
+    "XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
     "strategies.deepspeed_precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision",
     "trainer.optimizers": "LightningOptimizer=ManagedOptimizer",
     "trainer.schedule": "LRSchedulerConfig",
     "tuner": "Tuner _LRFinder=LearningRateCurve",
-    f"{_OWN}.cli": "LRSchedulerCallable LRSchedulerTypeTuple LightningArgumentParser LightningCLI OptimizerCallable "
-    "ReduceLROnPlateau SaveConfigCallback instantiate_class instantiate_module",
+    f"{_OWN}.argument_parser": "LRSchedulerTypeTuple LightningArgumentParser ReduceLROnPlateau",
+    f"{_OWN}.cli": "LRSchedulerCallable LightningCLI OptimizerCallable SaveConfigCallback instantiate_class "
+    "instantiate_module",
     f"{_OWN}.collectives": "Collective SingleDeviceCollective TorchCollective",
     f"{_OWN}.connectors": "_AcceleratorConnector _CallbackConnector _CheckpointConnector _ResultMetric",
     f"{_OWN}.demos": "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule "
@@ -68,16 +69,19 @@ _HOMES = {
     f"{_OWN}.precision": "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
     f"{_OWN}.prediction_writer": "BasePredictionWriter",
     f"{_OWN}.progress": "Tqdm convert_inf get_standard_metrics",
-    f"{_OWN}.rank_zero": "rank_prefixed_message rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only "
-    "rank_zero_warn",
+    f"{_OWN}.rank_zero": "WarningCache rank_prefixed_message rank_zero_debug rank_zero_deprecation rank_zero_info "
+    "rank_zero_only rank_zero_warn",
     f"{_OWN}.sizes": "convert_tensors_to_scalars convert_to_tensors extract_batch_size has_iterable_dataset has_len "
     "has_len_all_ranks sized_len suggested_max_num_workers DistributedSamplerWrapper UnrepeatedDistributedSampler "
     "UnrepeatedDistributedSamplerWrapper",
+    f"{_OWN}.registries": "ACCELERATOR_REGISTRY AcceleratorRegistry=ACCELERATOR_REGISTRY STRATEGY_REGISTRY "
+    "StrategyRegistry=STRATEGY_REGISTRY",
     f"{_OWN}.summary": "LEFTOVER_PARAMS_NAME LayerSummary NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE "
     "get_formatted_model_size get_human_readable_count parse_batch_shape summarize",
     f"{_OWN}.trainer": "Trainer",
-    f"{_OWN}.type_names": "CollectibleGroup DistributedDataParallel LRSchedulerConfigType Optimizable OptimizerConfig "
-    "OptimizerLRSchedulerConfig ReduceOp STEP_OUTPUT Steppable _MAP_LOCATION_TYPE _PATH",
+    f"{_OWN}.type_names": "CollectibleGroup DistributedDataParallel EVAL_DATALOADERS LRSchedulerConfigType "
+    "LRSchedulerPLType LRSchedulerType LRSchedulerTypeUnion Optimizable OptimizerConfig OptimizerLRScheduler "
+    "OptimizerLRSchedulerConfig TRAIN_DATALOADERS ReduceOp STEP_OUTPUT Steppable _MAP_LOCATION_TYPE _PATH",
     f"{_OWN}.values": "CHECKPOINT_PAST_HPARAMS_KEYS CONVERSION_DTYPES CPU_DEVICE FLOAT16_EPSILON FLOAT32_EPSILON "
     "FLOAT64_EPSILON FRAMEWORK_NAME LOCAL_FILE_URI_PREFIX _runif_reasons call_register_accelerators "
     "cli_lightning_logo migrate_checkpoint pl_legacy_patch",
@@ -105,6 +109,9 @@ _ABSENT = {
     "MNISTDataModule PositionalEncoding SequenceSampler SimpleLSTM Transformer WikiText2 tokenize "
     "get_torchvision_model",
     "an XLA host is found by its runtime": "XLAEnvironment",
+    "there is no server here": "ServableModule ServableModuleValidator",
+    "the bar has columns of its own": "BatchesProcessedColumn CustomBarColumn CustomInfiniteTask CustomProgress "
+    "CustomTimeColumn MetricsTextColumn ProcessingSpeedColumn",
 }  # fmt: skip
 
 # Beginning of a module's path -> names that mean something else there than elsewhere.

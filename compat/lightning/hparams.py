@@ -57,6 +57,10 @@ class HyperparametersMixin:
         """Copy of the hyperparameters from when they were saved."""
         return self.__dict__.get("_hparams_initial", HyperParameters())
 
+    def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
+        """Take entries out of the hyperparameters."""
+        remove_ignored(self, ignore_list)
+
 
 def remove_ignored(owner: Any, ignore_list: list[str] | str) -> None:  # Any: module or data module
     """Take entries out of an object's hyperparameters."""

@@ -6,29 +6,32 @@ from importlib.metadata import Distribution
 from os import PathLike
 from typing import Any
 
-from .finder import VERSION
-
 __all__ = ["find"]
 
 # Name of the distribution -> name of its package.
 _PACKAGES = {"lightning": "lightning", "pytorch-lightning": "pytorch_lightning", "lightning-fabric": "lightning_fabric"}
 
 
-def find(name: str | None) -> list[Distribution]:
-    """Return the distribution of this name, if it is one of ours; nothing when all are asked for."""
+def find(name: str | None, version: str) -> list[Distribution]:
+    """Return the distribution of this name, if it is one of ours; nothing when all are asked for.
+
+    Args:
+        name: As it was asked for.
+        version: What it says.
+    """
     wanted = None if name is None else name.lower().replace("_", "-")
-    return [_Served(known) for known in _PACKAGES if known == wanted]
+    return [_Served(known, version) for known in _PACKAGES if known == wanted]
 
 
 class _Served(Distribution):
     """A distribution without files."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, version: str) -> None:
+        self._name, self._version = name, version
 
     def read_text(self, filename: str) -> str | None:
         if filename == "METADATA":
-            return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {VERSION}\n"
+            return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {self._version}\n"
         return f"{_PACKAGES[self._name]}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:  # Any: a path-like of importlib.metadata

@@ -245,6 +245,9 @@ PATHS = {
     "pytorch.profilers.pytorch": "PyTorchProfiler RegisterRecordFunction ScheduleWrapper *imports",
     "pytorch.profilers.simple": "SimpleProfiler",
     "pytorch.profilers.xla": "XLAProfiler",
+    "pytorch.serve": "ServableModule ServableModuleValidator",
+    "pytorch.serve.servable_module": "ServableModule",
+    "pytorch.serve.servable_module_validator": "ServableModuleValidator",
     "pytorch.strategies":
     "DDPStrategy DeepSpeedStrategy FSDPStrategy HPUParallelStrategy ModelParallelStrategy "
     "ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy SingleHPUStrategy SingleTPUStrategy "
@@ -320,7 +323,7 @@ PATHS = {
     "pytorch.utilities.parsing":
     "AttributeDict clean_namespace collect_init_args get_init_args is_picklable lightning_getattr "
     "lightning_hasattr lightning_setattr parse_class_init_keys save_hyperparameters",
-    "pytorch.utilities.rank_zero": "rank_prefixed_message rank_zero_debug rank_zero_only",
+    "pytorch.utilities.rank_zero": "WarningCache rank_prefixed_message rank_zero_debug rank_zero_only",
     "pytorch.utilities.seed": "isolate_rng",
     "pytorch.utilities.signature_utils": "is_param_in_hook_signature",
     "pytorch.utilities.testing": "_runif_reasons",

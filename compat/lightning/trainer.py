@@ -7,6 +7,8 @@ hooks without room for the loader's number, batches whose tensors disagree about
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,12 +28,14 @@ from ...trainer import begin, lifecycle, snapshot, trainer
 from ...trainer.fit_loop import FitLoop
 from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics import Metrics
+from ...trainer.saving import Saving
 from . import connectors
-from .enums import TrainerState
+from .enums import TrainerFn, TrainerState
 from .finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
 from .module import LightningDataModule, LightningModule
 from .objects import keep_hyperparameters, trust_objects
+from .overrides import check_overrides
 
 __all__ = ["Trainer"]
 
@@ -50,8 +54,13 @@ class Trainer(trainer.Trainer):
         is_default = arguments.get("logger") in (None, True) and _ENVIRONMENT_LOGGER not in os.environ
         if is_default and not (arguments.get("fast_dev_run") or arguments.get("barebones")) and "://" not in root:
             arguments["logger"] = TensorBoardLogger(root)
+        _take_level()
         super().__init__(**arguments)
+        check_overrides(self.fabric.strategy, "strategy")
+        check_overrides(self.fabric.precision, "precision")
+        check_overrides(self.fabric.accelerator, "accelerator")
         self.state = TrainerState()
+        self.saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
         self.fit_loop = _FitLoop(self, **limits)
         is_disabled = self._metrics.is_disabled
@@ -67,6 +76,28 @@ class Trainer(trainer.Trainer):
     def strategy(self) -> Any:  # Any: the strategy, with what Lightning's has besides
         """The strategy."""
         return connectors.StrategyView(self)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Values for the bar: of a key that was logged by step and by epoch, the two."""
+        found = super().progress_bar_metrics
+        return {name: value for name, value in found.items() if f"{name}_epoch" not in found}
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """What was sent to the loggers, the latest of each key."""
+        return {name: value for name, value in super().logged_metrics.items() if name != "epoch"}
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """How many steps fit takes; after it, how many it would take."""
+        if self._run is not None or self._last_run is None:
+            return super().estimated_stepping_batches
+        epochs, limit = self.max_epochs, self.max_steps
+        steps = math.inf
+        if epochs not in (None, -1):
+            steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * epochs
+        return steps if limit == -1 else min(steps, limit)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -108,14 +139,17 @@ class Trainer(trainer.Trainer):
     def _precision_plugin(self) -> Any:  # Any: a precision of any kind
         return self.precision_plugin
 
-    def _write_to(self, filepaths: Sequence[str | Path], checkpoint: dict[str, Any], storage_options: Any) -> None:
-        """Add what Lightning looks for in a checkpoint, which Loopwright leaves alone, and let it hold objects."""
+
+class _Saving(Saving):
+    """Writes checkpoints that hold objects, and have what Lightning looks for in one."""
+
+    def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
         own = checkpoint.get(OWN_KEY)
-        if isinstance(own, dict) and not self.fabric.strategy.saves_shards("full"):
+        if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
             checkpoint = trust_objects(checkpoint)
             checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
             checkpoint.setdefault("loops", {"fit_loop": lightning_loop(own.get("progress", {}))})
-        super()._write_to(filepaths, checkpoint, storage_options)
+        super()._write(checkpoint, filepaths, storage_options)
 
 
 class _FitLoop(FitLoop):
@@ -163,6 +197,15 @@ def _first_size(batch: Any) -> int | None:  # Any: a nested batch
     return next((size for item in items if (size := _first_size(item)) is not None), None)
 
 
+def _take_level() -> None:
+    """Let what a program says of Lightning's messages hold: `getLogger("lightning.pytorch").setLevel(ERROR)`."""
+    for name in ("lightning.pytorch", "pytorch_lightning", "lightning"):
+        level = logging.getLogger(name).level
+        if level != logging.NOTSET:
+            logging.getLogger("loopwright").setLevel(level)
+            return
+
+
 def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
     """Warn of methods that look like hooks and are none, where Lightning's names are Loopwright's; else refuse them.
 
@@ -181,10 +224,14 @@ def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
 def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | None:
     """Return a hook as trainer/hooks.py does; one that has no room for the loader's number is called without it.
 
-    Lightning passes that number only where there are several loaders.
+    Lightning passes that number only where there are several loaders, and a member of an enumeration as a stage.
     """
     hook = find_override(owner, name, bases)
-    if hook is None or name not in _OF_A_LOADER:
+    if hook is None:
+        return None
+    if name in ("setup", "teardown"):
+        return lambda *arguments: hook(*arguments[:-1], TrainerFn(arguments[-1]))
+    if name not in _OF_A_LOADER:
         return hook
     count = _OF_A_LOADER[name] + (2 if isinstance(owner, Callback) else 0)
     try:

@@ -71,10 +71,10 @@ class Counting(lw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def counted(rank: int, size: int, form: str, what: str, accumulate: int = 1) -> float:
+def counted(rank: int, size: int, form: str, what: str, accumulate: int = 1, strategy: str = "ddp") -> float:
     module = Counting(form, what, accumulate)
     trainer = lw.Trainer(
-        accelerator="cpu", devices=size, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=size, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, accumulate_grad_batches=accumulate,
         log_every_n_steps=1000, gradient_clip_val=1.0,
     )  # fmt: skip
@@ -93,9 +93,10 @@ def test_a_step_reduces_gradients_once_and_weights_at_most_once(form: str, accum
     assert run_ranks(counted, 2, form, "collectives", accumulate, connect=False) == [expected, expected]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("form", ["mean", "sum"])
-def test_nothing_reads_the_device_between_log_boundaries(form: str) -> None:
-    assert run_ranks(counted, 2, form, "reads", connect=False) == [0, 0]
+def test_nothing_reads_the_device_between_log_boundaries(form: str, strategy: str) -> None:
+    assert run_ranks(counted, 2, form, "reads", 2, strategy, connect=False) == [0, 0]
 
 
 def by_hand(rank: int, size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
+from loopwright.callbacks.summary import summarize
 from loopwright.errors import CheckpointError, ConfigError, DataError, ModuleError
 from loopwright.strategies import DeepSpeedStrategy
 
@@ -49,12 +51,18 @@ class Trained(lw.Module):
         assert self.net is not None
         x, y = batch
         self.steps += 1
+        with gathered([self.net.head.weight]):
+            assert self.net.head.weight.shape == (3, 8)
         error = self.net(x) + 0.1 * self.frozen(y) - y
         return lw.Loss(error.square().sum(), weight=y.numel())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.net is not None
         self.log("val", (self.net(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+        # Some of no module that the step runs, and one that the engine is about to gather itself.
+        with gathered([*self.frozen.parameters(), self.net.head.weight]):
+            sizes = [one.abs().sum() for one in [*self.frozen.parameters(), self.net.head.weight]]
+            self.log("size", torch.stack(sizes).sum(), sync_dist=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         norm = getattr(self.trainer.strategy, "global_grad_norm", None)
@@ -66,7 +74,19 @@ class Trained(lw.Module):
         if not self.has_optimizer:
             return None
         trained = [one for one in self.parameters() if one.requires_grad]
+        if self.kind == "sgd":
+            return torch.optim.SGD(trained, lr=0.1)
         return torch.optim.AdamW(trained, lr=0.02, eps=1e-2)
+
+
+def gathered(weights: list[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which weights are whole, as a user writes it for stage 3."""
+    if not hasattr(weights[0], "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(weights)
+    return context
 
 
 def data() -> TensorDataset:
@@ -318,21 +338,33 @@ def test_steps_by_hand_are_those_of_one_process(tmp_path: Path) -> None:
 # --- evaluation ----------------------------------------------------------------------------------------------------
 
 
-def evaluate_unevenly(rank: int, size: int, is_sharded: bool) -> list[float]:
+class Plain(Trained):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.net is not None
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+def evaluate_unevenly(rank: int, size: int, is_sharded: bool, folder: str) -> list[float]:
     """Train, evaluate 3 batches of 20 samples and 5 of 12, and train on."""
     strategy = engine(3) if is_sharded else "single_device"
     trainer, module = fit(strategy, size, 3)
     found = [float(trainer.callback_metrics["val"])]
     for batch_size in (20, 12):
         loader = DataLoader(data(), batch_size=batch_size)
-        found.append(trainer.validate(module, loader, verbose=False)[0]["val"])
+        found += trainer.validate(module, loader, verbose=False)[0].values()
+    trainer.save_checkpoint(f"{folder}/{size}.ckpt")
     trainer, _ = fit(engine(3) if is_sharded else "single_device", size, 3, module=module)
+    found.append(float(trainer.callback_metrics["val"]))
+    found += trainer.validate(module, loader, ckpt_path=f"{folder}/{size}.ckpt", verbose=False)[0].values()
+    found.append(summarize(module).total_parameters)
+    # In stage 0, a window of one micro-batch among windows of two: the engine's own number of them is two.
+    trainer, _ = fit(engine(0) if is_sharded else "single_device", size, 3, clip=None, module=Plain(kind="sgd"))
     return [*found, float(trainer.callback_metrics["val"])]
 
 
-def test_ranks_evaluate_unequally_many_batches_in_stage_3() -> None:
-    wanted = run_ranks(evaluate_unevenly, 1, False, connect=False)[0]
-    for found in run_ranks(evaluate_unevenly, 2, True, connect=False):
+def test_ranks_evaluate_unequally_many_batches_in_stage_3(tmp_path: Path) -> None:
+    wanted = run_ranks(evaluate_unevenly, 1, False, str(tmp_path), connect=False)[0]
+    for found in run_ranks(evaluate_unevenly, 2, True, str(tmp_path), connect=False):
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
@@ -375,6 +407,14 @@ def refuse_on_ranks(rank: int, size: int, folder: str) -> dict[str, str]:
     fabric = lw.Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(config=PARTITIONED), devices=size)
     fabric.launch()
     model, other = Net(), Net()
+    unknown = {"zero_optimization": {"stage": 2, "buckets": 5}, "optimizer": {"type": "Adam"}}
+    wrong_fabric = lw.Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(config=unknown), devices=size)
+    wrong_fabric.launch()
+    with warnings.catch_warnings(record=True) as said_of_sections:
+        warnings.simplefilter("always")
+        sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+        refused("unknown", ConfigError, lambda: wrong_fabric.setup(other, sgd))
+    said["sections"] = str([str(one.message) for one in said_of_sections])
     several = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.head)]
     refused("several", ConfigError, lambda: fabric.setup(model, *several))
     alone = fabric.setup_module(Net())
@@ -421,6 +461,9 @@ class Skipping(Trained):
 def test_what_an_engine_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> None:
     said = run_ranks(refuse_on_ranks, 2, str(tmp_path), connect=False, timeout_s=40)[0]
     assert "given 2 optimizers for one module" in said["several"]
+    assert "DeepSpeed refuses a part of it" in said["unknown"]
+    assert "buckets: Extra inputs are not permitted" in said["unknown"]
+    assert said["sections"].count("under optimizer does not count") == 1
     assert "before DeepSpeed had an optimizer" in said["early"]
     assert "LBFGS cannot be used" in said["lbfgs"]
     assert "no parameter of SGD is in a module that was set up" in said["stranger"]

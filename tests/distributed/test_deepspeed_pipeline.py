@@ -115,7 +115,7 @@ def refuse(rank: int, size: int, folder: str) -> dict[str, str]:
         net = pipe(2) if net is None else net() if callable(net) and not isinstance(net, nn.Module) else net
         return fabric, *fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
-    found["stage"] = refusal(lambda: set_up(2, precision="bf16-true", offload_optimizer=True))
+    found["stage"] = refusal(lambda: set_up(2, offload_optimizer=True))
     found["axes"] = refusal(lambda: set_up(net=lambda: pipe(None, topology=three_axes())))
     found["two"] = refusal(lambda: set_up(net=lambda: nn.ModuleList([pipe(2), pipe(2)])))
     found["micro_batches"] = refusal(lambda: DeepSpeedStrategy(micro_batches=0))
@@ -124,6 +124,7 @@ def refuse(rank: int, size: int, folder: str) -> dict[str, str]:
     )
     found["beside"] = refusal(lambda: fit(DeepSpeedStrategy(stage=0), size, 2, 1, module=Beside(2)))
     fabric, model, optimizer = set_up()
+    found["called"] = refusal(lambda: model(batch(1)[0]))
     found["pair"] = refusal(lambda: model.train_batch(batch(1)[0]))
     found["sizes"] = refusal(lambda: model.train_batch((batch(1)[0], batch(1, size=4)[1])))
     found["end"] = refusal(lambda: model.train_batch(iter([batch(1)])))
@@ -164,13 +165,14 @@ def test_what_cannot_work_is_refused_on_every_rank_and_tied_layers_count_once(tm
     first, second = run_ranks(refuse, 2, str(tmp_path), connect=False, timeout_s=60)
     texts = {
         "stage": "ConfigError: DeepSpeedStrategy cannot run PipelineModule: ZeRO stage 2 with a PipelineModule; "
-        "offload_optimizer with a PipelineModule; precision='bf16-true'",
+        "offload_optimizer with a PipelineModule.",
         "axes": "ConfigError: DeepSpeedStrategy cannot run PipelineModule: a PipelineModule with the axes ['model']",
         "two": "ModuleError: ModuleList has 2 PipelineModules (0, 1)",
         "micro_batches": "ConfigError: DeepSpeedStrategy: micro_batches=0",
         "manual": "ConfigError: DeepSpeedStrategy cannot run Manual: manual optimization",
         "beside": "ConfigError: DeepSpeedStrategy cannot run Beside: parameters beside the PipelineModule, which its "
         "engine does not train (beside.weight, beside.bias)",
+        "called": "ModuleError: a PipelineModule was called with gradients",
         "pair": "ModuleError: a batch for a PipelineModule is a Tensor, expected a pair",
         "sizes": "DataError: the tensors of a batch have [4, 8] samples",
         "end": "DataError: the iterator had 1 micro-batches left, and a batch of the pipeline is 2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,7 +268,7 @@ def test_an_optimizer_made_before_sharding_trains_the_sharded_parameters() -> No
         torch.testing.assert_close(results["with_state"][key], value, rtol=1e-10, atol=1e-12)
 
 
-REFUSED = ("LBFGS", "training_step returned no loss", "before its parameters had values", "sparse gradients")
+REFUSED = ("LBFGS", "returned no loss", "before its parameters had values", "sparse gradients", "NetBlock")
 
 
 def refused(rank: int, size: int) -> list[str]:
@@ -288,6 +289,10 @@ def refused(rank: int, size: int) -> list[str]:
 
     data = DataLoader(TensorDataset(*batch(0)), batch_size=2)
     expect(lambda: trainer_for(size, max_steps=1, limit_val_batches=0).fit(ReturnsNothing(), data))
+    loss = nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1])
+    with pytest.raises(RuntimeError) as mixed:
+        fabric.backward(loss + model.first.weight.square().sum())
+    assert "Take parameter.full_tensor()" in mixed.value.__notes__[0]
 
     class ShardsTooEarly(Fitted):
         def configure_model(self) -> None:
@@ -299,6 +304,14 @@ def refused(rank: int, size: int) -> list[str]:
     expect(lambda: trainer_for(size, max_steps=1, limit_val_batches=0).fit(ShardsTooEarly(), data))
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     expect(lambda: fabric.setup_module(sparse))
+
+    class Chooses(FSDPStrategy):
+        def configure_fsdp_auto_wrap_policy(self, module: nn.Module) -> Any:
+            return {f"{type(module).__name__}Block"}
+
+    choosing = lw.Fabric(accelerator="cpu", devices=size, strategy=Chooses())
+    choosing.launch()
+    expect(lambda: choosing.setup_module(Net()))
     return texts
 
 
@@ -469,6 +482,44 @@ def test_a_dropped_window_leaves_no_gradients_and_a_freed_layer_is_trained() -> 
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def build_empty(rank: int, size: int) -> list[list[str]]:
+    fabric = fabric_for(size)
+    told = Told()
+    logging.getLogger("loopwright").addHandler(told)
+    given = Net().double().state_dict()
+    seen = []
+    for is_loaded in (False, True):
+        with fabric.init_module(empty_init=True):
+            net = Net()
+        model = fabric.setup_module(net)
+        if is_loaded:
+            model.load_state_dict(given)  # of whole tensors
+            torch.testing.assert_close(whole(net), given, rtol=0, atol=0)
+        for _ in range(2):
+            model(batch(0)[0])
+        seen.append([text for text in told.texts if "no values" in text])
+        told.texts.clear()
+    return seen
+
+
+def test_running_with_values_that_nobody_gave_is_said_once() -> None:
+    (first, loaded), (others, _) = run_ranks(build_empty, 2, connect=False)
+    assert len(first) == 1
+    assert "first.weight, first.bias, narrow.weight" in first[0]
+    assert loaded == others == []
+
+
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
@@ -506,12 +557,25 @@ def count(rank: int, size: int) -> dict[str, Any]:
         fabric.backward(nn.functional.mse_loss(model(x) * 1, y))
         grads.append([p.grad.to_local().clone() for p in model.parameters() if hasattr(p.grad, "to_local")])
     counts["is_clean"] = all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    # Another optimizer's zero_grad leaves alone what waits for the end of this one's window.
+    optimizer.zero_grad()
+    with fabric.no_backward_sync(model):
+        fabric.backward(nn.functional.mse_loss(model(x) * 1, y))
+    other = fabric.setup_module(nn.Linear(4, 3))
+    fabric.backward(other(x).sum())
+    fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1)).zero_grad()
+    with pytest.raises(lw.ModuleError, match="not averaged over ranks"):
+        optimizer.step()
+    fabric.backward(nn.functional.mse_loss(model(x) * 1, y))
+    doubled = [p.grad.to_local() for p in model.parameters() if hasattr(p.grad, "to_local")]
+    counts["is_kept"] = all(torch.equal(one, 2 * other) for one, other in zip(doubled, grads[0], strict=True))
     return counts
 
 
 def test_gradients_are_reduced_at_the_last_micro_batch_only_and_zero_grad_forgets_those_that_are_not() -> None:
     (counts, *_) = run_ranks(count, 2, connect=False)
     assert counts.pop("is_clean")
+    assert counts.pop("is_kept")
     reductions = {name: sum(n for op, n in one.items() if "reduce" in op) for name, one in counts.items()}
     assert reductions["deferred"] == 0
     assert reductions["last"] == reductions["first"] == 5  # three units; the parameter without a dimension twice

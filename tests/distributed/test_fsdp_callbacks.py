@@ -300,7 +300,10 @@ def test_groups_that_are_added_during_training_are_sharded_and_resumed(tmp_path:
 
 
 class Toggling(lw.Module):
-    """Two parts that share steps; runs each also where no backward pass of it follows."""
+    """Two parts that share steps; runs each also where no backward pass of it follows.
+
+    With a window of several batches, no backward pass averages the gradients of one of them.
+    """
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -323,7 +326,7 @@ class Toggling(lw.Module):
             if is_last:
                 judges.step()
                 judges.zero_grad()
-        with self.toggled_optimizer(makes):
+        with makes.toggle_model(sync_grad=self.window == 1):
             self.manual_backward(self.judge(self.maker(x) * self.offset).square().mean())
             if is_last:
                 makes.step()

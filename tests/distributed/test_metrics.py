@@ -327,6 +327,17 @@ def test_a_window_of_several_batches_weighs_as_much_as_its_batches() -> None:
     assert values_of(step) == {"x": pytest.approx((0 * 4 + 1 * 4 + 10 * 2) / 10)}
 
 
+def test_a_window_in_which_nothing_counts_on_one_rank_is_that_of_the_others() -> None:
+    def step(rank: Rank) -> dict[str, float]:
+        rank.metrics.window = 1
+        for _ in range(2):
+            rank.log("x", Loss(torch.tensor(6.0 * rank.rank), torch.tensor(2.0 * rank.rank)), "training_step",
+                     torch.zeros(3), sync_dist=True)  # fmt: skip
+        return rank.metrics.read_step()[0]
+
+    assert values_of(step) == {"x": 3.0}
+
+
 def test_a_rank_that_logged_nothing_in_this_step_does_not_keep_the_others_waiting() -> None:
     def step(rank: Rank) -> dict[str, float]:
         rank.metrics.window = 1
@@ -357,14 +368,15 @@ def test_what_is_not_finite_on_one_rank_is_told_to_all() -> None:
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "ignore"])
-@pytest.mark.filterwarnings("ignore:the training loss was nan at batch 3 of rank 1")
+@pytest.mark.filterwarnings("ignore:the training loss was nan at batch 3 of rank 2")
 def test_a_loss_that_is_not_finite_on_one_rank_has_the_same_effect_on_all(policy: str) -> None:
     def step(rank: Rank) -> Any:
         watch = LossWatch(policy)
         watch.gather = rank.gather
-        losses = [1.0, math.nan] if rank.rank == 1 else [1.0] if rank.rank else []  # one rank skipped its batches
+        # One rank skipped its batches; the next loss of another is a consequence.
+        losses = {0: [], 1: [1.0, 1.0, math.nan], 2: [1.0, math.nan, 2.0]}[rank.rank]
         watch.losses.extend(torch.tensor(loss) for loss in losses)
-        progress = Progress(steps=2, total_batches=4)
+        progress = Progress(steps=2, total_batches=5)
         watch.judge(rank.metrics.read_step(watch.probe())[1], progress)
         assert watch.losses == []
         watch.look(progress)  # nothing is left to be found
@@ -375,7 +387,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_has_the_same_effect_on_all(policy
         return
     assert [str(result) for result in results] == [str(results[0])] * 3
     assert isinstance(results[0], NonFiniteError)
-    assert "nan at batch 3 of rank 1" in str(results[0])
+    assert "nan at batch 3 of rank 2" in str(results[0])
 
 
 # --- metric objects --------------------------------------------------------------------------------------------------

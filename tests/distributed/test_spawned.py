@@ -48,6 +48,8 @@ def test_fit_brings_back_weights_counts_metrics_and_the_best_path(fitted: tuple[
     assert all(torch.equal(value, by_ranks[name]) for name, value in module.state_dict().items())
     assert trainer.log_dir is not None
     assert Path(trainer.log_dir, "metrics.csv").exists()
+    # The logger was made before the processes were: they write one run all the same.
+    assert [path.name for path in Path(trainer.log_dir).parent.iterdir()] == ["version_0"]
     # What is saved here and now can be resumed.
     trainer.save_checkpoint(folder / "now.ckpt")
     assert torch.load(folder / "now.ckpt", weights_only=True)["global_step"] == 8

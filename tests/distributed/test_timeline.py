@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch.utils.data import DataLoader
 
 import loopwright as lw
+from loopwright.strategies.shards import local
 
 
 class Uneven(lw.Module):
@@ -30,9 +31,11 @@ class Uneven(lw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(rank: int, size: int, root: Path, *, is_measured: bool = True, profiler: Any = None) -> dict[str, Any]:
+def fit(
+    rank: int, size: int, root: Path, *, strategy: str = "ddp", is_measured: bool = True, profiler: Any = None
+) -> dict[str, Any]:
     trainer = lw.Trainer(
-        accelerator="cpu", devices=size, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=size, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=root,
         profiler=None if profiler is None else profiler(), gradient_clip_val=1.0,
     )  # fmt: skip
@@ -42,7 +45,7 @@ def fit(rank: int, size: int, root: Path, *, is_measured: bool = True, profiler:
     trainer.fit(module, DataLoader(torch.ones(24, 4), batch_size=1))
     report = trainer.timeline.report()
     return {
-        "weights": [parameter.detach().clone() for parameter in module.parameters()],
+        "weights": [part.clone() for part in local([parameter.detach() for parameter in module.parameters()])],
         "seconds": report.seconds, "bound": report.bound, "steps": report.num_steps, "advice": report.advice,
     }  # fmt: skip
 
@@ -56,6 +59,18 @@ def test_waiting_for_a_slow_rank_is_communication_and_measuring_changes_nothing(
     assert slow["bound"] == "compute"
     assert slow["seconds"]["forward"] > 0.2
     bare, _ = run_ranks(fit, 2, tmp_path, is_measured=False)
+    assert all(torch.equal(one, other) for one, other in zip(bare["weights"], fast["weights"], strict=True))
+
+
+def fit_sharded(rank: int, size: int, root: Path) -> list[dict[str, Any]]:
+    return [fit(rank, size, root, strategy="fsdp", is_measured=is_measured) for is_measured in (True, False)]
+
+
+def test_gathering_and_reducing_of_a_sharded_model_are_communication(tmp_path: Path) -> None:
+    (fast, bare), (slow, _) = run_ranks(fit_sharded, 2, tmp_path)
+    assert fast["bound"] == "communication"
+    assert fast["seconds"]["communication"] > max(0.1, fast["seconds"]["backward"])
+    assert slow["seconds"]["communication"] > 0
     assert all(torch.equal(one, other) for one, other in zip(bare["weights"], fast["weights"], strict=True))
 
 

@@ -208,7 +208,7 @@ WHOLE = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.999], "eps": 1e-2, "weight_decay": 0.01}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 2, "total_num_steps": 8},
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": "auto"},
     },
     "bf16": {"enabled": True},
     "zero_optimization": {
@@ -227,19 +227,25 @@ WHOLE = {
 
 
 def train_by_file(rank: int, size: int, file: str) -> Any:
-    _, module = fit(
+    trainer, module = fit(
         DeepSpeedStrategy(config=file), size, 8, module=Trained(has_optimizer=False), precision="bf16-mixed",
         gradient_clip_val=0.5, accumulate_grad_batches=2,
     )  # fmt: skip
     keys = [key for key in WHOLE if key.startswith(("train", "gradient"))]
-    return [module.config[key] for key in keys], torch.stack(module.losses).tolist()
+    rates = trainer.lr_scheduler_configs[0].scheduler.inner
+    return (
+        [module.config[key] for key in keys],
+        torch.stack(module.losses).tolist(),
+        (rates.total_num_steps, rates.max_lrs),
+    )
 
 
 def test_a_file_with_every_section_runs(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(WHOLE))
-    numbers, losses = run_ranks(train_by_file, 2, str(tmp_path / "ds.json"), connect=False, timeout_s=100)[0]
+    numbers, losses, rates = run_ranks(train_by_file, 2, str(tmp_path / "ds.json"), connect=False, timeout_s=100)[0]
     assert numbers == [24, 6, 2, 0.5]
     assert losses[-1] < losses[0]
+    assert rates == (8, [0.02])
 
 
 # --- a script ------------------------------------------------------------------------------------------------------
@@ -263,3 +269,39 @@ def test_a_script_trains_resumes_and_names_the_rank_that_failed(start: str, tmp_
     assert failed.returncode != 0
     assert "rank 1" in failed.stderr
     assert "the weather is bad" in failed.stderr
+
+
+# --- gradients dealt out in turn -----------------------------------------------------------------------------------
+
+
+def deal_out(rank: int, size: int, folder: str, precision: str) -> list[Any]:
+    """Train layers without padding between them, in both orders, and return what is saved."""
+    found = []
+    for in_turn in (False, True):
+        config = {"zero_optimization": {"stage": 1, "round_robin_gradients": in_turn}}
+        strategy = DeepSpeedStrategy(config=config)
+        fabric = lw.Fabric(accelerator="cpu", devices=size, strategy=strategy, precision=precision)
+        fabric.launch()
+        torch.manual_seed(3)
+        layers = [nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 32, bias=False), nn.Linear(32, 8, bias=False)]
+        net = nn.Sequential(*layers)
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.02))
+        for number in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(size * number + rank))
+            fabric.backward(nn.functional.mse_loss(model(x), x))
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(f"{folder}/{in_turn}.ckpt", {"model": model, "optimizer": optimizer})
+        fabric.load(f"{folder}/{in_turn}.ckpt", {"model": model, "optimizer": optimizer})
+        saved = torch.load(f"{folder}/{in_turn}.ckpt", weights_only=True)
+        moments = [entry["exp_avg"] for _, entry in sorted(saved["optimizer"]["state"].items())]
+        found.append([one.tolist() for one in [*saved["model"].values(), *moments]])
+    return found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_that_are_dealt_out_in_turn_keep_their_names(precision: str, tmp_path: Path) -> None:
+    straight, in_turn = run_ranks(deal_out, 2, str(tmp_path), precision, connect=False)[0]
+    assert len(straight) == 6
+    for one, other in zip(straight, in_turn, strict=True):
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(one))

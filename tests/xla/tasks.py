@@ -6,6 +6,7 @@ A process can have one number of XLA devices only. Each task takes what the file
 
 from __future__ import annotations
 
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -276,6 +277,12 @@ def shards(devices: int) -> dict[str, Any]:
     }
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
 def parts(devices: int, name: str) -> dict[str, Any]:
     """Return what collectives, loaders, the profiler and uneven batches do."""
     import torch_xla
@@ -302,7 +309,7 @@ def parts(devices: int, name: str) -> dict[str, Any]:
     found["ahead"] = [(value.item(), spec) for value, spec in ahead]
     found["ours"] = [one.sum().item() for (one,) in fabric.setup_dataloaders(loader)]
     folder = Path(tempfile.mkdtemp())
-    server = lw.XLAProfiler(port=9100 + devices)
+    server = lw.XLAProfiler(port=free_port())
     profiler.start_trace(str(folder))
     # A step, its backward pass and evaluation have names, while graphs are cut inside of them.
     module = Classifier()

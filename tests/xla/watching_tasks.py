@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tasks import QUIET, Classifier, points
+from tasks import QUIET, Classifier, free_port, points
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
@@ -34,7 +34,7 @@ class Capture(lw.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 5:
             self._asks.start()
-        trainer.should_stop = trainer.global_step > 5 and not self._asks.is_alive()
+        trainer.should_stop = trainer.global_step >= 96 and not self._asks.is_alive()
 
 
 def loader() -> DataLoader[Any]:
@@ -44,9 +44,7 @@ def loader() -> DataLoader[Any]:
 def watched(devices: int) -> dict[str, Any]:
     """Train with XLAProfiler and XLAStatsMonitor; return the trace that was captured and the rows that were logged."""
     folder = Path(tempfile.mkdtemp())
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     trainer = lw.Trainer(
         accelerator="xla", devices=devices, profiler=lw.XLAProfiler(port), logger=lw.CSVLogger(folder),
         callbacks=[lw.XLAStatsMonitor(), Capture(port, folder)], max_epochs=100_000, log_every_n_steps=4,
@@ -100,6 +98,64 @@ def sent_ahead(devices: int) -> tuple[float, float]:
     sent = time.perf_counter()
     xla_model.wait_device_ops()
     return sent - start, time.perf_counter() - sent
+
+
+class Slow(lw.Module):
+    """Reads a tensor in each step, or takes other shapes in each."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.reads = reads
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch.unsqueeze(-1)).square().mean()
+        self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.losses.append(loss.detach())
+        if self.reads and loss > 1e9:
+            raise AssertionError
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Messages(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def warned(devices: int) -> dict[str, Any]:
+    """Return what is said of steps that read, of steps with shapes of their own, and of steps that do neither."""
+    messages = Messages()
+    logging.getLogger("loopwright.strategies.xla_watch").addHandler(messages)
+    found: dict[str, Any] = {}
+    for name, reads, sizes in (("nothing", False, [3]), ("reads", True, [3]), ("shapes", False, range(1, 100))):
+        batches = [torch.ones(4, sizes[step % len(sizes)]) for step in range(32)]
+        module = Slow(reads=reads)
+        trainer = lw.Trainer(accelerator="xla", devices=devices, max_epochs=1, **QUIET)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        most = trainer.callback_metrics["most"].item()
+        found[name] = (list(messages.texts), most == max(loss.item() for loss in module.losses))
+        messages.texts.clear()
+    return found
+
+
+def gradients_before(devices: int) -> str:
+    """Return what is said where another device computed gradients first."""
+    torch.ones((), requires_grad=True).clone().backward()
+    try:
+        lw.Fabric(accelerator="xla", devices=devices).launch()
+    except lw.errors.LaunchError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from loopwright.callbacks import checkpoint_files as files
+from loopwright.callbacks import checkpoint_names as names
 from loopwright.errors import ConfigError, ModuleError
 
 
 def render(template: str, insert: bool = True, **metrics: float) -> str:
-    return files.render_name(template, metrics, insert_names=insert, equals="=")
+    return names.render_name(template, metrics, insert_names=insert, equals="=")
 
 
 def test_names_and_values_are_written() -> None:
@@ -21,7 +22,7 @@ def test_names_and_values_are_written() -> None:
 def test_names_may_have_slashes_and_dots() -> None:
     metrics = {"val/loss": torch.tensor(0.0512), "a.b": 2.0}
     assert (
-        files.render_name("e-{val/loss:.2f}-{a.b}", metrics, insert_names=True, equals="=") == "e-val/loss=0.05-a.b=2"
+        names.render_name("e-{val/loss:.2f}-{a.b}", metrics, insert_names=True, equals="=") == "e-val/loss=0.05-a.b=2"
     )
 
 
@@ -30,7 +31,7 @@ def test_values_alone_without_names() -> None:
 
 
 def test_a_float_without_format_is_short() -> None:
-    assert files.render_name("{x}", {"x": torch.tensor(0.2)}, insert_names=True, equals="=") == "x=0.2"
+    assert names.render_name("{x}", {"x": torch.tensor(0.2)}, insert_names=True, equals="=") == "x=0.2"
 
 
 def test_a_missing_metric_names_what_there_is() -> None:
@@ -41,11 +42,11 @@ def test_a_missing_metric_names_what_there_is() -> None:
 @pytest.mark.parametrize("template", ["{epoch", "{}", "{x:d}", ".hidden", "{x:%Q}", "folder/"])
 def test_a_template_that_cannot_work_is_refused(template: str) -> None:
     with pytest.raises(ConfigError, match="filename="):
-        files.check_template(template, "filename")
+        names.check_template(template, "filename")
 
 
 def test_template_names_are_metrics_only() -> None:
-    assert files.template_names("{epoch}-{val/loss:.2f}-{step}-{val/loss}") == ["val/loss"]
+    assert names.template_names("{epoch}-{val/loss:.2f}-{step}-{val/loss}") == ["val/loss"]
 
 
 def write(path: Path, modified_s: int) -> str:

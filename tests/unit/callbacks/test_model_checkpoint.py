@@ -334,9 +334,9 @@ def test_last_is_brought_to_the_end_of_training(tmp_path: Path) -> None:
 
 def test_link_leads_to_the_newest_file_at_every_moment(tmp_path: Path) -> None:
     class Look(ModelCheckpoint):
-        def _remove(self, path: str) -> None:
+        def _remove_pending(self, trainer: Any) -> None:
             assert os.path.isfile(tmp_path / "c" / "last.ckpt")
-            super()._remove(path)
+            super()._remove_pending(trainer)
             assert os.path.isfile(tmp_path / "c" / "last.ckpt")
 
     checkpoint = Look(tmp_path / "c", save_last="link")
@@ -389,14 +389,15 @@ def test_a_failed_save_removes_nothing_and_leaves_the_books(tmp_path: Path) -> N
 
 def test_a_kill_between_commit_and_removal_is_healed(tmp_path: Path) -> None:
     class Killed(ModelCheckpoint):
-        def _remove(self, path: str) -> None:
-            raise SystemExit("killed")
+        def _remove_pending(self, trainer: Any) -> None:
+            if self._books.pending_removals:
+                raise SystemExit("killed")
 
     with pytest.raises(SystemExit):
         fit(tmp_path, Killed(tmp_path / "c"), max_epochs=2)
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
     again = Killed(tmp_path / "c")
-    Killed._remove = ModelCheckpoint._remove  # type: ignore[method-assign]
+    Killed._remove_pending = ModelCheckpoint._remove_pending  # type: ignore[method-assign]
     trainer = FakeTrainer(tmp_path, [again], max_epochs=2)
     trainer.fit(ckpt_path=again.find_last(trainer)[0])
     assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
@@ -579,11 +580,18 @@ def test_an_exception_before_training_saves_nothing(tmp_path: Path) -> None:
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"save_top_k": 3}, "save_top_k=3 without monitor"),
         ({"every_n_epochs": -1}, "every_n_epochs=-1"),
+        ({"every_n_epochs": 1.5}, "every_n_epochs=1.5 (expected a whole number"),
+        ({"every_n_train_steps": "5"}, "every_n_train_steps='5' (expected a whole number"),
+        ({"train_time_interval": timedelta(seconds=-1)}, "expected a time that is not negative"),
         ({"every_n_epochs": 1, "every_n_train_steps": 5}, "every_n_train_steps and every_n_epochs"),
         ({"train_time_interval": 5}, "train_time_interval=5"),
         ({"save_last": "copy"}, "save_last='copy'"),
         ({"save_last": "link", "dirpath": "s3://bucket/run"}, "need a local folder"),
         ({"filename": "{epoch"}, "filename="),
+        ({"filename": "../{epoch}"}, "leads out of dirpath"),
+        ({"filename": "/tmp/{epoch}"}, "leads out of dirpath"),
+        ({"filename": "a\0{epoch}"}, "a zero byte"),
+        ({"filename": f"{{epoch}}-{'x' * 256}"}, "more than 255 bytes"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:

@@ -237,3 +237,41 @@ def test_links_lead_to_whole_files(tmp_path: Path) -> None:
         if name.startswith("epoch"):
             content = torch.load(tmp_path / "c" / name, weights_only=True)
             assert name == f"epoch={content['epoch']}-step={content['global_step']}.ckpt"
+
+
+class Counts(Callback):
+    """Counts events, and keeps the counts as its state."""
+
+    def __init__(self) -> None:
+        self.counts = {"batches": 0, "validations": 0, "epochs": 0}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts["batches"] += 1
+
+    def on_validation_end(self, *args: Any) -> None:
+        self.counts["validations"] += 1
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.counts["epochs"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+
+def test_states_are_those_after_the_event_wherever_the_checkpoint_callback_stands(tmp_path: Path) -> None:
+    for number, at in enumerate((0, 1)):
+        callbacks: list[Callback] = [Counts()]
+        folder = tmp_path / str(number)
+        callbacks.insert(at, ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, every_n_epochs=1))
+        trainer = trainer_of(tmp_path, *callbacks, max_epochs=2, num_sanity_val_steps=0)
+        fit(trainer)
+        steps = trainer.global_step // 2
+        for epoch in (1, 2):
+            (path,) = folder.glob(f"epoch={epoch - 1}-*.ckpt")
+            saved = torch.load(path, weights_only=True)
+            batches = {"batches": epoch * steps, "validations": epoch}
+            counts = dict(saved["callbacks"][callbacks[1 - at].state_key])
+            assert counts.pop("epochs") in (epoch - 1, epoch)  # saved at the validation, or after it
+            assert counts == batches
+            # One step of the schedule per optimizer step: none is owed.
+            assert saved["lr_schedulers"][0]["last_epoch"] == saved["global_step"] == epoch * steps

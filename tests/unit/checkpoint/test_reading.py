@@ -35,6 +35,21 @@ class Simple(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None: ...
 
 
+class Old(Simple):
+    """As Lightning's documentation has long had it."""
+
+    def load_checkpoint(self, path: Any, storage_options: Any = None) -> Any:  # type: ignore[override]
+        assert storage_options is None
+        return torch.load(path, weights_only=True)
+
+
+class Open(Simple):
+    """Passes on what it is given."""
+
+    def load_checkpoint(self, path: Any, **options: Any) -> Any:
+        return torch.load(path, **options)
+
+
 class Derived(TorchCheckpointIO):
     """A user's own, derived from ours, with the arguments that the base class documents."""
 
@@ -45,7 +60,7 @@ class Derived(TorchCheckpointIO):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("kind", [Simple, Derived, TorchCheckpointIO])
+@pytest.mark.parametrize("kind", [Simple, Old, Open, Derived, TorchCheckpointIO])
 def test_only_an_io_that_can_load_without_it_shares_out_verification(
     tmp_path: Path, kind: type[CheckpointIO], wrapped: bool
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from hypothesis import strategies as st
 import loopwright as lw
 from loopwright.checkpoint import storage
 from loopwright.cli.groups import Groups
+from loopwright.cli.parameters import EMPTY
+from loopwright.cli.seeds import draw_seed
+from loopwright.cli.settings import Settings, escaped, resolve
 from loopwright.cli.sources import CommandLine, gather, parse_command_line
 from loopwright.cli.yaml_file import parse, parse_scalar, write
 from loopwright.errors import ConfigError
@@ -154,8 +159,8 @@ def test_every_form_of_the_command_line() -> None:
     ]  # fmt: skip
     assert line.files == [Path("file.yaml")]
     assert line.prints == "full"
-    with pytest.raises(ConfigError, match="'fast', '3'"):
-        parse_command_line(["fast", "3", "a=1"])
+    wrong = parse_command_line(["fast", "3", "a=1", "--print-config=long", "--config"]).wrong
+    assert [one.partition(" ")[0] for one in wrong] == ["'fast'", "'3'", "--print-config=long", "--config"]
 
 
 def test_files_of_a_group_are_found_beside_a_file_and_in_conf(tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
         "model.layers.1 (command line): expected int, got 'x'",
         "model.act (command line): no Module is called 'Tanhh' (did you mean 'Tanh'?)",
         "data.batch_size (command line): expected int, got 2.5",
-        "trainer.callbacks.0: EarlyStopping needs monitor",
+        "trainer.callbacks.0 (command line): EarlyStopping needs monitor",
         "trainr (command line): no such setting (did you mean 'trainer'?)",
         "model.dtype (command line): torch has no dtype 'float33'",
     ):
@@ -450,7 +455,7 @@ def test_help_comes_from_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: train.py fit" in text
     assert "max_epochs" in text
     assert "model.lr: float (default 0.1)\n      Learning rate." in said("fit", "--help", "model")
-    assert "model.size: Size" in said("fit", "--help", "model")
+    assert "model.size: SMALL | LARGE (default SMALL)" in said("fit", "--help", "model")
     assert "model.mode" not in said("fit", "--help", "model")  # the class sets it itself
     assert "monitor: str (must be given)" in said("fit", "--trainer.callbacks.help", "EarlyStopping")
 
@@ -496,3 +501,175 @@ def test_a_program_as_it_is_typed(tmp_path: Path) -> None:
 def test_command_line_keeps_its_type() -> None:
     assert isinstance(parse_command_line([]), CommandLine)
     assert parse_scalar("[1, 2") == "[1, 2"
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def ended(capsys: pytest.CaptureFixture[str], *args: str, **kwargs: Any) -> str:
+    """Return what a program says that ends with code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        lw.cli.CLI(kwargs.pop("model", Net), Data, args=["fit", *QUIET, *args], program="train.py", **kwargs)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_all_that_is_wrong_with_the_sources_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "fast.yaml").write_text("{}\n")
+    said = problems("--config", "nope.yaml", "--config", "fas.yaml", "foo")
+    assert "nope.yaml cannot be read: No such file or directory" in said
+    assert "fas.yaml cannot be read: No such file or directory (did you mean 'fast.yaml'?)" in said
+    assert "'foo' (command line): neither an option nor a setting" in said
+    said = problems("bar", "model.lr=${trainer.max_epochz}", "model.name=${oc.env:NOPE}", "model.width=???",
+                    "model.place=a${b", "model.layers=[x]", "~nothing", "trainer.max_epochs=2")  # fmt: skip
+    for line in (
+        "'bar' (command line): neither",
+        "model.lr (command line): Interpolation key 'trainer.max_epochz' not found (did you mean 'trainer.max_epochs'?",
+        "model.name (command line): Environment variable 'NOPE' not found",
+        "model.width (command line): must be given (it is ???)",
+        r"model.place (command line): no viable alternative at input '${b'; write \${ where",
+        "model.layers.0 (command line): expected int, got 'x'",
+        "~nothing: nothing is set there",
+    ):
+        assert f"\n  - {line}" in said, line
+
+
+def test_modules_that_cannot_be_imported_are_problems_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "unfinished.py").write_text("class Net(:\n")
+    (tmp_path / "failing.py").write_text("\n\nraise RuntimeError('the database is down')\n")
+    said = problems("--model", "unfinished.Net", "--data", "failing.Data", model=None, data=None)
+    assert "model (command line): unfinished.Net: importing unfinished raised SyntaxError: invalid syntax" in said
+    assert "(unfinished.py, line 1)" in said
+    assert "failing raised RuntimeError: the database is down (failing.py, line 3, in <module>)" in said
+
+
+def test_constructors_that_fail_are_named_at_once_with_their_places(capsys: pytest.CaptureFixture[str]) -> None:
+    stopping = "trainer.callbacks=[{class_path: EarlyStopping, init_args: {monitor: a, mode: up}}]"
+    said = ended(capsys, "model.lr=7", stopping, model=Steep)
+    assert "model (command line): Steep raised ValueError: lr must be below 1, got 7.0 (" in said
+    assert "test_app.py, line" in said
+    assert "trainer.callbacks.0 (command line): EarlyStopping: mode='up' (expected 'min' or 'max')" in said
+    with pytest.raises(ValueError, match="below 1") as caught:
+        made("model.lr=7", model=Steep)
+    assert caught.value.__notes__ == ["while model was made (Steep)"]
+
+
+class Steep(Net):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        if lr > 1:
+            raise ValueError(f"lr must be below 1, got {lr}")
+
+
+def test_what_a_run_refuses_is_said_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "train.py fit: there is no checkpoint at 'nope.ckpt'" in ended(capsys, "--ckpt_path", "nope.ckpt")
+    assert "strategy='ddq' is unknown (did you mean 'ddp'?)" in ended(capsys, "trainer.strategy=ddq")
+
+    class Refusing(lw.cli.CLI):
+        def before_fit(self) -> None:
+            raise ConfigError("mine", fix="look at the traceback.")  # the user's code: its place is of use
+
+    with pytest.raises(ConfigError, match="mine"):
+        Refusing(Net, Data, args=["fit", *QUIET])
+
+    class Interrupted(lw.cli.CLI):
+        def before_fit(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        Interrupted(Net, Data, args=["fit", *QUIET])
+    assert caught.value.code == 130
+
+
+# -- what is written -----------------------------------------------------------------------------------------------
+
+
+class Rich(Net):
+    def __init__(
+        self,
+        day: date = date(2026, 1, 2),
+        flag: bool = False,
+        size: Size = Size.LARGE,
+        noise: Noise = Noise(0.25),  # noqa: B008  # as users write it
+        place: Path = Path("a"),
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        layers: list[int] = [1, 2],  # noqa: B006
+        name: str = "x",
+        share: float = 0,
+    ) -> None:
+        super().__init__()
+        self.rich = {"day": day, "flag": flag, "layers": layers, "name": name}
+
+
+def test_every_default_is_printed_and_both_prints_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*args: str) -> str:
+        with pytest.raises(SystemExit):
+            made(*args, model=Rich)
+        return capsys.readouterr().out
+
+    args = ["model.layers+=3", "model.layers+=[4, 5]", "model.name=1e-3", "model.flag=yes", "trainer.strategy=ddp",
+            "data.samples=${data.batch_size}", "optimizer=SGD", "lr_scheduler=StepLR",
+            "lr_scheduler.step_size=1"]  # fmt: skip
+    assert made(*args, model=Rich).model.rich == {
+        "day": date(2026, 1, 2), "flag": True, "layers": [1, 2, 3, 4, 5], "name": "1e-3"
+    }  # fmt: skip
+    for form in ("--print-config", "--print-config=short"):
+        first = printed(*args, form)
+        (tmp_path / "printed.yaml").write_text(first)
+        assert printed("--config", "printed.yaml", form) == first
+    of_model = parse(printed("--print-config"), "x")["model"]["init_args"]
+    assert of_model.pop("optimizer")["class_path"] == "torch.optim.SGD"
+    assert of_model == {"day": "2026-01-02", "flag": False, "size": "LARGE", "noise": {"scale": 0.25, "seed": 0},
+                        "place": "a", "layers": [1, 2], "name": "x", "share": 0.0}  # fmt: skip
+    assert "model.day (command line): expected date, got tomorrow; write it as in 2026-12-31" in problems(
+        "model.day=tomorrow", model=Rich
+    )
+
+
+TEXT = st.text(st.sampled_from(["\\", "$", "{", "}", "a", "'", " ", "?"]), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXT.filter(lambda text: text != "???"))
+def test_no_text_that_is_saved_becomes_an_interpolation(text: str) -> None:
+    found = Settings()
+    found.lay(parse(write(escaped({"trainer": {"name": text, "more": [text]}})), "x"), "a file")
+    assert resolve(found, lambda tree, path: EMPTY) == {"trainer": {"name": text, "more": [text]}}
+    assert not found.problems
+
+
+def test_a_file_that_no_run_has_written_is_left_alone(tmp_path: Path) -> None:
+    mine = "model: {width: 3}  # my own\n"
+    (tmp_path / "config.yaml").write_text(mine)
+    with pytest.warns(UserWarning, match="was not written by a run, and is left as it is"):
+        lw.cli.CLI(Net, Data, args=["fit", *QUIET, "--config", "config.yaml", "trainer.max_steps=1"])
+    assert (tmp_path / "config.yaml").read_text() == mine
+
+
+def test_help_is_about_parameters_and_the_class_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*args: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            lw.cli.CLI(None, None, args=["fit", *args], program="train.py")
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    named = "--model=fixtures.cli.cli_program.Net"
+    assert "model.lr: float (default 0.1)" in said(named, "--help", "model")
+    assert said("--help", "max_epochs").startswith("  trainer.max_epochs: int | null (default null)")
+    assert said(named, "--help", "model.size") == "  model.size: SMALL | LARGE (default SMALL)\n"
+    assert "EarlyStopping" in said("--help", "trainer.callbacks")
+    assert "Adadelta" in said("--help", "optimizer")
+    assert "trainer.devices: int | str | list[int]" in said("--help", "trainer")
+
+
+def test_ranks_that_a_launcher_started_draw_the_same_seed() -> None:
+    job = {"TORCHELASTIC_RUN_ID": "7", "MASTER_ADDR": "host", "MASTER_PORT": "1234", "WORLD_SIZE": "2"}
+    assert draw_seed(1, {**job, "RANK": "0"}) == draw_seed(1, {**job, "RANK": "1"})
+    assert draw_seed(1, job) != draw_seed(1, {**job, "MASTER_PORT": "1235"})
+    assert draw_seed(2, {"MASTER_PORT": "1"}) == draw_seed(2, {"MASTER_PORT": "1", "NODE_RANK": "1"})
+    assert draw_seed(1, {}) != draw_seed(1, {})
+    assert draw_seed(1, {**job, "PL_GLOBAL_SEED": "5"}) == 5

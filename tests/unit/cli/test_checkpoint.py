@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,46 @@ def test_verify_names_what_is_damaged_and_goes_on(call: Call, tmp_path: Path) ->
     assert not (tmp_path / "c.ckpt").exists()
     torch.save({"a": weight}, tmp_path / "plain.pt")
     assert "no seal" in call("verify", tmp_path / "plain.pt")[1]
+
+
+def test_verify_tells_what_it_cannot_read_from_what_is_damaged(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage.save({"state_dict": {}}, "whole.ckpt")
+    Path("loop.ckpt").symlink_to("loop.ckpt")
+    os.mkfifo("pipe.ckpt")
+    Path("empty.ckpt").touch()
+    code, said, problem = call("verify", "gone.ckpt", "loop.ckpt", "whole.ckpt")
+    assert code == 2
+    assert said.startswith("whole.ckpt: ok")
+    assert "there is no checkpoint at 'gone.ckpt'" in problem
+    assert "'loop.ckpt' cannot be read: Too many levels" in problem
+    code, said, _ = call("verify", "pipe.ckpt", "empty.ckpt", "whole.ckpt")
+    assert code == 1
+    assert "is no file and no folder, but a pipe" in said
+    assert "empty.ckpt: DAMAGED" in said
+    code, _, problem = call("verify", "nosuch://a/b.ckpt")
+    assert code == 2
+    assert "Protocol not known" in problem
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_a_look_at_a_damaged_file_says_how_it_is_damaged(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage.save({"state_dict": {"a": torch.arange(1000.0)}}, "whole.ckpt")
+    content = Path("whole.ckpt").read_bytes()
+    for changed, expected in (
+        (content[: len(content) // 2], "is damaged: it is truncated: it has"),
+        (b"", "is damaged: it is truncated: it has 0 bytes"),
+        (b"hello world, and more" * 9, "is no checkpoint (it begins with b'hello world, and'"),
+    ):
+        Path("a.ckpt").write_bytes(changed)
+        code, _, problem = call(command, *["a.ckpt", "whole.ckpt"][: 2 if command == "diff" else 1])
+        assert code == 2
+        assert expected in problem
 
 
 def test_diff_tells_values_apart_up_to_a_tolerance(call: Call, tmp_path: Path) -> None:

@@ -99,13 +99,13 @@ def test_a_writer_of_predictions_asks_its_interval() -> None:
     assert writer.interval == "epoch"
 
 
-def make_cli(arguments: list[str], *, keyword: str = "optimizer", **others: Any) -> Any:
+def make_cli(arguments: list[str], **others: Any) -> Any:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringDataModule, DemoModel
 
     class CLI(LightningCLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
-            parser.add_optimizer_args(torch.optim.SGD, nested_key=keyword)
+            parser.add_optimizer_args(torch.optim.SGD)
             parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
             parser.set_defaults({"optimizer.lr": 0.25, "lr_scheduler.gamma": 0.5})
             parser.add_argument("--width", type=int, default=4)
@@ -127,9 +127,152 @@ def test_the_command_line_makes_the_programs_optimizer() -> None:
     assert cli.model.l1.out_features == 4
 
 
-def test_another_place_for_an_optimizer_is_refused() -> None:
-    with pytest.raises(NotServed, match="OptimizerCallable"):
-        make_cli([], keyword="second", run=False)
+def test_optimizers_under_keys_of_their_own_are_arguments_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.cli import LightningCLI, instantiate_class
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Two(BoringModel):
+        def __init__(self, first: dict[str, Any], second: dict[str, Any] | None = None) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+    class CLI(LightningCLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_optimizer_args(torch.optim.Adam, nested_key="one", link_to="model.first")
+            parser.add_optimizer_args((torch.optim.SGD, torch.optim.Adam), nested_key="two", link_to="model.second")
+
+    options = [f"--trainer.{name}={value}" for name, value in QUIET.items()]
+    model = CLI(Two, run=False, args=["--one.lr=0.25", "--two=SGD", "--two.lr=0.5", *options]).model
+    assert model.first == {"class_path": "torch.optim.adam.Adam", "init_args": {"lr": 0.25}}
+    optimizer = instantiate_class(model.parameters(), model.second)
+    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.5)
+    assert CLI(Two, run=False, args=options).model.second is None
+    with pytest.raises(SystemExit):
+        CLI(Two, run=False, args=["--one.rate=0.25", *options])
+    assert "rate" in capsys.readouterr().err
+
+
+def test_files_variables_and_dicts_are_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import DemoModel
+
+    (tmp_path / "default.yaml").write_text("trainer: {max_epochs: 5}\nmodel: {out_dim: 8, learning_rate: 0.5}\n")
+    monkeypatch.setenv("PL_MODEL__OUT_DIM", "6")
+    read = {"default_config_files": ["*.yaml"], "default_env": True}
+    settings = {"model": {"learning_rate": 0.25}, "trainer": QUIET}
+    cli = LightningCLI(DemoModel, run=False, args=settings, parser_kwargs=read)
+    assert (cli.trainer.max_epochs, cli.model.l1.out_features, cli.model.learning_rate) == (5, 6, 0.25)
+    assert cli.config_init.model is cli.model
+
+
+def test_the_steps_of_a_command_line_can_be_overridden() -> None:
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch.demos.boring_classes import DemoModel
+
+    steps = []
+
+    class Parser(LightningArgumentParser):
+        pass
+
+    class CLI(LightningCLI):
+        def init_parser(self, **kwargs: Any) -> Any:
+            steps.append("init_parser")
+            return super().init_parser(**kwargs)
+
+        def add_default_arguments_to_parser(self, parser: Any) -> None:
+            steps.append(type(parser).__name__)
+            parser.add_argument("--depth", type=int, default=1)
+            parser.add_subclass_arguments(nn.Module, "extra")
+
+        def instantiate_classes(self) -> None:
+            steps.append("instantiate_classes")
+            super().instantiate_classes()
+
+    options = [f"--trainer.{name}={value}" for name, value in QUIET.items()]
+    cli = CLI(DemoModel, run=False, parser_class=Parser, args=["--depth=4", "--extra=torch.nn.ReLU", *options])
+    assert steps == ["init_parser", "Parser", "instantiate_classes"]
+    assert cli.config.depth == 4
+    assert isinstance(cli.config_init.extra, nn.ReLU)
+
+
+def test_parts_that_override_lightnings_methods_are_told_so() -> None:
+    import lightning as L
+    from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+
+    class Mine(SingleDeviceStrategy):
+        def __init__(self, device: str = "cpu", depth: int = 0) -> None:
+            super().__init__(device=device)
+            self.depth = depth
+
+        def setup(self, trainer: Any) -> None:
+            """Lightning calls it."""
+
+    class Backward(SingleDeviceStrategy):
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            """Lightning calls it so."""
+
+    class Clip(Precision):
+        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+            """Lightning calls it."""
+
+    class Card(CPUAccelerator):
+        @classmethod
+        def register_accelerators(cls, registry: Any) -> None:
+            registry.register("card", cls, description="a card")
+
+    StrategyRegistry.register("mine", Mine, description="of a program", depth=3)
+    Card.register_accelerators(AcceleratorRegistry)
+    try:
+        assert StrategyRegistry.get("mine").depth == 3
+        assert StrategyRegistry["mine"] == {
+            "description": "of a program", "init_params": {"depth": 3}, "strategy": Mine,
+        }  # fmt: skip
+        with pytest.warns(UserWarning, match="Mine overrides setup of Lightning's strategy"):
+            trainer = L.Trainer(strategy="mine", **{**QUIET, "accelerator": "card"})
+        assert isinstance(trainer.strategy, Mine)
+        assert type(trainer.accelerator) is Card
+        with pytest.warns(UserWarning, match="Clip overrides clip_gradients of Lightning's precision"):
+            L.Trainer(plugins=Clip(), **QUIET)
+        with pytest.raises(NotServed, match="closure_loss, optimizer"):
+            L.Trainer(strategy=Backward(), **QUIET)
+    finally:
+        StrategyRegistry.remove("mine")
+        AcceleratorRegistry.remove("card")
+
+
+def test_what_programs_read_after_a_fit(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    import lightning as L
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    stages = []
+
+    class Model(make_model()):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            stages.append(stage)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.step(batch)
+            self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+            return loss
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    try:
+        caplog.set_level(logging.INFO, "loopwright")
+        options = {**QUIET, "limit_val_batches": 0, "enable_checkpointing": False, "log_every_n_steps": 1}
+        trainer = L.Trainer(max_epochs=2, limit_train_batches=3, accumulate_grad_batches=2, **options)
+        trainer.fit(Model())
+        assert not caplog.records
+    finally:
+        logging.getLogger("lightning.pytorch").setLevel(logging.NOTSET)
+        logging.getLogger("loopwright").setLevel(logging.NOTSET)
+    assert stages[0] is TrainerFn.FITTING
+    assert trainer.estimated_stepping_batches == trainer.global_step == 4
+    assert sorted(trainer.progress_bar_metrics) == ["loss_epoch", "loss_step"]
+    assert "epoch" not in trainer.logged_metrics
 
 
 def test_printed_settings_have_lightnings_form_and_are_read_again(

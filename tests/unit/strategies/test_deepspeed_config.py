@@ -8,12 +8,12 @@ import pytest
 
 from loopwright.errors import ConfigError
 from loopwright.strategies import STRATEGY_REGISTRY, DeepSpeedStrategy
+from loopwright.strategies.deepspeed_checks import check_arguments, check_sections
 from loopwright.strategies.deepspeed_config import (
     Arguments,
     Facts,
     build,
     check_against,
-    check_arguments,
     merged,
     read,
     settle,
@@ -211,11 +211,30 @@ def test_names_stand_for_stages() -> None:
     assert "offload_param" not in made["deepspeed_stage_2_offload"].given_config["zero_optimization"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_option_with_which_states_get_wrong_names_is_refused(stage: int) -> None:
-    config = {"zero_optimization": {"stage": stage, "round_robin_gradients": True}}
-    if stage == 3:  # it has no effect there
-        settle(config, Facts(2), "here")
-        return
-    with pytest.raises(ConfigError, match="round_robin_gradients"):
-        settle(config, Facts(2), "here")
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is no key"),
+        ({"optimizer": "AdamW"}, "optimizer is 'AdamW', expected an object"),
+        ({"zero_optimization": {"stage": 5}}, "stage is 5, which is no ZeRO stage"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param in stage 2"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "on 'nvme' in stage 2"),
+        ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype is 'fp32'"),
+    ],
+)
+def test_what_deepspeed_would_pass_over_is_refused(config: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        DeepSpeedStrategy(config=config)
+    assert check_sections({"zero_optimization": None, "my_own": 1, "bf16": {}}, "") == []
+
+
+def test_arguments_of_zero_count_beside_a_configuration() -> None:
+    strategy = DeepSpeedStrategy(
+        config={"zero_optimization": {"stage": 3, "overlap_comm": False}}, offload_optimizer=True
+    )
+    zero = strategy.given_config["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"], zero["offload_optimizer"]["device"]) == (3, False, "cpu")
+    assert DeepSpeedStrategy(config={"zero_optimization": {"overlap_comm": False}}, stage=3).stage == 3
+    assert DeepSpeedStrategy(config={"zero_optimization": {"stage": "auto"}}, stage=1).stage == 1
+    assert DeepSpeedStrategy(config={"zero_optimization": None}).stage == 2
+    assert DeepSpeedStrategy(config={"zero_optimization": True}).stage == 1

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from loopwright.errors import ConfigError
-from loopwright.strategies.fsdp_arguments import MixedPrecisionPlan, ShardingPlan, check_mesh, read_arguments
+from loopwright.strategies.fsdp_arguments import read_arguments
+from loopwright.strategies.sharding_plan import MixedPrecisionPlan, ShardingPlan, check_mesh
 
 HALF = torch.bfloat16
 

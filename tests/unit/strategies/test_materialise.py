@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopwright.errors import ModuleError
 from loopwright.strategies.deferred import DeferredInit
-from loopwright.strategies.materialise import check_materialisable, materialise, modules_of_unit
+from loopwright.strategies.materialise import check_materialisable, empty_names, materialise, modules_of_unit
 
 CPU = torch.device("cpu")
 
@@ -166,6 +166,38 @@ def test_what_was_not_written_down_is_filled_by_functions_or_named() -> None:
     materialise(module, device=CPU, empty=True)
     module.load_state_dict(nn.Sequential(Scaled("cpu")).state_dict())
     assert module[0].scale.tolist() == [1, 1]
+
+
+class Filled(nn.Module):
+    """Has a `reset_parameters` of its own."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.weight = nn.Parameter(torch.empty(2, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.value)
+
+
+def test_what_was_built_empty_is_filled_by_the_users_functions_and_else_left_to_a_checkpoint() -> None:
+    def build() -> nn.Sequential:
+        with DeferredInit(empty=True):
+            model = nn.Sequential(Filled(1.0), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+            model[3].weight = model[0].weight
+        model[1].reset_parameters = lambda: nn.init.constant_(model[1].weight, 2.0)
+        return model
+
+    model = build()
+    assert empty_names(model) == ["2.weight", "2.bias", "3.bias"]
+    materialise(model, device=CPU)
+    assert [float(model[at].weight[0, 0].detach()) for at in (0, 1, 3)] == [1.0, 2.0, 1.0]
+    model = build()
+    fill = lambda module: [nn.init.constant_(one, 3.0) for one in module.parameters(recurse=False)]  # noqa: E731
+    assert empty_names(model, param_init_fn=fill) == []
+    materialise(model, device=CPU, param_init_fn=fill)
+    assert all(bool((one == 3.0).all()) for one in model.parameters())
 
 
 def test_changes_after_the_context_are_refused_as_they_are_lost() -> None:

@@ -381,6 +381,18 @@ def test_an_on_exception_that_fails_does_not_hide_the_first_error() -> None:
     assert "then on_exception failed: RuntimeError: second" in caught.value.__notes__
 
 
+def test_a_teardown_that_fails_after_an_error_does_not_hide_it() -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("first")
+
+        def teardown(self, stage: str) -> None:
+            raise RuntimeError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        quiet(max_epochs=1).fit(net(Failing), loader())
+
+
 def test_a_teardown_that_fails_after_a_good_run_is_raised() -> None:
     class Failing(Net):
         def teardown(self, stage: str) -> None:

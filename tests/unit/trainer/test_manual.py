@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from toys import Net, Recorder, assert_same, loader, net, quiet
+from toys import Net, Recorder, assert_same, loader, momentum, net, quiet
 
 import loopwright as lw
 from loopwright.callbacks import Callback, GradientAccumulationScheduler
@@ -341,6 +341,21 @@ def test_a_manual_step_may_return_nothing_or_extras(returned: Any) -> None:
         quiet(max_epochs=1).fit(net(Returning), loader())
 
 
+def test_attributes_of_the_class_say_how_it_is_trained_and_loaded() -> None:
+    class Idle(Net):
+        automatic_optimization = False
+        strict_loading = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)  # no backward, no step
+
+    module = net(Idle)
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    quiet(max_epochs=1).fit(module, loader())
+    assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())
+    assert not module.strict_loading
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -386,3 +401,40 @@ def test_a_wrong_clipping_algorithm_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="'nrom'"):
         quiet(max_epochs=1).fit(net(Wrong), loader())
+
+
+# --- windows across epochs -------------------------------------------------------------------------------------------
+
+
+class AcrossEpochs(Net):
+    """Steps after every third batch, counted over epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 3)
+        if (self.trainer.progress.total_batches + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_gradients_of_a_window_across_epochs_are_in_the_checkpoint(tmp_path: Any) -> None:
+    expected = net(Net, momentum)
+    optimizer = momentum(expected.parameters())
+    for index, batch in enumerate([*loader(), *loader(), *loader()]):  # four batches in an epoch
+        (expected.loss(batch) / 3).backward()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, resumed = net(AcrossEpochs), net(AcrossEpochs)
+    quiet(max_epochs=3).fit(whole, loader())
+    assert_same(whole, expected)
+    first = quiet(max_epochs=1)
+    first.fit(net(AcrossEpochs), loader())
+    first.save_checkpoint(tmp_path / "a.ckpt")  # one batch of the second window is there
+    quiet(max_epochs=3).fit(resumed, loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert_same(resumed, expected)

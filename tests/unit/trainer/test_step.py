@@ -216,6 +216,29 @@ def test_an_optimizer_of_parameters_that_are_no_longer_the_modules_is_an_error()
         quiet(max_epochs=1).fit(net(Stale), loader())
 
 
+def test_an_optimizer_of_a_layer_that_was_replaced_or_tied_is_found() -> None:
+    class Replaced(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.net[2] = nn.Linear(8, 1)
+            return optimizer
+
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.net[1].weight = self.net[0].weight
+            return optimizer
+
+    with pytest.raises(ModuleError, match=r"2 of the 4 parameters .* no optimizer has net\.2\.weight, net\.2\.bias"):
+        quiet(max_epochs=1).fit(net(Replaced), loader())
+    with pytest.warns(UserWarning, match="1 of the 6 parameters of SGD do not belong to the module"):
+        quiet(max_epochs=1).fit(net(Tied), loader())
+
+
 # --- the user's own overrides ----------------------------------------------------------------------------------------
 
 

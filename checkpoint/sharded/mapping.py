@@ -1,0 +1,97 @@
+"""Shard files of a local folder, mapped into memory: what was checked is what is read. Called by
+shard_files.py and stored.py.
+
+A file that a newer save removes can be read as long as it is mapped, and no descriptor is kept open. Pages are brought
+in before they are looked at, by a call that returns an error: on a bad disk, a mere look would end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .shard_file import bytes_of
+
+__all__ = ["MappedFile", "map_file"]
+
+_PIECE = 4 << 20
+_PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name
+
+
+class MappedFile:
+    """The bytes of one file.
+
+    Args:
+        content: shape (size in bytes,), uint8: private memory that the file is mapped to.
+    """
+
+    def __init__(self, content: Tensor) -> None:
+        self._content = content
+
+    def box(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+        """Return the tensor that begins at a byte, in the memory of the file; nothing is read yet."""
+        size_bytes = math.prod(sizes) * dtype.itemsize
+        return self._content[start : start + size_bytes].view(dtype).view(sizes)
+
+    def crc32(self, start: int, size: int) -> int:
+        """Read a span of bytes and return its CRC-32.
+
+        Raises:
+            OSError: The disk does not give them.
+        """
+        content, crc = bytes_of(self._content), 0
+        for begin in range(start, start + size, _PIECE):
+            end = min(begin + _PIECE, start + size)
+            self.bring_in(self._content[begin:end])
+            crc = zlib.crc32(content[begin:end], crc)
+        return crc
+
+    def bring_in(self, part: Tensor) -> None:
+        """Read a contiguous part of this memory from the disk, if it has not been read yet.
+
+        Raises:
+            OSError: The disk does not give it.
+        """
+        advise = _advise()
+        assert advise is not None, "files are mapped only where pages can be brought in"
+        first = part.data_ptr() // _PAGE * _PAGE
+        size = part.data_ptr() + part.numel() * part.element_size() - first
+        # EINTR: a signal came; the pages are read when they are looked at.
+        if advise(first, size, _POPULATE_READ) and ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def map_file(path: Path, size_bytes: int) -> MappedFile | None:
+    """Map a file of a known size; None if this system or this file system cannot, or it is not there."""
+    if not size_bytes or _advise() is None:
+        return None
+    try:
+        return MappedFile(torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8))
+    except RuntimeError:  # torch has no other error for what the system says; reading the file will say it
+        return None
+
+
+@lru_cache(maxsize=1)
+def _advise() -> Callable[[int, int, int], int] | None:
+    """Return the system's `madvise` if it can bring in pages and report an error, else None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    advise.restype = ctypes.c_int
+    probe = torch.zeros(2 * _PAGE, dtype=torch.uint8)
+    whole = (probe.data_ptr() + _PAGE - 1) // _PAGE * _PAGE
+    called: Callable[[int, int, int], int] = advise
+    return called if called(whole, _PAGE, _POPULATE_READ) == 0 else None

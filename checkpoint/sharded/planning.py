@@ -1,0 +1,84 @@
+"""What a sharded save writes, and under which names: DCP's plan, explained, and tied tensors. Called by writer.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from ...errors import CheckpointError
+from .tree import PLACEHOLDER_KEY, Split, put_back
+
+__all__ = ["Planner", "first_names", "path_of", "unfit", "with_first_names"]
+
+
+class Planner(DefaultSavePlanner):
+    """DCP's planner, which explains when the ranks do not fit together.
+
+    Args:
+        known: Paths of the sharded tensors of this rank.
+    """
+
+    def __init__(self, known: set[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._known = known
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan for all ranks; called on rank 0."""
+        paths = [(rank, path_of(item)) for rank, plan in enumerate(all_plans) for item in plan.items]
+        others = [f"{path} (rank {rank})" for rank, path in paths if path not in self._known]
+        fix = "save the same structure, sharded over the same mesh, on every rank of the group."
+        if others:  # no placeholder would lead to them
+            named = ", ".join(others[:5])
+            raise CheckpointError(f"the ranks have different sharded tensors; rank 0 lacks {named}.", fix=fix)
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as error:
+            raise CheckpointError(f"the shards of the ranks do not make up whole tensors: {error}.", fix=fix) from error
+
+
+def unfit(tensor: DTensor) -> str | None:
+    """Return why a sharded tensor cannot be saved."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        return f"its placements are {tensor.placements}: each rank holds a summand, and none the value"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"it is a {tensor.layout} tensor of {tensor.dtype}, and only dense ones can be sharded"
+    return None
+
+
+def first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
+    """Return for each path the path that its tensor is saved under: tied tensors share their memory, and are one.
+
+    Decided by rank 0 alone: other ranks cannot tell tensors apart of which they have no elements.
+    """
+    first: dict[object, str] = {}
+    names = {}
+    for path, tensor in tensors.items():
+        local = tensor.to_local()
+        memory: object = id(tensor)
+        if local.numel():
+            view = (
+                local.untyped_storage().data_ptr(),
+                local.storage_offset(),
+                local.shape,
+                local.stride(),
+                local.dtype,
+            )
+            memory = (*view, tensor.shape, tensor.placements, tensor.device_mesh)
+        names[path] = first.setdefault(memory, path)
+    return names
+
+
+def with_first_names(split: Split) -> Any:  # Any: a nested checkpoint
+    """Return the state with every placeholder naming the path that its tensor is saved under."""
+    placeholders = {path: {PLACEHOLDER_KEY: name} for path, name in first_names(split.tensors).items()}
+    return put_back(split.rest, placeholders, set(), [])
+
+
+def path_of(item: WriteItem) -> str:
+    """Return the path of the tensor that an item is a part of."""
+    return str(item.index.fqn)

@@ -1,0 +1,197 @@
+"""Plans of everything that a program makes: settings are checked, and nothing is made. Called by app.py."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError, nearest
+from .complete import complete
+from .names import ClassProblem, find_class
+from .parameters import parameters_of
+from .program import Program
+from .settings import WRONG, Settings, is_class_node, resolve
+from .typed import Plan, Typed
+
+__all__ = ["Plans", "plan_all"]
+
+# Any in this file: settings, and what is to be made of them.
+
+_OF_SCHEDULE = ("monitor", "interval", "frequency", "strict", "name")
+
+
+@dataclass
+class Plans:
+    """What is to be made, and what was asked for.
+
+    Attributes:
+        made: Key at the top to its plan or value.
+        tree: The settings, with interpolations and links followed.
+        schedule_options: Entries of `lr_scheduler` that are the Trainer's, as `interval`.
+        notes: What the user may want to know: settings that were replaced or left out.
+    """
+
+    made: dict[str, Any] = field(default_factory=dict)
+    tree: dict[str, Any] = field(default_factory=dict)
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def completed(self, program: Program, *, with_defaults: bool = True) -> dict[str, Any]:
+        """Return the settings as they are saved and printed: what YAML can hold, and classes by their paths."""
+        seed = {"seed_everything": self.made["seed_everything"]}
+        found: dict[str, Any] = seed if with_defaults or "seed_everything" in self.tree else {}
+        ordered = ("trainer", "model", "data", "optimizer", "lr_scheduler", *program.declared.names, *program.arguments)
+        for key in ordered if with_defaults else (key for key in self.tree if key in ordered):
+            if self.made.get(key) is None and key not in self.tree:
+                continue
+            names_class = with_defaults and key in ("model", "data", "optimizer", "lr_scheduler")
+            found[key] = complete(
+                self.made.get(key), self.tree.get(key), names_class=names_class, with_defaults=with_defaults
+            )
+        for name, value in self.schedule_options.items():
+            found["lr_scheduler"]["init_args"][name] = value
+        return found
+
+
+def plan_all(program: Program, settings: Settings) -> Plans:
+    """Check all settings and return plans.
+
+    Raises:
+        ConfigError: All that is wrong.
+    """
+    declared = program.declared
+    tree = resolve(settings, program.default_of)
+    tree, replaced = declared.with_links(
+        tree, functools.partial(program.default_of, tree), lambda path: settings.origin(settings.route(path))
+    )
+    for source, target in declared.copies():
+        text = settings.texts.get(settings.route(source))
+        if text is not None:  # what was typed, where text is wanted
+            key, _, name = target.partition(".")
+            settings.texts.update({target: text, f"{key}.init_args.{name}": text})
+    typed = Typed(settings, problems=list(settings.problems))
+    for key in [key for key in tree if key not in program.keys]:
+        hint = nearest(key, program.keys) or f"; there are {', '.join(program.keys)}"
+        typed.problems.append(f"{key}{_from(settings, key)}: no such setting{hint}")
+    plans = Plans(tree=tree)
+    plans.made["trainer"] = _trainer(program, typed, tree.get("trainer") or {})
+    for key in program.bases:
+        plans.made[key] = _object(program, typed, key, tree.get(key))
+    _optimizer(plans, typed)
+    for name, target in declared.classes.items():
+        if name in tree or name in declared.required:
+            value = tree.get(name) or {}
+            plans.made[name] = WRONG if value is WRONG else typed.plan(target, value, name, given=declared.linked(name))
+    for name, one in program.values.items():
+        if name in tree:
+            plans.made[name] = typed.value(tree[name], one.annotation, name)
+        elif one.is_required:
+            typed.problems.append(f"{name}: must be given")
+        elif name == "seed_everything" or name in declared.values:
+            plans.made[name] = one.default
+    if typed.problems:
+        raise _all_wrong(program, typed.problems)
+    left_out = [f"{path} is left out: the class that is chosen does not take it" for path in typed.skipped]
+    plans.notes = [*replaced, *left_out]
+    return plans
+
+
+def _all_wrong(program: Program, problems: list[str]) -> ConfigError:
+    lines = "".join(f"\n  - {line}" for line in problems)
+    count = len(problems)
+    return ConfigError(
+        f"the configuration is wrong in {count} {'place' if count == 1 else 'places'}:{lines}",
+        fix=f"change what is named; `{program.shown} --help` shows what there is.",
+    )
+
+
+def _from(settings: Settings, path: str) -> str:
+    source = settings.origin(path)
+    return f" ({source})" if source else ""
+
+
+def _trainer(program: Program, typed: Typed, values: Any) -> Any:
+    from .trainer_types import TRAINER_TYPES
+
+    if not isinstance(values, dict):
+        if values is not WRONG:
+            typed.problems.append(f"trainer{_from(typed.settings, 'trainer')}: expected its parameters, got {values!r}")
+        return WRONG
+    plan = Plan(program.trainer_class, {}, "trainer")
+    folder = values.get("default_root_dir")
+    typed.log_folder = folder if isinstance(folder, str) else None
+    known = parameters_of(program.trainer_class)
+    for name, value in values.items():
+        annotation = TRAINER_TYPES.get(name)
+        if annotation is not None and name in known.named:
+            plan.arguments[name] = typed.value(value, annotation(), f"trainer.{name}")
+    rest = {name: value for name, value in values.items() if name not in plan.arguments}
+    given = frozenset(plan.arguments)
+    plan.arguments.update(typed.plan(program.trainer_class, rest, "trainer", given=given).arguments)
+    return plan
+
+
+def _object(program: Program, typed: Typed, key: str, value: Any) -> Any:
+    fixed, base = program.bases[key]
+    settings, given = typed.settings, program.declared.linked(key)
+    if value is WRONG:
+        return WRONG
+    if value is None and fixed is None:
+        if key == "model":
+            typed.problems.append("model: name a class, as in model=package.module.Net")
+        return None
+    name, arguments, path = None, value or {}, key
+    if isinstance(value, str):
+        name, arguments = value, {}
+    elif is_class_node(value):
+        name, arguments, path = value["class_path"], value["init_args"], f"{key}.init_args"
+    elif isinstance(value, dict) and set(value) == {"init_args"}:
+        arguments, path = value["init_args"], f"{key}.init_args"
+    elif not isinstance(arguments, dict):
+        typed.problems.append(f"{key}{_from(settings, key)}: expected parameters or a class, got {value!r}")
+        return WRONG
+    if name is WRONG:
+        return WRONG
+    if name is None or program.is_fixed(name, key):
+        if fixed is None:
+            typed.problems.append(f"{key}{_from(settings, key)}: name a class, as in {key}=package.module.Class")
+            return WRONG
+        return typed.plan(fixed, arguments, path, given=given)
+    try:
+        found = find_class(name, fixed if isinstance(fixed, type) else base)
+    except ClassProblem as problem:
+        typed.problems.append(f"{key}{_from(settings, f'{key}.class_path')}: {problem}")
+        return WRONG
+    return typed.plan(found, arguments, path, given=given)
+
+
+def _optimizer(plans: Plans, typed: Typed) -> None:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    tree, settings = plans.tree, typed.settings
+    if tree.get("lr_scheduler") is not None and tree.get("optimizer") is None:
+        typed.problems.append("lr_scheduler: it needs an optimizer; name one, as in optimizer=Adam")
+    for key, base, first in (("optimizer", Optimizer, "params"), ("lr_scheduler", LRScheduler, "optimizer")):
+        value: Any = tree.get(key)
+        name = value["class_path"] if is_class_node(value) else value
+        if name is None or name is WRONG:
+            continue
+        if not isinstance(name, str):
+            typed.problems.append(f"{key}{_from(settings, key)}: name a class, as in {key}=Adam")
+            continue
+        try:
+            found = find_class(name, base)
+        except ClassProblem as problem:
+            typed.problems.append(f"{key}{_from(settings, f'{key}.class_path')}: {problem}")
+            continue
+        arguments = dict(value["init_args"]) if is_class_node(value) else {}
+        if key == "lr_scheduler":
+            own = parameters_of(found).named
+            plans.schedule_options = {
+                name: arguments.pop(name) for name in _OF_SCHEDULE if name in arguments and name not in own
+            }
+        path = f"{key}.init_args" if is_class_node(value) else key
+        plans.made[key] = typed.plan(found, arguments, path, given=frozenset({first}))
+        plans.made[key].is_partial = True

@@ -1,0 +1,117 @@
+"""What the settings of a program are: its classes, its groups, the arguments of its subcommand. Made by app.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .groups import Groups
+from .names import ClassProblem, find_class
+from .parameters import EMPTY, Parameter, parameters_of
+from .settings import CLASS_KEYS, is_class_node
+
+__all__ = ["SUBCOMMANDS", "Program"]
+
+# Any in this file: classes of users, and their defaults.
+
+SUBCOMMANDS = {
+    "fit": "train a model, and validate it",
+    "validate": "evaluate a model on the validation data",
+    "test": "evaluate a model on the test data",
+    "predict": "make predictions",
+}
+_LEFT_OUT = ("self", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")
+
+
+@dataclass
+class Program:
+    """What can be set.
+
+    Attributes:
+        name: How it was started, for texts.
+        trainer_class: Trainer, or a subclass.
+        bases: "model" and "data" to the class that the program gave, None if it gave none, and to the class of all.
+        declared: What `CLI.add_arguments` declared.
+        seed_default: The seed where none is given.
+        subcommand: What is to be run; None: objects are made only.
+    """
+
+    name: str
+    trainer_class: Any
+    bases: dict[str, tuple[Callable[..., Any] | None, type[Any]]]
+    declared: Groups
+    seed_default: bool | int | None
+    subcommand: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The program with its subcommand, as errors begin."""
+        return f"{self.name} {self.subcommand}" if self.subcommand else self.name
+
+    @property
+    def arguments(self) -> dict[str, Parameter]:
+        """Parameters of the subcommand that are settings."""
+        if self.subcommand is None:
+            return {}
+        known = parameters_of(getattr(self.trainer_class, self.subcommand))
+        return {name: one for name, one in known.named.items() if name not in _LEFT_OUT}
+
+    @property
+    def values(self) -> dict[str, Parameter]:
+        """Settings at the top that are values."""
+        seed = Parameter(
+            "seed_everything", bool | int | None, self.seed_default, "Seed of all random generators; true draws one."
+        )
+        return {seed.name: seed, **self.arguments, **self.declared.values}
+
+    @property
+    def keys(self) -> list[str]:
+        """All settings at the top."""
+        return ["seed_everything", "trainer", *CLASS_KEYS, *self.arguments, *self.declared.names]
+
+    def is_fixed(self, name: str, key: str) -> bool:
+        """Return whether a class's name means the one that the program gave; a script's own classes are __main__.Net.
+
+        Args:
+            name: The name, or path.
+            key: "model" or "data".
+        """
+        fixed = self.bases[key][0]
+        own = getattr(fixed, "__qualname__", "")
+        return fixed is not None and name in (f"{fixed.__module__}.{own}", f"__main__.{own}", own)
+
+    def class_of(self, key: str, value: Any) -> Any:
+        """Return the class, or function, that makes what stands at a key, None if none is named.
+
+        Args:
+            key: A key at the top.
+            value: Its settings.
+
+        Raises:
+            ClassProblem: The one that is named is not there.
+        """
+        if key == "trainer":
+            return self.trainer_class
+        fixed, base = self.bases.get(key, (self.declared.classes.get(key), object))
+        chosen = value["class_path"] if is_class_node(value) else value
+        if key in self.bases and isinstance(chosen, str) and not self.is_fixed(chosen, key):
+            return find_class(chosen, fixed if isinstance(fixed, type) else base)
+        return fixed
+
+    def default_of(self, tree: dict[str, Any], path: str) -> Any:
+        """Return the default of a parameter, EMPTY if it has none.
+
+        Args:
+            tree: Settings.
+            path: Dotted.
+        """
+        key, _, name = path.partition(".")
+        if not name:
+            return self.values[key].default if key in self.values else EMPTY
+        try:
+            target = self.class_of(key, tree.get(key))
+        except ClassProblem:
+            return EMPTY  # it is said when the object is planned
+        found = None if target is None else parameters_of(target).named.get(name.removeprefix("init_args."))
+        return EMPTY if found is None else found.default

@@ -1,0 +1,35 @@
+"""The seed of a run where none is given: drawn once, and the same on all of its ranks. Called by app.py."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Mapping
+
+__all__ = ["draw_seed"]
+
+_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "NNODES")
+_SHARED = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "LSB_JOBID", "PMIX_NAMESPACE", "PMI_JOBID",
+           "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+
+
+def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) -> int:
+    """Return a seed: 32 bits.
+
+    A process that another rank has started finds its seed in the environment. Where a launcher (torchrun, SLURM, MPI)
+    has started several, each makes the seed of what the job has in common, since nobody could tell it a drawn one.
+
+    Args:
+        num_nodes: Machines of the run: each of them starts a process of its own.
+        variables: Environment variables; None takes those of this process.
+    """
+    variables = os.environ if variables is None else variables
+    inherited = variables.get("PL_GLOBAL_SEED", "")
+    if inherited.isdigit():
+        return int(inherited)
+    counts = [int(size) for name in _SIZES if (size := variables.get(name, "")).isdigit()]
+    if max([num_nodes, *counts]) == 1:
+        return random.SystemRandom().randrange(2**32)
+    job = "|".join(variables.get(name, "") for name in _SHARED)
+    return int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
