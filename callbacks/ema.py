@@ -14,20 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ModuleError
-from .base import Callback, from_rank_zero
-from .weights import (
-    as_whole,
-    check_fit,
-    clean_name,
-    clones_of,
-    in_memory,
-    kept_dtype,
-    part_of,
-    placed,
-    tensors_of,
-    tied_names,
-    write,
-)
+from .averaging import Averaging
+from .weights import as_whole, clones_of, in_memory, tensors_of, write
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -35,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["EMA"]
 
 
-class EMA(Callback):
+class EMA(Averaging):
     """Keep `average = decay * average + (1 - decay) * weights`, updated after optimizer steps.
 
     The average begins as a copy of the weights at its first update. Steps that were skipped (a loss scale that
@@ -64,9 +52,6 @@ class EMA(Callback):
     The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999 a bfloat16 sum would not move.
     """
 
-    replaces_weights = True
-    hears_every_step = True
-
     def __init__(
         self,
         decay: float = 0.999,
@@ -89,22 +74,14 @@ class EMA(Callback):
         problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
         if problems:
             raise ConfigError(f"EMA: {', '.join(problems)}.", fix="correct these arguments.")
+        super().__init__(device, use_buffers)
         self.decay = decay
-        self.device = None if device is None else torch.device(device)
-        self.use_buffers = use_buffers
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step or 0
         self.update_starting_at_epoch = update_starting_at_epoch or 0
         self.evaluate_with = evaluate_with
 
         self.num_updates = 0
-        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
-        self._shadow: dict[str, Tensor] = {}
-        self._is_borrowed = False  # the memory is that of the state that was loaded
-        self._seen_step: int | None = None
-        self._raw: dict[str, Tensor] | None = None  # the raw values while the module holds the average
-        self._aliases: dict[str, str] = {}
-        self._source: nn.Module | None = None
         self._has_stepped = False  # in this run
         # What the update touches, found once per run: (source tensors, averages), by how they are treated.
         self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -128,7 +105,7 @@ class EMA(Callback):
             ModuleError: There was no update yet.
         """
         self._require_updates("shadow_state_dict()")
-        state = {name: as_whole(tensor) for name, tensor in self._shadow.items()}
+        state = {name: as_whole(tensor) for name, tensor in self._average.items()}
         return state | {alias: state[name] for alias, name in self._aliases.items() if name in state}
 
     def copy_to(self, module: nn.Module) -> None:
@@ -139,7 +116,7 @@ class EMA(Callback):
             CheckpointError: The module has other names or shapes.
         """
         self._require_updates("copy_to()")
-        write(self._shadow, tensors_of(module), owner="EMA")
+        write(self._average, tensors_of(module), owner="EMA")
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -147,7 +124,7 @@ class EMA(Callback):
         self._require_updates("applied()")
         tensors = tensors_of(module)
         raw = clones_of(tensors)
-        write(self._shadow, tensors, owner="EMA")
+        write(self._average, tensors, owner="EMA")
         try:
             yield module
         finally:
@@ -160,63 +137,14 @@ class EMA(Callback):
         self._bind(pl_module)
         self._has_stepped = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Go on where the checkpoint was taken: if it was taken before its step's update, update now."""
-        if self._seen_step is not None and self._seen_step < trainer.global_step:
-            self._note_step(trainer, pl_module)
-        self._seen_step = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Update after a step that was really taken."""
-        if trainer.global_step != self._seen_step:
-            self._note_step(trainer, pl_module)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Validate with the average."""
-        self._swap_in(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the raw weights back."""
-        self._swap_out(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Test with the average."""
-        self._swap_in(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the raw weights back."""
-        self._swap_out(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Predict with the average."""
-        self._swap_in(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the raw weights back."""
-        self._swap_out(pl_module)
-
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Put the raw weights back."""
-        self._swap_out(pl_module)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep raw weights in the checkpoint, if it is taken while the module holds the average."""
-        if self._raw is None:
-            return
-        weights = checkpoint["state_dict"]
-        raw = self._raw | {alias: self._raw[name] for alias, name in self._aliases.items() if name in self._raw}
-        for key in weights:
-            if key in raw:
-                weights[key] = raw[key]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates and the last step that was seen."""
         seen_step = -1 if self._seen_step is None else self._seen_step
-        return {"shadow": in_memory(self._shadow), "num_updates": self.num_updates, "seen_step": seen_step}
+        return {"shadow": in_memory(self._average), "num_updates": self.num_updates, "seen_step": seen_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the average back; it is moved to its device when the run starts."""
-        self._shadow, self._is_borrowed = dict(state_dict["shadow"]), True
+        self._average, self._is_borrowed = dict(state_dict["shadow"]), True
         self.num_updates = int(state_dict["num_updates"])
         seen_step = int(state_dict["seen_step"])
         self._seen_step = None if seen_step < 0 else seen_step
@@ -231,15 +159,11 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
-        if not self._has_stepped and self._shadow:
+        if not self._has_stepped and self._average:
             self._bind(module)  # torch before 2.13 moves shards that it pads to other memory in the first forward
         self._has_stepped = True
-        if not self._shadow:
-            self._shadow = {
-                name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
-                for name, tensor in tensors_of(module).items()
-            }
-            self._bind(module)
+        if not self._average:
+            self._copy_weights(module)
             self.num_updates = 1
             return
         weight = 1.0 - self.decay
@@ -255,57 +179,20 @@ class EMA(Callback):
 
     def _bind(self, module: nn.Module) -> None:
         """Find which tensor of the module belongs to which average, grouped as `_update` treats them."""
-        self._source = module
-        self._aliases = tied_names(module)
         self._averaged, self._converted, self._copied = [], [], []
-        if not self._shadow:
-            return
-        tensors = tensors_of(module)
-        check_fit(self._shadow, tensors, owner="EMA")
-        parameters = {clean_name(name) for name, _ in module.named_parameters()}
         groups: dict[tuple[str, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for name, source in tensors.items():
-            kept = placed(self._shadow[name], source, self.device, copy=self._is_borrowed)
-            self._shadow[name] = kept
-            source, average = part_of(source), part_of(kept)
-            is_float = source.is_floating_point() or source.is_complex()
-            if not is_float or (name not in parameters and not self.use_buffers):
-                kind = "copied"
-            else:
-                same = average.device == source.device and average.dtype == source.dtype
-                kind = "averaged" if same else "converted"
+        for source, average, is_averaged in self._pairs(module):
+            same = average.device == source.device and average.dtype == source.dtype
+            kind = "copied" if not is_averaged else "averaged" if same else "converted"
             sources, averages = groups.setdefault((kind, average.device, average.dtype), ([], []))
             sources.append(source)
             averages.append(average)
-        self._is_borrowed = False
         lists = {"averaged": self._averaged, "converted": self._converted, "copied": self._copied}
         for (kind, _, _), group in groups.items():
             lists[kind].append(group)
 
-    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
-        if not self.evaluate_with or not self.num_updates or self._raw is not None:
-            return
-        if self._source is not module:
-            self._bind(module)
-        if trainer.ranks_answer:
-            self._share_buffers(trainer, module)
-        tensors = tensors_of(module)
-        self._raw = clones_of(tensors)
-        write(self._shadow, tensors, owner="EMA")
-
-    def _share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
-        """Take over rank 0's averages of buffers: each rank's come of its own data, and a checkpoint holds rank 0's."""
-        parameters = {clean_name(name) for name, _ in module.named_parameters()}
-        own = {name: average for name, average in self._shadow.items() if name not in parameters}
-        if own:
-            told = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
-            for name, average in own.items():
-                average.copy_(told[name])
-
-    def _swap_out(self, module: nn.Module) -> None:
-        if self._raw is not None:
-            raw, self._raw = self._raw, None
-            write(raw, tensors_of(module), owner="EMA")
+    def _is_evaluated(self) -> bool:
+        return self.evaluate_with and self.num_updates > 0
 
     def _require_updates(self, what: str) -> None:
         if not self.num_updates:

@@ -14,20 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..errors import ConfigError, nearest
-from .base import Callback, from_rank_zero
-from .weights import (
-    check_fit,
-    clean_name,
-    clones_of,
-    in_memory,
-    kept_dtype,
-    part_of,
-    placed,
-    refuse_engines,
-    tensors_of,
-    tied_names,
-    write,
-)
+from .averaging import Averaging
+from .weights import clones_of, in_memory, refuse_engines, tensors_of
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -38,7 +26,7 @@ AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], None]  # Any: a tensor, or a number for torch's own mean
 
 
-class WeightAveraging(Callback):
+class WeightAveraging(Averaging):
     """Average the weights after each optimizer step, or whenever an override of `should_update` says so.
 
     The first update copies the weights; each further one is `avg_fn`, `multi_avg_fn`, or the mean of all updates so
@@ -68,9 +56,6 @@ class WeightAveraging(Callback):
     in evaluation, at the end and in checkpoints. The average of float16 and bfloat16 weights is kept in float32.
     """
 
-    replaces_weights = True
-    hears_every_step = True
-
     def __init__(
         self, device: str | torch.device | int | None = None, use_buffers: bool = True, **kwargs: Any
     ) -> None:  # Any: see the docstring
@@ -83,21 +68,13 @@ class WeightAveraging(Callback):
             problems.append("avg_fn and multi_avg_fn are both given")
         if problems:
             raise ConfigError(f"{name}: {'; '.join(problems)}.", fix="pass one of avg_fn and multi_avg_fn, or neither.")
-        self.device = None if device is None else torch.device(device)
-        self.use_buffers = use_buffers
+        super().__init__(device, use_buffers)
         self.n_averaged = 0
         self._avg_fn: AvgFn | None = given.get("avg_fn")
         self._multi_avg_fn: MultiAvgFn = given.get("multi_avg_fn") or get_swa_multi_avg_fn()
         self._is_mean = not given
-        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
-        self._average: dict[str, Tensor] = {}
-        self._is_borrowed = False  # the memory is that of the state that was loaded
-        self._seen_step: int | None = None
         self._latest_epoch = -1
-        self._raw: dict[str, Tensor] | None = None  # the trained weights while the module holds the average
         self._is_final = False  # training is over, and the module is the average
-        self._source: nn.Module | None = None
-        self._aliases: dict[str, str] = {}
         # What an update touches, found once per run: (sources, averages) of one device and dtype.
         self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
@@ -129,17 +106,6 @@ class WeightAveraging(Callback):
         self._is_final = False
         self._bind(pl_module)
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Go on where the checkpoint was taken: if it was taken before its step's update, update now."""
-        if self._seen_step is not None and self._seen_step < trainer.global_step:
-            self._note_step(trainer, pl_module)
-        self._seen_step = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ask for an update after a step that was really taken."""
-        if trainer.global_step != self._seen_step:
-            self._note_step(trainer, pl_module)
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Ask for an update at the end of an epoch, not where a limit only interrupts it."""
         epoch = trainer.current_epoch
@@ -153,46 +119,10 @@ class WeightAveraging(Callback):
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         self._swap_in(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Validate with the average."""
-        self._swap_in(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the trained weights back."""
-        self._swap_out(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Test with the average."""
-        self._swap_in(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the trained weights back."""
-        self._swap_out(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Predict with the average."""
-        self._swap_in(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Put the trained weights back."""
-        self._swap_out(pl_module)
-
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Put the trained weights back."""
-        self._swap_out(pl_module)
-
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Let go of the trained weights: from here on the module is the average."""
         if stage == "fit" and self._raw is not None:
             self._raw, self._is_final = None, True
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained weights in the checkpoint, if it is taken while the module holds the average."""
-        if self._raw is None:
-            return
-        raw = self._raw | {alias: self._raw[name] for alias, name in self._aliases.items() if name in self._raw}
-        weights = checkpoint["state_dict"]
-        weights.update({key: raw[key] for key in weights if key in raw})
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take the average out of a checkpoint of Lightning, whose "state_dict" it is."""
@@ -231,12 +161,8 @@ class WeightAveraging(Callback):
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
         if not self.n_averaged:
-            self._average = {
-                name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
-                for name, tensor in tensors_of(module).items()
-            }
+            self._copy_weights(module)
             self.n_averaged = 1
-            self._bind(module)
             return
         # Users' functions get a tensor, as from torch; its own mean would read it, and takes a number as well.
         count: Any = self.n_averaged if self._is_mean else torch.tensor(self.n_averaged)
@@ -253,53 +179,19 @@ class WeightAveraging(Callback):
 
     def _bind(self, module: nn.Module) -> None:
         """Find which tensor of the module belongs to which average, grouped as an update treats them."""
-        self._source = module
-        self._aliases = tied_names(module)
-        self._averaged, self._copied = [], []
-        if not self._average:
-            return
-        tensors = tensors_of(module)
-        check_fit(self._average, tensors, owner=type(self).__name__)
-        parameters = {clean_name(name) for name, _ in module.named_parameters()}
+        self._copied = []
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for name, tensor in tensors.items():
-            kept = placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
-            self._average[name] = kept
-            source, average = part_of(tensor.detach()), part_of(kept)
-            is_float = source.is_floating_point() or source.is_complex()
-            if not is_float or (name not in parameters and not self.use_buffers):
+        for source, average, is_averaged in self._pairs(module):
+            if not is_averaged:
                 self._copied.append((source, average))
                 continue
             sources, averages = groups.setdefault((average.device, average.dtype), ([], []))
             sources.append(source)
             averages.append(average)
         self._averaged = list(groups.values())
-        self._is_borrowed = False
 
-    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
-        if not self.n_averaged or self._raw is not None or self._is_final:
-            return
-        if self._source is not module:
-            self._bind(module)
-        tensors = tensors_of(module)
-        if trainer.ranks_answer:
-            self._share_buffers(trainer, module)
-        self._raw = clones_of(tensors)
-        write(self._average, tensors, owner=type(self).__name__)
-
-    def _share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
-        """Take over rank 0's averages of buffers: each rank's come of its own data, and a checkpoint holds rank 0's."""
-        parameters = {clean_name(name) for name, _ in module.named_parameters()}
-        own = {name: average for name, average in self._average.items() if name not in parameters}
-        if own:
-            told = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
-            for name, average in own.items():
-                average.copy_(told[name])
-
-    def _swap_out(self, module: nn.Module) -> None:
-        if self._raw is not None:
-            raw, self._raw = self._raw, None
-            write(raw, tensors_of(module), owner=type(self).__name__)
+    def _is_evaluated(self) -> bool:
+        return self.n_averaged > 0 and not self._is_final
 
 
 class EMAWeightAveraging(WeightAveraging):
