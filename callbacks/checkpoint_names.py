@@ -12,14 +12,14 @@ from ..errors import ConfigError, ModuleError, nearest
 
 __all__ = ["check_template", "missing_metric", "render_name", "template_names"]
 
-_COUNTERS = ("epoch", "step")
+COUNTERS = ("epoch", "step")
 _LONGEST = 255  # bytes of a name, on the file systems that there are
 
 
 def template_names(template: str) -> list[str]:
     """Return the metrics that a template names, without `epoch` and `step`, each once."""
     names = [name for _, name, _, _ in Formatter().parse(template) if name]
-    return [name for name in dict.fromkeys(names) if name not in _COUNTERS]
+    return [name for name in dict.fromkeys(names) if name not in COUNTERS]
 
 
 def check_template(template: str, argument: str) -> None:
@@ -36,7 +36,7 @@ def check_template(template: str, argument: str) -> None:
     for _, name, spec, _ in parts:
         if name == "":
             problems.append("an empty pair of braces")
-        elif name is not None and not _is_spec(spec or "", integer=name in _COUNTERS):
+        elif name is not None and not _is_spec(spec or "", integer=name in COUNTERS):
             problems.append(f"{{{name}:{spec}}} has a format that does not suit a number")
     if os.path.basename(template).startswith(".") or not os.path.basename(template):
         problems.append("the name is empty or begins with a dot, which is how unfinished files begin")
@@ -83,7 +83,7 @@ def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_
         if name:
             raw = metrics[name]
             value = raw.item() if isinstance(raw, Tensor) else raw
-            value = int(value) if name in _COUNTERS else value
+            value = int(value) if name in COUNTERS else value
             text = format(value, spec or ("" if isinstance(value, int) else ".6g"))
             rendered.append(f"{name}{equals}{text}" if insert_names else text)
     return "".join(rendered)
@@ -91,7 +91,7 @@ def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_
 
 def missing_metric(missing: list[str], metrics: Mapping[str, object], where: str) -> ModuleError:
     """Return the error for metrics that a checkpoint callback needs and nobody logged."""
-    known = sorted(name for name in metrics if name not in _COUNTERS)
+    known = sorted(name for name in metrics if name not in COUNTERS)
     described = ", ".join(f"{name!r}{nearest(name, known)}" for name in missing)
     return ModuleError(
         f"ModelCheckpoint({where}): no metric named {described} was logged; there are {known}.",

@@ -25,7 +25,7 @@ from .base import from_rank_zero
 from .checkpoint import Checkpoint
 from .checkpoint_arguments import check_arguments
 from .checkpoint_books import CheckpointBooks, score_tensor
-from .checkpoint_names import missing_metric, render_name, template_names
+from .checkpoint_names import COUNTERS, missing_metric, render_name, template_names
 from .checkpoint_removal import CheckpointRemoval
 from .checkpoint_writing import link_or_copy, link_or_warn, make_way, tell_loggers
 from .top_k import TopK
@@ -462,7 +462,7 @@ class ModelCheckpoint(Checkpoint):
     def _needed_metrics(self) -> list[str]:
         if self.save_top_k == 0:
             return []
-        names = [self.monitor] if self.monitor else []
+        names = [self.monitor] if self.monitor and self.monitor not in COUNTERS else []
         return list(dict.fromkeys([*names, *template_names(self.filename or "")]))
 
     def _stale_metrics(self, trainer: Trainer) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, ConfigError, ModuleError, StopBySignal, nearest
 from . import checkpoint_files as files
 from .base import Callback, from_rank_zero
+from .model_checkpoint import ModelCheckpoint
 
 if TYPE_CHECKING:
     from ..trainer.guard import Guard
@@ -32,11 +33,12 @@ class Preemption(Callback):
     same one; rank 0 saves `dirpath/filename.ckpt`; and `fit` raises `StopBySignal`, a SystemExit with code 143. No step
     costs anything: a signal's handler sets a flag, and file and function are asked by a thread.
 
-    `trainer.fit(..., ckpt_path="last")` goes on from the file, since it lies beside ModelCheckpoint's. Where SLURM can
+    `trainer.fit(..., ckpt_path="last")` goes on from the file, since it lies beside ModelCheckpoint's; not
+    with a `dirpath` that is another than its. Where SLURM can
     put the job back into the queue, a notice does that as SLURM's own warning does, with its own checkpoint.
 
     Args:
-        dirpath: Where to save; None for where ModelCheckpoint saves by default.
+        dirpath: Where to save; None for where the first ModelCheckpoint saves, or would by default.
         filename: Name of the checkpoint, without extension; an earlier one is overwritten.
         signals: Further signals that are a notice. A signal for which the program has a handler stays with it.
         notice_file: A file that appears when the machine is to go; looked for on each machine.
@@ -103,7 +105,7 @@ class Preemption(Callback):
         if trainer.world_size > 1 and not trainer.ranks_answer:
             return
         try:
-            folder = self.dirpath or from_rank_zero(trainer, lambda: files.normalized(files.default_dirpath(trainer)))
+            folder = self.dirpath or from_rank_zero(trainer, lambda: _beside_checkpoints(trainer))
             path = os.path.join(folder, f"{self.filename}.ckpt")
             trainer.save_checkpoint(path)
             trainer.wait_for_save()
@@ -168,6 +170,12 @@ class _Poll(threading.Thread):
     def end(self) -> None:
         """Stop asking. A question that is under way is not waited for."""
         self._ended.set()
+
+
+def _beside_checkpoints(trainer: Trainer) -> str:
+    """Return the folder in which `ckpt_path="last"` looks."""
+    own = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
+    return str(own[0]) if own else files.normalized(files.default_dirpath(trainer))
 
 
 def _signal(one: str | int) -> signal.Signals:

@@ -184,6 +184,11 @@ class AsyncCheckpointIO(CheckpointIO):
         share = getattr(self.checkpoint_io, "verify_share", None)
         return share is not None and bool(share(path, rank, size))
 
+    def identify(self, path: str | Path) -> str | None:
+        """Return what tells the checkpoint at the path from others; None if the wrapped plugin cannot."""
+        identify = getattr(self.checkpoint_io, "identify", None)
+        return None if identify is None else identify(path)
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path, after waiting for what is on its way."""
         if self._write is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
 from . import sharded, storage
 from .dcp_folder import DcpFolder
-from .deepspeed_folder import is_deepspeed_folder, read_folder
+from .deepspeed_files import is_deepspeed_folder
+from .deepspeed_folder import read_folder
 from .forms import LIGHTNING_EXTRA, is_dcp_folder, is_safetensors
 from .remote import as_local
 from .weights_file import read_weights
@@ -17,8 +19,12 @@ __all__ = ["check"]
 _MAX_NAMED = 5
 
 
-def check(path: str | Path) -> str:
+def check(path: str | Path, advance: Callable[[int], object] | None = None) -> str:
     """Read a checkpoint once, compare it with its checksums, and return in words what was compared.
+
+    Args:
+        path: File, folder or URL.
+        advance: Called with the number of bytes whenever some were read, in whatever thread reads.
 
     Raises:
         CheckpointNotFound: There is nothing at the path.
@@ -26,13 +32,13 @@ def check(path: str | Path) -> str:
     """
     local = as_local(path)
     if local is not None and is_dcp_folder(local) and not sharded.is_folder_checkpoint(local):
-        return _check_dcp(local)
+        return _check_dcp(local, advance)
     if local is not None and is_safetensors(local):
         weights, _ = read_weights(local)
         return f"{len(weights)} tensors (safetensors has no checksums: only sizes and places were compared)"
     if local is not None and is_deepspeed_folder(local):
         read_folder(local)  # whether the files of all ranks are there, and fit together
-    found = storage.verify(path)
+    found = storage.verify(path, advance=advance)
     if found.sealed:
         return f"every byte matches its checksum ({found.entries} records, {found.size_bytes:,} bytes)"
     if not found.entries:
@@ -40,9 +46,9 @@ def check(path: str | Path) -> str:
     return f"{found.entries} records match their checksums, {found.size_bytes:,} bytes (no seal: headers have none)"
 
 
-def _check_dcp(path: Path) -> str:
+def _check_dcp(path: Path, advance: Callable[[int], object] | None) -> str:
     folder = DcpFolder(path)
-    problems = folder.check()
+    problems = folder.check(advance)
     if (path / LIGHTNING_EXTRA).is_file():
         storage.verify(path / LIGHTNING_EXTRA)
     if problems:

@@ -102,6 +102,12 @@ class TorchCheckpointIO(CheckpointIO):
         storage.verify_share(path, rank, size)
         return True
 
+    def identify(self, path: str | Path) -> str | None:
+        """Return what tells the checkpoint at the path from others; None if nothing does. See `identity.identify`."""
+        from .identity import identify
+
+        return identify(path)
+
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path; see `storage.remove`."""
         storage.remove(path)

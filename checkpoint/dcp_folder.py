@@ -222,8 +222,12 @@ class DcpFolder:
             reason = str(error).partition("\n")[0][:200]
             raise self.damaged(f"the chunk of {name!r} at {offset} cannot be read: {reason}") from error
 
-    def check(self) -> list[str]:
-        """Read every record and compare it with its checksums, where it has any; return what is wrong."""
+    def check(self, advance: Callable[[int], object] | None = None) -> list[str]:
+        """Read every record and compare it with its checksums, where it has any; return what is wrong.
+
+        Args:
+            advance: Called with the number of bytes whenever a record was read.
+        """
         from .archive import Damaged
         from .seal import audit
 
@@ -231,6 +235,8 @@ class DcpFolder:
         for name, offset in self._places:
             try:
                 raw = self._record(name, offset)
+                if advance is not None:
+                    advance(len(raw))
                 if raw[:4] == b"PK\x03\x04" and audit(io.BytesIO(raw), len(raw)).altered:
                     problems.append(f"{self._shown(name, offset)} does not match its checksum")
             except (CheckpointError, Damaged) as error:

@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from . import disk
 from .by_name import NAMES
 from .content import OWN_KEY
-from .deepspeed_folder import LATEST_UNIVERSAL, UNIVERSAL, WHOLE_MODEL, is_deepspeed_folder
+from .deepspeed_files import LATEST_UNIVERSAL, UNIVERSAL, WHOLE_MODEL, is_deepspeed_folder
 from .lazy import is_tensor
 from .remote import as_local
 from .streamed import save_streaming
@@ -59,8 +59,10 @@ def write_universal(
     if target.is_dir() and any(target.iterdir()) and not is_deepspeed_folder(target):
         raise CheckpointError(f"{str(path)!r} is a folder with other things in it.", fix="give the path of a new one.")
     disk.make_folder(target.parent)
-    unfinished = target.with_name(f".{target.name}.unfinished")
+    unfinished, replaced = (target.with_name(f".{target.name}.{word}") for word in ("unfinished", "replaced"))
     shutil.rmtree(unfinished, ignore_errors=True)
+    if target.exists():  # else what is there is what a killed call has left of the old one
+        shutil.rmtree(replaced, ignore_errors=True)
     folder = unfinished / _TAG
 
     def save(content: dict[str, Any], *parts: str) -> None:
@@ -87,9 +89,10 @@ def write_universal(
         save(model, WHOLE_MODEL)
         save({**model, "module": {}}, _MODEL_OF_STAGE_3)
         (unfinished / LATEST_UNIVERSAL).write_text(_TAG, encoding="utf-8")
-        if target.is_dir():
-            shutil.rmtree(target)
+        if target.is_dir():  # no call replaces a folder: a kill between these two leaves the old one beside it, whole
+            target.rename(replaced)
         unfinished.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"{str(path)!r} could not be written: {error.strerror or error}.", fix="check the disk and the folder."

@@ -21,7 +21,8 @@ from . import sharded, storage
 from .content import LIGHTNING_VERSION_KEY, OWN_KEY
 from .convert_plain import to_plain
 from .dcp_folder import METADATA, DcpFolder
-from .deepspeed_folder import is_deepspeed_folder, read_folder
+from .deepspeed_files import is_deepspeed_folder
+from .deepspeed_folder import read_folder
 from .lazy import is_tensor, tensors_in
 from .remote import as_local
 from .restricted import load_replacing

@@ -1,65 +1,123 @@
-"""Reading a checkpoint through whatever checkpoint IO there is. Called by Fabric and the Trainer, on every rank."""
+"""Reading a checkpoint through whatever checkpoint IO there is. Called by Fabric and the Trainer, on every rank.
+
+All ranks read the same checkpoint, also where a save replaces it under its name meanwhile: they agree on what rank 0
+sees, and each looks again when it has read. What differs is read once more by all.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
 from .checkpoint_io import load_through
 
-__all__ = ["prepare_on_all_ranks", "read_checkpoint"]
+__all__ = ["Ranks", "read_on_all_ranks"]
+
+# Before each further attempt; a network file system may show other hosts what was there before for some seconds.
+_PAUSES_S = (0.05, 0.2, 1.0, 4.0)
 
 
-# Any in this file: a user's own IO, and what it returns.
-def read_checkpoint(io: Any, path: str | Path, *, is_safe: bool, by_parts: bool, is_verified: bool = False) -> Any:
-    """Return the content of a checkpoint, on the CPU.
+# Any in this file: a user's own IO, what it returns, and what ranks tell each other.
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that read a checkpoint.
 
-    Args:
-        io: A CheckpointIO.
-        path: File, folder or URL.
-        is_safe: Whether to read tensors and plain values only.
-        by_parts: Whether tensors may stay in the file until a part of them is read (`protocols.StoredTensor`, or
-            memory that the file is mapped to). An IO whose `load_checkpoint` takes no argument `lazy` reads all.
-        is_verified: What `prepare_on_all_ranks` returned.
-    """
-    optional = {**({"lazy": True} if by_parts else {}), **({"verify": False} if is_verified else {})}
-    return load_through(io, path, map_location="cpu", weights_only=is_safe, optional=optional)
-
-
-def prepare_on_all_ranks(
-    io: Any,
-    path: str | Path,
-    together: Callable[[Callable[[], bool]], bool],
-    *,
-    by_parts: bool,
-    rank: int,
-    size: int,
-) -> bool:
-    """Wait for saves in the background, and if ranks read parts, let them verify the checkpoint together.
-
-    Args:
-        io: A CheckpointIO.
-        path: File, folder or URL.
-        together: Calls a function on every rank, and raises an error of one on all.
-        by_parts: Whether each rank reads its parts only; where each reads all, each verifies what it reads.
+    Attributes:
         rank: Of this process.
         size: Number of processes.
+        gather: Returns what each rank gives it, in rank order, on every rank.
+        together: Calls a function on every rank, and raises an error of one on all.
+    """
 
-    Returns:
-        Whether it is verified: each file by one of the ranks.
+    rank: int
+    size: int
+    gather: Callable[[Any], list[Any]]
+    together: Callable[[Callable[[], Any]], Any]
+
+
+def read_on_all_ranks(io: Any, path: str | Path, ranks: Ranks, *, is_safe: bool, by_parts: bool) -> Any:
+    """Wait for saves in the background, and return the content of a checkpoint, on the CPU. On every rank.
+
+    Args:
+        io: A CheckpointIO. Ranks can agree only on what it can `identify`.
+        path: File, folder or URL. A rank that passes another path than rank 0 reads what is there.
+        ranks: Who reads.
+        is_safe: Whether to read tensors and plain values only.
+        by_parts: Whether tensors may stay in the file until a part of them is read (`protocols.StoredTensor`, or
+            memory that the file is mapped to), and each rank verifies a share of the files. An IO whose
+            `load_checkpoint` takes no argument `lazy` reads all.
 
     Raises:
-        CheckpointError: On every rank, if the share of one is damaged; or a save to this path failed.
+        CheckpointError: On every rank: a save to this path failed, or it is damaged on one, or ranks see different
+            ones again and again.
     """
+    if ranks.size == 1:
+        return _read(io, path, is_safe=is_safe, by_parts=by_parts, is_verified=False)
     wait_for = getattr(io, "wait_for", None) if getattr(io, "is_background", False) else None
-    if size == 1 or not (by_parts or wait_for is not None):
-        return False
-
-    def prepare() -> bool:
+    share = getattr(io, "verify_share", None) if by_parts else None
+    for pause_s in (0.0, *_PAUSES_S):
+        time.sleep(pause_s)
         if wait_for is not None:  # which rank writes depends on the form: on others nothing is on its way
-            wait_for(path)
-        share = getattr(io, "verify_share", None) if by_parts else None
-        return share is not None and bool(share(path, rank, size))
+            ranks.together(lambda: wait_for(path))
+        attempt = _Attempt(io, path, ranks)
+        # Only the others' success makes this rank's share enough.
+        is_verified = share is not None and bool(attempt.run(partial(share, path, ranks.rank, ranks.size)))
+        content = attempt.run(partial(_read, io, path, is_safe=is_safe, by_parts=by_parts, is_verified=is_verified))
+        others = [rank for rank, is_other in enumerate(ranks.gather(attempt.is_other)) if is_other]
+        if not others:
+            return content
+    raise CheckpointError(
+        f"rank {', '.join(map(str, others))} found another checkpoint at {str(path)!r} than rank 0, "
+        f"{1 + len(_PAUSES_S)} times: it is replaced while it is read, or hosts have disks of their own.",
+        fix="read it when no program saves to this path; on disks of their own, copy one checkpoint to all hosts.",
+    )
 
-    return together(prepare)
+
+class _Attempt:
+    """One attempt to read the checkpoint that rank 0 sees when this is made, on every rank.
+
+    Attributes:
+        is_other: Whether this rank saw another one, before or after what it did.
+    """
+
+    def __init__(self, io: Any, path: str | Path, ranks: Ranks) -> None:
+        self._identify: Callable[[Any], str | None] = getattr(io, "identify", lambda path: None)
+        self._path = path
+        self._ranks = ranks
+        named, expected = ranks.gather((str(path), ranks.together(lambda: self._identify(path))))[0]
+        self._expected = expected if named == str(path) else None
+        self.is_other = False
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call a function on every rank; an error of one is raised on all.
+
+        Returns:
+            What it returned; None if this rank sees another checkpoint, which also excuses an error of the function.
+        """
+        return self._ranks.together(lambda: self._run(function))
+
+    def _run(self, function: Callable[[], Any]) -> Any:
+        if self._sees_other():
+            return None
+        try:
+            result = function()
+        except Exception:
+            if self._sees_other():
+                return None
+            raise
+        return None if self._sees_other() else result
+
+    def _sees_other(self) -> bool:
+        if not self.is_other:
+            self.is_other = self._expected is not None and self._identify(self._path) != self._expected
+        return self.is_other
+
+
+def _read(io: Any, path: str | Path, *, is_safe: bool, by_parts: bool, is_verified: bool) -> Any:
+    optional = {**({"lazy": True} if by_parts else {}), **({"verify": False} if is_verified else {})}
+    return load_through(io, path, map_location="cpu", weights_only=is_safe, optional=optional)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..strategies.load_weights import load_weights
 from . import content, storage
 
 __all__ = ["constructor_arguments", "load_module", "read_hparams_file"]
@@ -54,7 +55,7 @@ def load_module(
         )
     is_strict = own_strict if strict is None else strict
     weights = states.states["module"]
-    result = module.load_state_dict(weights, strict=is_strict)
+    result = load_weights(module, weights, strict=bool(is_strict))
     for what, keys in (("missing", result.missing_keys), ("unexpected", result.unexpected_keys)):
         if keys:
             logger.warning("%s: %s keys, not loaded: %s", source, what, ", ".join(keys))

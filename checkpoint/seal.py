@@ -18,7 +18,7 @@ from typing import IO
 
 from .archive import END, Damaged, Directory, Record, payloads, read_directory
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Audit", "audit", "is_sealed", "seal"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "Audit", "audit", "is_sealed", "read_seal", "seal"]
 
 FORMAT = "loopwright-checkpoint"
 FORMAT_VERSION = 1
@@ -72,8 +72,13 @@ def seal(archive: FileIO) -> int:
     return sealed_size
 
 
-def audit(file: IO[bytes], size: int) -> Audit:
+def audit(file: IO[bytes], size: int, advance: Callable[[int], object] | None = None) -> Audit:
     """Read a file of `size` bytes once, from its beginning to its end, and compare it with its checksums.
+
+    Args:
+        file: Open for reading.
+        size: Of the file, in bytes.
+        advance: Called with the number of bytes whenever some of a record were read.
 
     Raises:
         Damaged: The structure is broken, so that no record can be judged.
@@ -87,7 +92,7 @@ def audit(file: IO[bytes], size: int) -> Audit:
     buffer = memoryview(bytearray(min(_CHUNK, max((record.size for record in directory.records), default=0))))
 
     def read_payload(record: Record) -> None:
-        crc = _crc(file, record.size, buffer)
+        crc = _crc(file, record.size, buffer, advance)
         if has_checksums and record.is_stored and crc != record.crc:
             result.altered.append(record)
 
@@ -105,6 +110,14 @@ def is_sealed(file: IO[bytes], size: int) -> bool:
     """Return whether a file of `size` bytes ends with a seal, right or wrong, without reading the rest."""
     file.seek(max(0, size - _SEAL_SIZE))
     return file.read(_SEAL_SIZE).startswith(FORMAT.encode())
+
+
+def read_seal(file: IO[bytes]) -> str | None:
+    """Return the digest in the seal at the end of a file, which nobody has compared; None without a seal."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _SEAL_SIZE))
+    text = file.read(_SEAL_SIZE)
+    return text[-2 * _DIGEST_SIZE :].decode("ascii", "replace") if text.startswith(FORMAT.encode()) else None
 
 
 def _is_seal(comment: bytes) -> bool:
@@ -127,7 +140,7 @@ def _frame_digest(
     return digest
 
 
-def _crc(file: IO[bytes], size: int, buffer: memoryview) -> int:
+def _crc(file: IO[bytes], size: int, buffer: memoryview, advance: Callable[[int], object] | None) -> int:
     crc = 0
     while size > 0:
         count = file.readinto(buffer[: min(size, len(buffer))])  # type: ignore[attr-defined]  # typeshed's IO lacks it
@@ -135,4 +148,6 @@ def _crc(file: IO[bytes], size: int, buffer: memoryview) -> int:
             raise Damaged(f"it ends {size} bytes too early")
         crc = zlib.crc32(buffer[:count], crc)
         size -= count
+        if advance is not None:
+            advance(count)
     return crc

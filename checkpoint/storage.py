@@ -140,9 +140,9 @@ def load(
             storage_options=storage_options,
         )
     if local is not None and local.is_dir():
-        from . import deepspeed_folder
+        from . import deepspeed_files, deepspeed_folder
 
-        if deepspeed_folder.is_deepspeed_folder(local):
+        if deepspeed_files.is_deepspeed_folder(local):
             return deepspeed_folder.load(
                 local, map_location=map_location, lazy=lazy, is_safe=weights_only is not False, verify=verify
             )

@@ -51,12 +51,18 @@ class Verified:
     entries: int
 
 
-def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> Verified:  # Any: fsspec's own
+def verify(
+    path: str | Path,
+    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    *,
+    advance: Callable[[int], object] | None = None,
+) -> Verified:
     """Read a checkpoint once and compare it with its checksums; nothing in it is executed.
 
     Args:
         path: File, folder of a sharded checkpoint, or URL.
         storage_options: Arguments of the remote file system.
+        advance: Called with the number of bytes whenever some were read, in whatever thread reads.
 
     Raises:
         CheckpointNotFound: There is no such file.
@@ -66,20 +72,20 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> V
     if is_folder_checkpoint(path, storage_options):
         from . import sharded
 
-        return sharded.verify(path, storage_options)
+        return sharded.verify(path, storage_options, advance=advance)
     local = as_local(path)
     if local is not None:
         files = files_of_deepspeed(local)
         if files:
-            found = [verify_as(file, str(file)) for file in files]
+            found = [verify_as(file, str(file), advance) for file in files]
             return Verified(False, sum(one.size_bytes for one in found), sum(one.entries for one in found))
-        return verify_as(local, str(path))
+        return verify_as(local, str(path), advance)
     remote = Remote(str(path), storage_options)
     if not remote.exists():
         raise not_found(str(path), remote.neighbours())
     file, size = remote.open()
     with closing(file):
-        return _verify_file(file, size, str(path))
+        return _verify_file(file, size, str(path), advance)
 
 
 def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own
@@ -96,13 +102,13 @@ def files_of_deepspeed(path: Path) -> list[Path]:
     """Return the files of a folder that DeepSpeed has saved; none if it is another, or no folder."""
     if not path.is_dir():
         return []
-    from .deepspeed_folder import checkpoint_files, is_deepspeed_folder
+    from .deepspeed_files import checkpoint_files, is_deepspeed_folder
 
     return checkpoint_files(path) if is_deepspeed_folder(path) else []
 
 
-def verify_as(path: Path, shown: str) -> Verified:
-    """Verify a local file that messages call `shown`."""
+def verify_as(path: Path, shown: str, advance: Callable[[int], object] | None = None) -> Verified:
+    """Verify a local file that messages call `shown`; see `verify`."""
     try:
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would block whoever opens it
@@ -111,7 +117,7 @@ def verify_as(path: Path, shown: str) -> Verified:
                 fix="write what comes out of it to a file, and pass that one's path.",
             )
         with open(path, "rb", buffering=_BUFFER) as file:
-            return _verify_file(file, os.fstat(file.fileno()).st_size, shown)
+            return _verify_file(file, os.fstat(file.fileno()).st_size, shown, advance)
     except FileNotFoundError as error:
         raise not_found(shown, _neighbours(path)) from error
     except OSError as error:
@@ -163,7 +169,7 @@ def cannot_read(shown: str, error: OSError) -> CheckpointError:
     )
 
 
-def _verify_file(file: IO[bytes], size: int, shown: str) -> Verified:
+def _verify_file(file: IO[bytes], size: int, shown: str, advance: Callable[[int], object] | None) -> Verified:
     file.seek(0)
     begin = file.read(64)
     if begin[:4] != LOCAL_SIGNATURE:
@@ -173,7 +179,7 @@ def _verify_file(file: IO[bytes], size: int, shown: str) -> Verified:
             return Verified(sealed=False, size_bytes=size, entries=0)
         raise _no_checkpoint(shown, size, begin)
     try:
-        result = audit(file, size)
+        result = audit(file, size, advance)
     except Damaged as error:
         raise _damaged(shown, _explain_structure(file, size, error)) from error
     problems = _problems(file, result)

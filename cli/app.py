@@ -50,7 +50,7 @@ class CLI:
         python train.py fit --config base.yaml trainer.max_epochs=3 model.lr=1e-3
 
     Subclasses may override `add_arguments`, `before_instantiate_classes`, `after_instantiate_classes`, `before_fit`,
-    `after_fit` (the same for the other subcommands), `instantiate_trainer` and `configure_optimizers`.
+    `after_fit` (the same for the other subcommands), `subcommands`, `instantiate_trainer` and `configure_optimizers`.
 
     Args:
         model_class: The model's class, or a function that returns a model. None: the user names a class, as in
@@ -115,6 +115,7 @@ class CLI:
         self.add_arguments(self._declared)
         name = os.path.basename(sys.argv[0]) if program is None else program
         self._program = Program(name, self._trainer_class, self._bases, self._declared, seed_everything_default)
+        self._program.subcommands = self.subcommands()
         tokens = list(sys.argv[1:] if args is None else args)
         try:
             self._read(tokens, runs=run)
@@ -138,6 +139,13 @@ class CLI:
         Args:
             groups: Takes them.
         """
+
+    def subcommands(self) -> dict[str, str]:
+        """Return the subcommands and what each does; they are methods of the trainer. Override it to add some.
+
+        Such a method gets `model`, `datamodule` where there is one, and its other parameters as settings.
+        """
+        return dict(SUBCOMMANDS)
 
     def before_instantiate_classes(self) -> None:
         """Do something when `config` is known and nothing has been made."""
@@ -179,7 +187,7 @@ class CLI:
         }
         defaults.update(self._declared.defaults)
         gathered = functools.partial(
-            gather, line, command=self.subcommand or "", commands=tuple(SUBCOMMANDS), defaults=defaults
+            gather, line, command=self.subcommand or "", commands=tuple(self._program.subcommands), defaults=defaults
         )
         if line.help is not None:
             try:
@@ -198,20 +206,21 @@ class CLI:
         return name != "callbacks" and is_plain(value)
 
     def _take_subcommand(self, tokens: list[str]) -> list[str]:
-        name = self._program.name
-        place = next((number for number, token in enumerate(tokens) if token in SUBCOMMANDS), None)
+        name, known = self._program.name, self._program.subcommands
+        place = next((number for number, token in enumerate(tokens) if token in known), None)
         if not tokens or (place is None and tokens[0] in ("-h", "--help")):
             lines = [f"usage: {name} COMMAND [--config FILE]... [KEY=VALUE]...", ""]
-            lines += [f"  {command:10} {text}" for command, text in SUBCOMMANDS.items()]
+            lines += [f"  {command:10} {text}" for command, text in known.items()]
             text = "\n".join([*lines, "", f"{name} COMMAND --help tells more.", ""])
             (sys.stdout if tokens else sys.stderr).write(text)
             raise SystemExit(0 if tokens else 2)
         if place is None:
             raise ConfigError(
-                f"{tokens[0]!r} is no subcommand{nearest(tokens[0], SUBCOMMANDS)}.",
-                fix=f"begin with one of {', '.join(SUBCOMMANDS)}.",
+                f"{tokens[0]!r} is no subcommand{nearest(tokens[0], known)}.",
+                fix=f"begin with one of {', '.join(known)}.",
             )
         self.subcommand = self._program.subcommand = tokens[place]
+        self._program.skipped = self._skipped(tokens[place])
         return tokens[:place] + tokens[place + 1 :]
 
     def _checkpoint_config(self) -> tuple[dict[str, Any], str] | None:
@@ -226,7 +235,7 @@ class CLI:
             return None
         name = f"the configuration in {path}"
         # What a run was started with does not say what is to be done with its checkpoint.
-        dropped = {"ckpt_path", *SUBCOMMANDS, *(("verbose",) if self.subcommand == "predict" else ())}
+        dropped = {"ckpt_path", *self._program.subcommands, *(("verbose",) if self.subcommand == "predict" else ())}
         allowed = set(self._program.keys) - dropped
         return {key: value for key, value in parse(text, name).items() if key in allowed}, name
 
@@ -328,6 +337,14 @@ class CLI:
         functools.update_wrapper(configure_optimizers, Module.configure_optimizers)
         model.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
 
+    def _skipped(self, command: str) -> frozenset[str]:
+        """Return further parameters of a subcommand's method that are no settings."""
+        return frozenset()
+
+    def _verb(self, command: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.trainer, command)
+        return method
+
     def _run(self) -> None:
         assert self.subcommand is not None
         for when in ("before", "after"):
@@ -336,8 +353,9 @@ class CLI:
                 if hook is not None:
                     hook()
                 arguments = self._made(*self._program.arguments)
-                method = getattr(self.trainer, self.subcommand)
-                self.result = method(self.model, datamodule=self.datamodule, **arguments)
+                if self.datamodule is not None:
+                    arguments["datamodule"] = self.datamodule
+                self.result = self._verb(self.subcommand)(model=self.model, **arguments)
             elif hook is not None:
                 hook()
 

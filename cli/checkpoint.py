@@ -155,7 +155,9 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _verify(given: argparse.Namespace) -> int:
     from ..checkpoint.check import check
+    from ..checkpoint.describe import disk_bytes
     from ..errors import CheckpointError, ConfigError
+    from .checkpoint_text import Meter
 
     paths = [path for named in given.paths for path in _each(named)]
     if not paths:
@@ -163,7 +165,9 @@ def _verify(given: argparse.Namespace) -> int:
     codes = {0}
     for path in paths:
         try:
-            sys.stdout.write(f"{path}: ok, {check(path)}\n")
+            with Meter(f"{path}: read", disk_bytes(path)) as meter:
+                compared = check(path, meter.advance)
+            sys.stdout.write(f"{path}: ok, {compared}\n")
         except LoopwrightError as error:
             # What the system does not let us read may be whole.
             is_unread = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, OSError)
@@ -310,6 +314,11 @@ def _refuse_target(given: argparse.Namespace) -> None:
     from ..errors import ConfigError
 
     local, source = as_local(given.target), as_local(given.source)
+    if _lies_in(given.target, given.source) or _lies_in(given.source, given.target):
+        raise ConfigError(
+            f"{given.target!r} and {given.source!r}, which is read, lie one within the other.",
+            fix="give the new one a path outside: what is in a checkpoint folder goes with it when it is replaced.",
+        )
     if local is None:
         remote = Remote(given.target)
         is_there = remote.exists() or remote.is_folder()
@@ -321,6 +330,16 @@ def _refuse_target(given: argparse.Namespace) -> None:
         raise ConfigError(
             f"{given.target!r} is there already.", fix="give another path, or pass --force to replace it."
         )
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    """Return whether a path, or URL, is below another one."""
+    from ..checkpoint.remote import as_local
+
+    local, above = as_local(path), as_local(folder)
+    if local is not None and above is not None:
+        return above.resolve() in local.resolve().parents
+    return local is above is None and path.startswith(folder.rstrip("/") + "/")
 
 
 def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

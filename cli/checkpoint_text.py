@@ -64,10 +64,10 @@ class Meter:
 
     Args:
         verb: What is done with the bytes: "written".
-        total: How many bytes there are.
+        total: How many bytes there are; None if nobody knows.
     """
 
-    def __init__(self, verb: str, total: int) -> None:
+    def __init__(self, verb: str, total: int | None) -> None:
         self._verb = verb
         self._total = total
         self._done = 0
@@ -90,7 +90,8 @@ class Meter:
         if self._has_terminal and now - self._shown_at >= _EVERY_S:
             self._shown_at = now
             self._is_shown = True
-            sys.stderr.write(f"\r{self._verb} {show_bytes(self._done)} of {show_bytes(self._total)}\x1b[K")
+            of_all = "" if self._total is None else f" of {show_bytes(self._total)}"
+            sys.stderr.write(f"\r{self._verb} {show_bytes(self._done)}{of_all}\x1b[K")
             sys.stderr.flush()
 
     def clear(self) -> None:

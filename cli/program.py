@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .groups import Groups
@@ -35,6 +35,8 @@ class Program:
         declared: What `CLI.add_arguments` declared.
         seed_default: The seed where none is given.
         subcommand: What is to be run; None: objects are made only.
+        subcommands: Those that there are, and what each does.
+        skipped: Parameters of the subcommand's method that are no settings, beside the model and its data.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Program:
     declared: Groups
     seed_default: bool | int | None
     subcommand: str | None = None
+    subcommands: dict[str, str] = field(default_factory=lambda: dict(SUBCOMMANDS))
+    skipped: frozenset[str] = frozenset()
 
     @property
     def shown(self) -> str:
@@ -55,7 +59,7 @@ class Program:
         if self.subcommand is None:
             return {}
         known = parameters_of(getattr(self.trainer_class, self.subcommand))
-        return {name: one for name, one in known.named.items() if name not in _LEFT_OUT}
+        return {name: one for name, one in known.named.items() if name not in (*_LEFT_OUT, *self.skipped)}
 
     @property
     def values(self) -> dict[str, Parameter]:

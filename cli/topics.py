@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .help_text import describe_class, describe_parameter, overview
 from .names import ClassProblem, find_class, known_classes
 from .parameters import Parameter, parameters_of
-from .program import SUBCOMMANDS, Program
+from .program import Program
 from .trainer_types import TRAINER_TYPES
 
 __all__ = ["help_on"]
@@ -34,7 +34,7 @@ def help_on(program: Program, topic: str, tree: dict[str, Any]) -> str:
     groups = _groups(program, tree)
     if not topic:
         return overview(
-            program.shown, SUBCOMMANDS.get(program.subcommand or "", ""), groups, list(program.values.values())
+            program.shown, program.subcommands.get(program.subcommand or "", ""), groups, list(program.values.values())
         )
     kinds = _kinds(program)
     if topic in kinds:

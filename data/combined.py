@@ -115,7 +115,7 @@ class CombinedLoader:
         return self._count()
 
     def _count(self) -> int:
-        lengths = [find_length(loader) for loader in self._flattened]
+        lengths = [_length(loader) for loader in self._flattened]
         if None in lengths:
             unsized = type(self._flattened[lengths.index(None)]).__name__
             raise NotImplementedError(f"CombinedLoader has no length, because {unsized} has none.")
@@ -135,7 +135,7 @@ class CombinedLoader:
         for dataloader_idx, (loader, limit) in enumerate(zip(self._flattened, self._all_limits(), strict=True)):
             if limit <= 0:
                 continue
-            iterator = iter(loader)
+            iterator = _batches(loader)
             self._iterators = [iterator]
             for batch_idx, batch in enumerate(iterator):
                 yield batch, batch_idx, dataloader_idx
@@ -144,7 +144,7 @@ class CombinedLoader:
 
     def _parallel(self) -> Iterator[tuple[Any, int, int]]:
         loaders, limits = self._flattened, self._all_limits()
-        iterators = self._iterators = [iter(loader) for loader in loaders]
+        iterators = self._iterators = [_batches(loader) for loader in loaders]
         taken = [0] * len(loaders)
         has_ended = [False] * len(loaders)
         batch_idx = 0
@@ -163,7 +163,7 @@ class CombinedLoader:
                     if self.mode == "min_size" or all(has_ended):
                         return
                     if self.mode == "max_size_cycle":
-                        iterators[number] = iter(loaders[number])
+                        iterators[number] = _batches(loaders[number])
                         taken[number] = 0
                         item = take(number)
                         if item is _NOTHING:
@@ -205,3 +205,15 @@ class CombinedLoader:
             for loader in self._flattened
             if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
         ]
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return loader._count() if isinstance(loader, CombinedLoader) else find_length(loader)
+    except NotImplementedError:
+        return None
+
+
+def _batches(loader: Any) -> Iterator[Any]:
+    """Iterate over a loader of the collection; of one that is combined itself, without the two indices."""
+    return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)

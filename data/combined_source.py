@@ -149,9 +149,13 @@ class CombinedSource(Source):
             self._is_done[number] = True
             self._begin(number)
             if not self._has(number):
+                is_empty = not self.position
                 raise DataError(
-                    f"Loader {number} of the collection ({type(source.loader).__name__}) gives no batches when reread.",
-                    fix="pass loaders that can be iterated again and again, or CombinedLoader(..., mode='min_size').",
+                    f"Loader {number} of the collection ({type(source.loader).__name__}) gives no batches"
+                    f"{'' if is_empty else ' when reread'}.",
+                    fix="leave it out, or pass CombinedLoader(..., mode='max_size')."
+                    if is_empty
+                    else "pass loaders that can be iterated again and again, or CombinedLoader(..., mode='min_size').",
                 )
         return source.take()
 

@@ -159,7 +159,7 @@ class DealtIndexStream(IndexStream):
 
     def describe_order(self) -> int:
         """Return a number that depends on the indices taken so far: equal on all ranks if their order is."""
-        digest = self._marks[-1][1]
+        digest = self._marks[-1][1] if self._marks else 0  # not begun: it comes later in a sequence of loaders
         for index in self._ahead:
             digest = _fold(digest, index)
         return digest

@@ -177,9 +177,7 @@ class IndexedSource(Source):
 
     @override
     def at_most(self, upto: int) -> int:
-        if self.length is not None or not self._is_open or self._is_at_end:
-            return super().at_most(upto)
-        return self._index.look_ahead(self.position + self.shift, upto)
+        return self.count_ahead(upto) or 0
 
     @override
     def count_ahead(self, upto: int) -> int | None:

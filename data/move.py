@@ -163,18 +163,16 @@ def find_batch_size(batch: Any) -> int | None:
     """
     kind = type(batch)
     if kind is Tensor:
-        shape = batch.shape
-        return shape[0] if shape else None
+        return batch.size(0) if batch.ndim else None  # a nested tensor has no shape
     if kind is tuple or kind is list:
         size = None
         for item in batch:
             if type(item) is not Tensor:
                 return _agreed_size(batch)
-            shape = item.shape
-            if shape:
+            if item.ndim:
                 if size is None:
-                    size = shape[0]
-                elif size != shape[0]:
+                    size = item.size(0)
+                elif size != item.size(0):
                     return None
         return size
     return _agreed_size(batch)
@@ -186,7 +184,7 @@ def _agreed_size(batch: Any) -> int | None:
         if isinstance(leaf, PackedSequence):
             sizes.add(int(leaf.batch_sizes[0]))  # which are on the host always
         elif isinstance(leaf, Tensor) and leaf.ndim:
-            sizes.add(leaf.shape[0])
+            sizes.add(leaf.size(0))
         if len(sizes) > 1:
             return None
     return sizes.pop() if sizes else None

@@ -56,12 +56,13 @@ class Source(ABC):
         """Return the next batch; called once per micro-batch, after `has_next` said that there is one."""
 
     def at_most(self, upto: int) -> int:
-        """Return how many batches are left, at most `upto`: exact when the number is known, else a bound."""
-        if upto <= 0:
-            return 0
+        """Return how many batches are left, at most `upto`: 0 for certain at the end, else a bound.
+
+        Called where `ends_at_length` is False: a loader may say that it has more than it gives.
+        """
         if self.length is not None:
-            return max(0, min(upto, self.length - self.position))
-        return upto if self.has_next() else 0
+            upto = min(upto, self.length - self.position)
+        return upto if upto > 0 and self.has_next() else 0
 
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         """Return after how many batches the open epoch ends, by a limit in the grammar of `resolve_limit`."""

@@ -146,8 +146,8 @@ class BatchStream:
     def remaining(self, upto: int) -> int:
         """Return how many batches are left in this epoch, at most `upto`.
 
-        Exact for loaders with a length and for samplers (whose indices are read ahead as far as needed). For an
-        iterable whose length nobody knows: 0 at its end, else `upto`.
+        Exact for lists and samplers (whose indices are read ahead as far as needed). For other iterables, whose length
+        is unknown or may be wrong: 0 at the end, else as many as there may be.
         """
         source = self._source
         left = self.num_batches - source.position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -17,13 +18,20 @@ _SECTION = "disk"
 _PIECE = 8 << 20
 _SLOW = 50e6  # bytes per second: a checkpoint of 1 GB holds training for 20 s
 _LEAST_ROOM = 5 << 30
+_ADVICE = {
+    errno.ENOSPC: "make room, or choose another default_root_dir",
+    errno.EDQUOT: "make room within your quota, or choose another default_root_dir",
+    errno.EFBIG: "let files be larger than this: ulimit -f unlimited",
+    errno.EROFS: "choose another default_root_dir: this disk is mounted for reading only",
+}
 
 
 def examine(folder: Path, size_bytes: int) -> Iterator[Finding]:
     """Give findings about the disk of a folder; what is written there is removed."""
     folder = folder.absolute()
-    made = _make(folder)
+    made: list[Path] = []
     try:
+        _make(folder, made)
         yield Finding(_SECTION, "folder", f"{folder}{_file_system(folder)}")
         usage = shutil.disk_usage(folder)
         yield judge_room(usage.free, usage.total)
@@ -32,21 +40,18 @@ def examine(folder: Path, size_bytes: int) -> Iterator[Finding]:
             if size_bytes:
                 yield from _speed(Path(scratch), min(size_bytes, max(usage.free // 2, _PIECE)))
     except OSError as error:
-        advice = "choose another default_root_dir, or change the folder's rights"
+        advice = _ADVICE.get(error.errno or 0, "choose another default_root_dir, or change the folder's rights")
         yield Finding(_SECTION, "writing", f"{type(error).__name__}: {error}", Level.PROBLEM, advice)
     finally:
-        for one in made:
+        for one in reversed(made):
             one.rmdir()
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make a folder; return what did not exist, innermost first."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return []  # the first use of the folder says why
-    return missing
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make a folder and those that it is to lie in, and note each that is made."""
+    for one in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        one.mkdir()
+        made.append(one)
 
 
 def judge_room(free: int, total: int) -> Finding:

@@ -9,6 +9,9 @@ from .finding import Finding, Level
 
 __all__ = ["examine"]
 
+_NEED_TORCH = ("devices", "compilers", "processes")
+_REINSTALL = "pip install --force-reinstall torch, in the build for this machine (pytorch.org, 'Get started')"
+
 
 def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.0) -> Iterator[Finding]:
     """Look at this machine, and give findings as they are made.
@@ -28,7 +31,12 @@ def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.
         ("processes", network.examine),
         ("disk", lambda: disk.examine(folder, disk_bytes)),
     ]
+    why = _why_no_torch()
     for section, part in parts:
+        if why is not None and section in _NEED_TORCH:
+            if section == "devices":
+                yield Finding(section, "torch", f"cannot be imported: {why}", Level.PROBLEM, _REINSTALL)
+            continue
         try:
             yield from part()
         except Exception as error:  # the other parts still have something to say; nothing is hidden
@@ -39,3 +47,12 @@ def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.
                 Level.WARNING,
                 "a report of this to Loopwright's issues helps",
             )
+
+
+def _why_no_torch() -> str | None:
+    """Return why torch cannot be imported; None where it can."""
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a library of the system that is missing or too old: an OSError; and whatever else
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -14,6 +14,7 @@ __all__ = ["examine", "judge_variables"]
 
 _SECTION = "processes"
 _SLOW_S = 1.0
+_LONGEST_S = 5.0
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _OURS = ("LW_", "LT_", "PL_")
 _THEIRS = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "PJRT_DEVICE")
@@ -43,6 +44,13 @@ def _store() -> Finding:
 
     began = time.monotonic()
     listening = socket.create_server(("127.0.0.1", 0))
+    try:
+        # torch would try for minutes, and print a page for each attempt.
+        socket.create_connection(listening.getsockname(), timeout=_LONGEST_S).close()
+    except OSError as error:
+        listening.close()
+        value = f"127.0.0.1 cannot be reached ({error}): this host can run one process only"
+        return Finding(_SECTION, "connections", value, Level.PROBLEM, "bring the interface up: ip link set lo up")
     port = listening.getsockname()[1]
     server = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
     client = TCPStore("127.0.0.1", port, None, False)
@@ -68,7 +76,7 @@ def _host_name() -> Finding:
     # A name server that does not answer would hold this process for as long as the system's resolver waits.
     thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(_LONGEST_S)
     if found and not found[0].startswith("cannot"):
         return Finding(_SECTION, "host name", f"{name} is {found[0]}")
     value = f"{name} {found[0] if found else 'is not resolved within 5 s'}"

@@ -1,21 +1,18 @@
-"""Versions of packages, and whether engines import. Called by examination.py.
-
-Engines are imported in processes of their own: a broken one may end its process, or take minutes.
-"""
+"""Versions of packages, and whether they import. Called by examination.py."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 from .finding import Finding, Level
+from .imports import find_broken
 
 __all__ = ["Optional", "examine", "judge_needed", "judge_optional", "judge_torch"]
 
 _SECTION = "packages"
+_NONE: Mapping[str, str] = {}
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
 
 
@@ -42,15 +39,29 @@ _OPTIONAL = (
 
 def examine(timeout_s: float) -> Iterator[Finding]:
     """Give findings about packages; the import of an engine is ended after `timeout_s` seconds."""
+    from packaging.requirements import Requirement
+
     from .. import __version__
 
     yield Finding(_SECTION, "loopwright", __version__)
     yield judge_torch(metadata.version("torch"))
-    for requirement in metadata.requires("loopwright") or []:
-        if "extra ==" not in requirement and not requirement.startswith("torch>"):
-            yield judge_needed(requirement)
+    needed = [text for text in metadata.requires("loopwright") or [] if _is_needed(text)]
+    # In one process, for speed: many of them import torch.
+    modules = [_module(Requirement(text).name) for text in needed]
+    modules += [one.package for one in _OPTIONAL if not one.has_engine and _version(one.package) is not None]
+    broken = find_broken(modules, timeout_s)
+    for requirement in needed:
+        yield judge_needed(requirement, broken)
     for optional in _OPTIONAL:
-        yield judge_optional(optional, timeout_s)
+        yield judge_optional(optional, timeout_s, broken)
+
+
+def _is_needed(requirement: str) -> bool:
+    return "extra ==" not in requirement and not requirement.startswith("torch>")
+
+
+def _module(package: str) -> str:
+    return package.replace("-", "_")
 
 
 def judge_torch(version: str) -> Finding:
@@ -65,8 +76,8 @@ def judge_torch(version: str) -> Finding:
     return Finding(_SECTION, "torch", version)
 
 
-def judge_needed(requirement: str) -> Finding:
-    """Return whether a package that every run needs is there, in a version that fits."""
+def judge_needed(requirement: str, broken: Mapping[str, str] = _NONE) -> Finding:
+    """Return whether a package that every run needs is there, in a version that fits, and not among the broken ones."""
     from packaging.requirements import Requirement
 
     needed = Requirement(requirement)
@@ -81,23 +92,25 @@ def judge_needed(requirement: str) -> Finding:
             Level.PROBLEM,
             f"pip install '{requirement}'",
         )
-    return Finding(_SECTION, needed.name, found)
+    return _judge_import(needed.name, found, broken, f"pip install --force-reinstall '{requirement}'")
 
 
-def judge_optional(optional: Optional, timeout_s: float) -> Finding:
-    """Return whether a package is there and, if it is an engine, imports within `timeout_s` seconds."""
+def judge_optional(optional: Optional, timeout_s: float, broken: Mapping[str, str] = _NONE) -> Finding:
+    """Return whether a package is there, and not among the broken ones; an engine, if it imports within `timeout_s`."""
     found = _version(optional.package)
     if found is None:
         return Finding(_SECTION, optional.package, f"missing ({optional.gives})", Level.NOTE, optional.install)
-    if not optional.has_engine:
-        return Finding(_SECTION, optional.package, found)
-    problem = _why_not_importable(optional.package, timeout_s)
-    if problem is None:
-        return Finding(_SECTION, optional.package, f"{found}, imports")
-    value = f"{found}, cannot be imported: {problem}"
-    return Finding(
-        _SECTION, optional.package, value, Level.PROBLEM, f"{optional.install}, or pip uninstall {optional.package}"
-    )
+    if optional.has_engine:
+        broken = find_broken([optional.package], timeout_s)
+        found = found if broken else f"{found}, imports"
+    return _judge_import(optional.package, found, broken, f"{optional.install}, or pip uninstall {optional.package}")
+
+
+def _judge_import(package: str, found: str, broken: Mapping[str, str], advice: str) -> Finding:
+    why = broken.get(_module(package))
+    if why is None:
+        return Finding(_SECTION, package, found)
+    return Finding(_SECTION, package, f"{found}, cannot be imported: {why}", Level.PROBLEM, advice)
 
 
 def _version(package: str) -> str | None:
@@ -105,17 +118,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _why_not_importable(package: str, timeout_s: float) -> str | None:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", f"import {package}"],
-            capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"it takes longer than {timeout_s:g} s"
-    if done.returncode == 0:
-        return None
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return said[-1].strip() if said else f"its process ended with code {done.returncode}"

@@ -809,15 +809,12 @@ class Fabric:
         """
         self._require_launch("load")
 
-        is_verified = self._prepare_reading(path)
-
-        def read() -> dict[str, Any]:
-            content = dict(self._read(path, weights_only, is_verified=is_verified))
-            if state is None:
-                return content
-            return put_back_state(self.strategy, content, state, strict=strict, where=str(path))
-
-        rest: dict[str, Any] = self._together(read)
+        content = dict(self._read(path, weights_only))
+        if state is None:
+            return content
+        rest: dict[str, Any] = self._together(
+            lambda: put_back_state(self.strategy, content, state, strict=strict, where=str(path))
+        )
         return rest
 
     def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
@@ -838,34 +835,26 @@ class Fabric:
         """
         self._require_launch("load_raw")
 
-        is_verified = self._prepare_reading(path)
+        content = self._read(path, weights_only)
 
-        def read() -> None:
-            if not put_back(self.strategy, obj, self._read(path, weights_only, is_verified=is_verified), strict):
+        def load() -> None:
+            if not put_back(self.strategy, obj, content, strict):
                 raise ConfigError(
                     f"Fabric.load_raw was given {obj!r}, which has no load_state_dict.",
                     fix="pass a module or optimizer.",
                 )
 
-        self._together(read)
+        self._together(load)
 
-    def _prepare_reading(self, path: Any) -> bool:
-        from ..checkpoint.reading import prepare_on_all_ranks  # not imported where no file is read
+    def _read(self, path: Any, weights_only: bool | None) -> Any:
+        from ..checkpoint.reading import Ranks, read_on_all_ranks  # not imported where no file is read
 
-        return prepare_on_all_ranks(
-            self.checkpoint_io, path, self._together,
-            by_parts=self.strategy.shards_parameters, rank=self.global_rank, size=self.world_size,
-        )  # fmt: skip
-
-    def _read(self, path: Any, weights_only: bool | None, *, is_verified: bool) -> Any:
-        from ..checkpoint.reading import read_checkpoint
-
-        return read_checkpoint(
+        return read_on_all_ranks(
             self.checkpoint_io,
             path,
+            Ranks(self.global_rank, self.world_size, self.strategy.gather_objects, self._together),
             is_safe=weights_only is not False,
             by_parts=self.strategy.shards_parameters,
-            is_verified=is_verified,
         )
 
     def _together(self, function: Callable[[], Any]) -> Any:

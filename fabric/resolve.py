@@ -195,6 +195,8 @@ def resolve(
     """
     # A cluster environment of this process reads its variables whenever it is asked: launchers add to them.
     fixed = None if environment is None else environment.variables
+    if environment is None and (script := sys.modules.get(f"{__package__}.launch.script")) is not None:
+        script.leave_ended_job()
     environment = environment if environment is not None else Environment.current()
     variables = environment.variables
     problems: list[ConfigError] = []

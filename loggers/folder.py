@@ -321,7 +321,7 @@ def share_version(loggers: Iterable[Logger]) -> None:
     for logger in loggers:
         if not isinstance(logger, FolderLogger) or logger._folder.asked_version is not None:
             continue
-        root = os.path.realpath(logger.root_dir)
+        root = os.path.realpath(logger._folder.root_dir)
         folder, kinds = shared.setdefault(root, (logger._folder, set()))
         if type(logger) in kinds or (logger._folder.is_resolved and logger._folder is not folder):
             continue

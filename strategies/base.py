@@ -500,16 +500,9 @@ class Strategy:
             state = {names.get(key.replace(_COMPILED, ""), key): value for key, value in state.items()}
         elif any(_COMPILED in key for key in state):
             state = {key.replace(_COMPILED, ""): value for key, value in state.items()}
-        try:
-            return module.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
-            if "Error(s) in loading state_dict" not in str(error):
-                raise
-            raise CheckpointError(
-                f"the checkpoint does not fit the module: {error}",
-                fix="build the module with the arguments it was saved with, or load with strict=False, which leaves "
-                "out missing and unexpected names (never wrong shapes).",
-            ) from error
+        from .load_weights import load_weights  # not imported where nothing is loaded
+
+        return load_weights(module, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
         """Return the whole state of an optimizer."""

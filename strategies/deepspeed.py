@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,19 +17,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DataError, ModuleError
-from . import deepspeed_checks as checks
+from ..errors import ConfigError, ModuleError
 from . import deepspeed_config as configs
 from .base import NoLoss
+from .deepspeed_activations import Activations
+from .deepspeed_engines import Engines
+from .deepspeed_given import facts_of, read_given
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
-from .replica import Call, loss_tensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
     from ..precision import Precision
-    from .deepspeed_engine import EngineOptimizer, EngineRoot
+    from .deepspeed_engine import EngineRoot
     from .deepspeed_pipeline import PipelineRoot
     from .deepspeed_precision import DeepSpeedPrecision
 
@@ -39,8 +39,6 @@ __all__ = ["DeepSpeedStrategy"]
 logger = logging.getLogger(__name__)
 
 # Any in this file: deepspeed has no types; what users give, and what their steps take and return.
-
-_FLOAT_SECTIONS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 class DeepSpeedStrategy(ProcessGroupStrategy):
@@ -171,22 +169,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         micro_batches: int | None = None,
     ) -> None:
-        given = locals()
-        arguments = configs.Arguments(**{name: given[name] for name in configs.ARGUMENTS})
-        problems: list[tuple[str, str]] = []
-        where = "the strategy's arguments"
-        self.given_config = configs.build(arguments)
-        try:
-            read, place = configs.read(config)
-            if read is not None:
-                where = place
-                problems += checks.check_sections(read, where)
-                if not problems:
-                    self.given_config, arguments = configs.combined(read, arguments, where)
-        except ConfigError as error:
-            problems.append((error.what.rstrip("."), error.fix.rstrip(".")))
-        problems += checks.check_arguments(arguments)
-        problems += checks.check_activations(self.given_config, where)
+        given = read_given(config, locals())
+        problems = given.problems
         if micro_batches is not None and micro_batches < 1:
             problems.append((f"micro_batches={micro_batches!r}", "pass at least 1"))
         super().__init__(
@@ -203,21 +187,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             stall_timeout=stall_timeout,
             problems=problems,
         )
-        self.arguments = arguments
-        self.where = where
-        self.stage = configs.stage_of(self.given_config)
+        self.given_config = given.config
+        self.arguments = given.arguments
+        self.where = given.where
+        self.stage = configs.stage_of(given.config)
         self.remote_device = remote_device
         self.logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters
-        self._batch_size = logging_batch_size_per_gpu if isinstance(logging_batch_size_per_gpu, int) else None
         self.micro_batches = micro_batches
         self.has_stages = False
+        self.engines = Engines(logging_level)
+        self.activations = Activations()
+        self._batch_size = logging_batch_size_per_gpu if isinstance(logging_batch_size_per_gpu, int) else None
         self._plan: dict[str, Any] = {}
-        self._deepspeed: Any = None
         self._has_set_rank = self._has_own_optimizer = False
-        self._keeps_activations = self._has_configured = False
-        self._roots: list[weakref.ref[EngineRoot]] = []
-        self._last: weakref.ref[EngineRoot] | None = None
 
     @property
     def shards_parameters(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
@@ -227,7 +210,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     @property
     def helps_in_evaluation(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether `evaluate_without_data` knows what is gathered: once this rank has evaluated a batch."""
-        return any(root.evaluated is not None for root in self._live_roots())
+        return any(root.evaluated is not None for root in self.engines.live())
 
     @property
     def zero_stage_3(self) -> bool:
@@ -257,7 +240,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         For what DeepSpeed alone does: `engine.save_checkpoint` writes its own format, for example.
         """
-        root = self._newest()
+        root = self.engines.newest()
         return None if root is None else root.engine
 
     @property
@@ -266,15 +249,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Shape (), on the engine's device, equal on all ranks; of the order of the norm where gradients were clipped.
         """
-        root = self._newest()
+        root = self.engines.newest()
         return None if root is None else root.grad_norm
-
-    def _newest(self) -> EngineRoot | None:
-        roots = self._live_roots()
-        return roots[-1] if roots else None
-
-    def _live_roots(self) -> list[EngineRoot]:
-        return [root for root in (one() for one in self._roots) if root is not None]
 
     # -- before the launch ---------------------------------------------------------------------------------------
 
@@ -308,17 +284,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         prepare(self.given_config, self.where)
 
     def _facts(self) -> configs.Facts:
-        plan = self._plan
-        dtype = self.precision.policy.compute_dtype
-        clip = plan.get("gradient_clip_val", None) or 0.0
-        is_norm = plan.get("gradient_clip_algorithm") in (None, "norm")
-        return configs.Facts(
-            world_size=self.world_size,
-            accumulate=plan.get("accumulate_grad_batches"),
-            clip=None if not plan else float(clip) if is_norm else 0.0,
-            micro_batch=plan.get("micro_batch_size") or self._batch_size,
-            dtype=_FLOAT_SECTIONS.get(dtype, str(dtype)),
-        )
+        dtype = str(self.precision.policy.compute_dtype).removeprefix("torch.")
+        return facts_of(self._plan, world_size=self.world_size, batch_size=self._batch_size, dtype=dtype)
 
     def default_optimizers(self, module: nn.Module) -> Any:
         """Return what the configuration's sections "optimizer" and "scheduler" say, where the module configures none.
@@ -330,21 +297,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             return None
         from .deepspeed_optimizers import make_optimizer
 
-        self._import()
+        assert self.engines.deepspeed is not None  # its warnings are out of the way
         self._has_own_optimizer = True
         return make_optimizer(self.configure_deepspeed_config(self.given_config), module, self.where)
 
     # -- processes -----------------------------------------------------------------------------------------------
-
-    def _import(self) -> Any:
-        if self._deepspeed is None:
-            from .deepspeed_ops import import_deepspeed
-
-            self._deepspeed = import_deepspeed()
-            from deepspeed.utils import logger as own
-
-            own.setLevel(self.logging_level)
-        return self._deepspeed
 
     def setup_distributed(self) -> None:
         """Connect the processes, and let DeepSpeed use the connection."""
@@ -355,39 +312,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             self._has_set_rank = True
         from .deepspeed_ops import connect
 
-        connect(self._import(), backend="nccl" if self.device.type == "cuda" else "gloo", timeout=self.timeout)
-        self._configure_activations()
-
-    def _configure_activations(self) -> None:
-        """Tell `deepspeed.checkpointing`, which is one for the whole process, what the configuration says of it.
-
-        A script that has configured it before keeps that where the configuration says nothing.
-        """
-        options = configs.activation_options(self.given_config)
-        self._has_configured = any(options.values())
-        if self.device.type == "cpu":
-            # They are there already; DeepSpeed (0.19) would take its copy, which is none, for free to be emptied.
-            options["checkpoint_in_cpu"] = False
-        checkpointing = self._import().checkpointing
-        if self._has_configured or not checkpointing.is_configured():
-            checkpointing.configure(None, **options)
-        self._keeps_activations = bool(options["contiguous_checkpointing"] or options["checkpoint_in_cpu"])
+        deepspeed = self.engines.deepspeed
+        connect(deepspeed, backend="nccl" if self.device.type == "cuda" else "gloo", timeout=self.timeout)
+        self.activations.configure(deepspeed.checkpointing, self.given_config, self.device.type)
 
     def teardown(self) -> None:
         """Let go of engines, then give back devices and connections."""
         if self._has_set_rank:  # it would look like a launcher to the next run
             os.environ.pop("LOCAL_RANK", None)
             self._has_set_rank = False
-        if self._has_configured:
-            self._import().checkpointing.configure(None)  # nothing is left to a later run of this process
-            self._has_configured = False
-        self._roots, self._last = [], None
+        self.activations.forget()
+        self.engines.forget()
         self._plan = {}
         self.has_stages = False
         super().teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_deepspeed": None, "_roots": [], "_last": None}
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -402,13 +340,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             with super().init_context(empty_init):
                 yield
             return
-        from .deepspeed_ops import refusals
+        from .deepspeed_setup import cut_as_built
 
-        zero = self._import().zero
-        with refusals(self.where):
-            # The dtype comes from the configuration: DeepSpeed (0.19) does not listen to its argument for it.
-            context = zero.Init(config_dict_or_path=self._engine_config(), remote_device=self.remote_device)
-        with context:
+        with cut_as_built(self):
             yield
 
     def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -417,14 +351,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move what is whole; parameters that lie in parts stay."""
-        from .deepspeed_state import is_partitioned
+        from .deepspeed_fragments import is_partitioned
+        from .deepspeed_setup import move_buffers
 
-        if not any(is_partitioned(one) for one in module.parameters()):
+        if any(is_partitioned(one) for one in module.parameters()):
+            move_buffers(module, self.device)
+        else:
             super().module_to_device(module)
-            return
-        for name, one in list(module.named_buffers()):
-            owner = module.get_submodule(name.rpartition(".")[0])
-            owner._buffers[name.rpartition(".")[2]] = one.to(self.device)
 
     def setup_module(self, module: nn.Module) -> EngineRoot:
         """Return what runs the module; `setup_optimizer` puts the engine around it. On every rank: it communicates.
@@ -436,13 +369,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         from .deepspeed_engine import EngineRoot
 
         self.look_at(module)
+        is_automatic = self._plan.get("is_automatic", True)
         if self.has_stages:
-            return self._setup_stages(module)
+            from .deepspeed_setup import setup_stages
+
+            return setup_stages(self, module, is_automatic=is_automatic)
         self.check_module(module)
-        root = EngineRoot(module, self.stage, is_stepped_by_hand=not self._plan.get("is_automatic", True))
+        root = EngineRoot(module, self.stage, is_stepped_by_hand=not is_automatic)
         root.take_over()
-        self._roots = [one for one in self._roots if one() is not None]
-        self._roots.append(weakref.ref(root))
+        self.engines.add(root)
         return root
 
     def place_module(self, module: nn.Module) -> EngineRoot:
@@ -454,7 +389,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if root.is_stepped_by_hand:
             return root  # the optimizer brings its engine
         if self.stage == 3 or root.is_pipeline:
-            self._start(root, None)
+            from .deepspeed_setup import start
+
+            start(self, root, None)
         elif self.world_size > 1:
             broadcast_tensors([*module.parameters(), *module.buffers()])
         return root
@@ -467,7 +404,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ModuleError: There are several PipelineModules.
         """
-        from .deepspeed_pipeline import find_pipeline
+        from .deepspeed_pipeline_start import find_pipeline
 
         found = find_pipeline(module)
         if found is None and not self.has_stages:
@@ -479,28 +416,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             rank, size = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
         self._topology = replace(self.topology, data_rank=rank, data_size=size)
 
-    def _setup_stages(self, module: nn.Module) -> PipelineRoot:
-        from . import deepspeed_pipeline, deepspeed_stages
-
-        found = deepspeed_pipeline.find_pipeline(module)
-        assert found is not None
-        path, pipe = found
-        deepspeed_pipeline.check(
-            module, pipe, self.given_config, self.precision, is_automatic=self._plan.get("is_automatic", True)
-        )
-        count = self.micro_batches or pipe.num_stages
-        # In stage 0 the engine would add 16-bit gradients up in masters of its own, where no loss weighs them.
-        stage = self.stage if self.precision.policy.compute_dtype is torch.float32 else 1
-        root = deepspeed_pipeline.PipelineRoot(
-            module, path, pipe, stage=stage, micro_batches=count, precision=self.precision
-        )
-        everyone = self.gather_objects(deepspeed_stages.described(root))
-        root.__dict__["layout"] = deepspeed_stages.learn_names(root, everyone)
-        root.sync_buffers()
-        self._roots = [one for one in self._roots if one() is not None]
-        self._roots.append(weakref.ref(root))
-        return root
-
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[nn.Module, list[Optimizer]]:
@@ -509,8 +424,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: There are several optimizers, or none.
         """
+        from .deepspeed_setup import several
+
         if len(optimizers) > 1:
-            raise _several(len(optimizers))
+            raise several(len(optimizers))
         root = self.setup_module(module)
         return root, [self.setup_optimizer(one) for one in optimizers]
 
@@ -520,79 +437,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: The module has an optimizer already, is not set up, or the optimizer cannot be used.
         """
-        from .deepspeed_state import set_masters, whole_parameters
+        from .deepspeed_setup import setup_optimizer
 
-        name = type(optimizer).__name__
-        if name == "LBFGS":
-            raise ConfigError(
-                "LBFGS cannot be used with DeepSpeedStrategy: it evaluates the model within its step, which the engine "
-                "makes.",
-                fix="use an optimizer such as AdamW or SGD; or strategy='ddp'.",
-            )
-        unused = [name for name in ("optimizer", "scheduler") if name in self.given_config]
-        if unused and not self._has_own_optimizer and self.is_global_zero:
-            warnings.warn(
-                f"{self.where}: what it says under {' and '.join(unused)} does not count, since an optimizer was "
-                "made beside it",
-                stacklevel=2,
-            )
-        self._has_own_optimizer = False
-        root = self._root_of(optimizer)
-        if root.engine is not None:
-            raise _several(2)
-        has_masters = self.precision.policy.compute_dtype != torch.float32
-        loaded = root.loaded
-        # The engine makes masters of the 16-bit parameters that it has cast: what was there before is put back.
-        masters: Mapping[str, Any] = {}
-        if has_masters:
-            masters = {**whole_parameters(root.module), **(loaded or {})}
-        root.__dict__["loaded"] = None
-        if self.stage == 0 and self.world_size > 1 and not root.is_pipeline:
-            broadcast_tensors(list(root.module.buffers()))
-        made = self._start(root, optimizer)
-        if masters:
-            set_masters(root, masters)
-        assert made is not None
-        return made  # type: ignore[return-value]  # it says that it is one
-
-    def _start(self, root: EngineRoot, optimizer: Optimizer | None) -> EngineOptimizer | None:
-        from .deepspeed_engine import start
-        from .deepspeed_ops import refusals
-
-        with refusals(self.where):
-            if root.is_pipeline:
-                return self._start_stages(cast("PipelineRoot", root), optimizer)
-            return start(self._import(), root, optimizer, self._engine_config())
-
-    def _start_stages(self, root: PipelineRoot, optimizer: Optimizer | None) -> EngineOptimizer | None:
-        from .deepspeed_pipeline import stage_config, start_stages
-        from .deepspeed_stages import group_names, learn_groups
-
-        if optimizer is not None:
-            groups = [group["params"] for group in optimizer.param_groups]
-            learn_groups(root.layout, self.gather_objects(group_names(root, groups)))
-        config = stage_config(self._engine_config(), root, trains=optimizer is not None)
-        return start_stages(self._import(), root, optimizer, config)
-
-    def _root_of(self, optimizer: Optimizer) -> EngineRoot:
-        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for root in reversed(self._live_roots()):
-            if any(id(one) in own for one in root.module.parameters()):
-                return root
-        raise ConfigError(
-            f"no parameter of {type(optimizer).__name__} is in a module that was set up, and DeepSpeed needs both "
-            "together.",
-            fix="pass both to fabric.setup(module, optimizer); make the optimizer of the module's own parameters.",
-        )
-
-    def _engine_config(self) -> dict[str, Any]:
-        """Return what the engine gets: clipping is ours, and so are optimizer and schedule."""
-        config = configs.without_sections(self.configure_deepspeed_config(self.given_config))
-        config["gradient_clipping"] = 0.0
-        config.setdefault("steps_per_print", 10**12)
-        if self.precision.policy.compute_dtype is torch.float16:
-            config["fp16"] = {**configs.fp16_section(self.arguments), **config.get("fp16", {}), "enabled": True}
-        return config
+        is_of_config, self._has_own_optimizer = self._has_own_optimizer, False
+        return setup_optimizer(self, optimizer, is_of_config=is_of_config)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Let all ranks have rank 0's buffers; with a PipelineModule, those of the first replica's stage."""
@@ -611,69 +459,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
         """Return what runs `module.<name>` under the engine's hooks, on every rank at the same time."""
-        from .deepspeed_engine import EngineRoot
+        from .deepspeed_steps import bind_step
 
-        original = self.unwrap(module)
-        step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
-        context: Callable[[], AbstractContextManager[Any]] | None = getattr(self.precision, "step_context", None)
-        is_pipeline = isinstance(module, EngineRoot) and module.is_pipeline  # the engine is called within the step
-        if context is not None and not is_pipeline and self.precision.policy.compute_dtype is not torch.float32:
-            step = _within(context, step)
-        if not isinstance(module, EngineRoot):
-            return step
-        if module.is_pipeline:
-            stages = cast("PipelineRoot", module)
-            if name == "forward" and original is stages.pipe:
-                return stages.predict  # its own forward runs the layers of this rank only
-            return self._bind_stages(step) if name == "training_step" else stages.count_evaluations(step)
-        root, call = module, Call(step, is_training=name == "training_step" and not module.is_stepped_by_hand)
-        reference = weakref.ref(root)
-
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            if not self.shards_parameters:
-                output = step(*args, **kwargs)
-            else:
-                output = (root.run if self.world_size == 1 else root.evaluate)(call, args, kwargs)
-            if self._keeps_activations:  # until a backward pass, which does not come
-                self._deepspeed.checkpointing.reset()
-            return output
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return evaluate(*args, **kwargs)
-            self._last = reference
-            output = root.run(call, args, kwargs)
-            if call.is_training and output.__class__ is not Tensor:
-                self._check_loss(output)
-            return output
-
-        return run
-
-    def _passed(self) -> EngineRoot | None:
-        """Return the pipeline whose gradients wait for `backward`; else the newest one."""
-        roots = self._live_roots()
-        return next((root for root in roots if root.is_pipeline and cast("PipelineRoot", root).has_pass), roots[-1])
-
-    def _bind_stages(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the step, in which the module itself calls the engine."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            if output.__class__ is not Tensor:
-                self._check_loss(output)
-            return output
-
-        return run
-
-    def _check_loss(self, output: Any) -> None:
-        loss = loss_tensor(output)
-        if self.world_size > 1 and (loss is None or not loss.requires_grad):
-            raise ModuleError(
-                f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and the backward "
-                "passes of the other ranks' engines wait for this one.",
-                fix="return lw.Loss(loss_sum, weight=0) or the loss times 0 for a batch that is not to count; or train "
-                "with strategy='ddp', where None skips a batch.",
-            )
+        return bind_step(self, module, name)
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
         """Refuse: a rank without a batch cannot take part in a training step.
@@ -694,18 +482,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             DataError: This rank has not evaluated any batch.
         """
-        from .deepspeed_engine import EngineRoot
-
-        known = [root for root in self._live_roots() if root.evaluated is not None]
-        if isinstance(module, EngineRoot):
-            known = [root for root in known if root is module]
-        if not known:
-            raise DataError(
-                f"rank {self.global_rank} has no batch of an evaluation and did not have one before, so that it cannot "
-                "know what the other ranks' engines gather.",
-                fix="evaluate on at least as many batches as there are ranks, or with strategy='deepspeed_stage_2'.",
-            )
-        for root in known:
+        for root in self.engines.without_data(module, self.global_rank):
             root.evaluate_without_data()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -720,28 +497,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: There is no engine yet.
         """
-        root = self._passed() if self.has_stages else None if self._last is None else self._last()
-        if root is None or root.engine is None:
-            raise ConfigError(
-                "a backward pass was made before DeepSpeed had an optimizer: its engine needs module and optimizer "
-                "together.",
-                fix="pass both to fabric.setup(module, optimizer); with the Trainer, return an optimizer from "
-                'configure_optimizers, or write a section "optimizer" into the configuration.',
-            )
-        if args:
-            kwargs = {**dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False)), **kwargs}
-        kwargs = {name: value for name, value in kwargs.items() if value not in (None, False)}
-        wrong = sorted(set(kwargs) - {"retain_graph"})
-        if wrong:
-            raise ConfigError(
-                f"backward was given {', '.join(wrong)}, which DeepSpeed's engine does not take.",
-                fix="call backward with the loss alone, or with retain_graph.",
-            )
-        root.backward(tensor, **kwargs)
+        root = self.engines.before_backward(has_stages=self.has_stages)
+        root.backward(tensor, **_retained(args, kwargs))
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to add a tensor over replicas, in place; see `Strategy.start_sum`."""
-        root = self._newest() if self.has_stages else None
+        root = self.engines.newest() if self.has_stages else None
         if root is None:
             return super().start_sum(tensor)
         return cast("PipelineRoot", root).start_sum(tensor)
@@ -750,7 +511,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """Forget gradients that wait for the end of a window which was broken off; of all modules for None."""
         from .deepspeed_engine import EngineRoot
 
-        for root in [module] if module is not None else [one() for one in self._roots]:
+        for root in [module] if module is not None else self.engines.live():
             if isinstance(root, EngineRoot) and root.engine is not None:
                 root.drop_gradients()
 
@@ -760,7 +521,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the reduced gradients, in place, before they are clipped."""
-        self._engine_of(optimizer).scale_gradients(factor)
+        _root_of(optimizer).scale_gradients(factor)
 
     def clip_gradients_norm(
         self,
@@ -774,28 +535,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         On every rank: it communicates. See `Strategy.clip_gradients_norm`.
         """
-        return self._engine_of(optimizer).clip_norm(max_norm, float(norm_type), error_if_nonfinite)
+        return _root_of(optimizer).clip_norm(max_norm, float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each element of the engine's gradients to [-clip_val, clip_val]."""
-        self._engine_of(optimizer).clip_value(clip_val)
+        _root_of(optimizer).clip_value(clip_val)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Let the engine step; return whether it did: False if a float16 gradient overflowed."""
         if closure is not None:
             closure()
-        return self._engine_of(optimizer).step()
-
-    def _engine_of(self, optimizer: Any) -> EngineRoot:
-        from .deepspeed_engine import EngineOptimizer
-
-        if type(optimizer) is not EngineOptimizer:
-            raise ConfigError(
-                f"{type(optimizer).__name__} is not the optimizer that DeepSpeed's engine was set up with.",
-                fix="use the optimizer that setup returned.",
-            )
-        root: EngineRoot = optimizer.root
-        return root
+        return _root_of(optimizer).step()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -807,50 +557,29 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of a module in float32, under the user's names; `gather_state` makes whole what is not."""
-        from .deepspeed_engine import EngineRoot
-        from .deepspeed_state import module_state
+        from .deepspeed_saving import saved_module_state
 
         original = self.unwrap(module)
         state = super().module_state_dict(original)
-        if isinstance(module, EngineRoot) and module.is_pipeline:
-            from .deepspeed_stages import whole_state
-
-            return whole_state(cast("PipelineRoot", module), state)
-        if self.exclude_frozen_parameters:
-            frozen = {name for name, one in original.named_parameters(remove_duplicate=False) if not one.requires_grad}
-            state = {name: value for name, value in state.items() if name not in frozen}
-        return module_state(module, state) if isinstance(module, EngineRoot) else state
+        return saved_module_state(module, original, state, is_frozen_left_out=self.exclude_frozen_parameters)
 
     get_module_state_dict = module_state_dict
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
         """Put back a state of whole tensors, of any strategy; masters get them in float32. On every rank."""
         from .deepspeed_engine import EngineRoot
-        from .deepspeed_state import load_module
+        from .deepspeed_saving import fit_module_state
 
         original = self.unwrap(module)
-        if not isinstance(module, EngineRoot):
-            return super().load_module_state_dict(original, state, strict)
-        if module.is_pipeline:
-            from .deepspeed_stages import own_state
-
-            state = own_state(cast("PipelineRoot", module), state, strict=strict)
-        targets = {
-            name: key
-            for name in original.state_dict()
-            for key in (name, name.replace("_orig_mod.", ""))
-            if key in state
-        }
-        fitted = load_module(module, state, targets)
-        if self.exclude_frozen_parameters:
-            own = dict(original.named_parameters(remove_duplicate=False))
-            fitted = {**{name: one.data for name, one in own.items() if not one.requires_grad}, **fitted}
-        return super().load_module_state_dict(original, fitted, strict)
+        if isinstance(module, EngineRoot):
+            is_left_out = self.exclude_frozen_parameters
+            state = fit_module_state(module, original, state, strict=strict, is_frozen_left_out=is_left_out)
+        return super().load_module_state_dict(original, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
         """Return the state of an optimizer, by the numbers of the user's parameters; see `gather_state`."""
         from .deepspeed_engine import EngineOptimizer
-        from .deepspeed_state import optimizer_state
+        from .deepspeed_saving import saved_steps
 
         if type(optimizer) is not EngineOptimizer:  # type: ignore[comparison-overlap]  # it says that it is one
             return super().optimizer_state(optimizer, module)
@@ -860,11 +589,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 "optimizer's state",
                 stacklevel=2,
             )
-        if optimizer.root.is_pipeline:
-            from .deepspeed_stages import whole_steps
-
-            return whole_steps(optimizer)
-        return optimizer_state(optimizer)
+        return saved_steps(optimizer)
 
     get_optimizer_state = optimizer_state
 
@@ -873,28 +598,35 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     ) -> None:
         """Put back a state of whole tensors, of any strategy."""
         from .deepspeed_engine import EngineOptimizer
-        from .deepspeed_state import load_optimizer
+        from .deepspeed_saving import load_steps
 
         if type(optimizer) is not EngineOptimizer:  # type: ignore[comparison-overlap]  # it says that it is one
             super().load_optimizer_state(optimizer, state, module)
             return
-        if optimizer.root.is_pipeline:
-            from .deepspeed_stages import own_steps
-
-            state = own_steps(optimizer, state)
-        load_optimizer(optimizer, state)
+        load_steps(optimizer, state)
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], step: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return step(*args, **kwargs)
+def _retained(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what a backward pass was given beside the loss, if the engine takes it."""
+    if args:
+        kwargs = {**dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False)), **kwargs}
+    kwargs = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    wrong = sorted(set(kwargs) - {"retain_graph"})
+    if wrong:
+        raise ConfigError(
+            f"backward was given {', '.join(wrong)}, which DeepSpeed's engine does not take.",
+            fix="call backward with the loss alone, or with retain_graph.",
+        )
+    return kwargs
 
-    return run
 
+def _root_of(optimizer: Any) -> EngineRoot:
+    from .deepspeed_engine import EngineOptimizer
 
-def _several(count: int) -> ConfigError:
-    return ConfigError(
-        f"DeepSpeedStrategy was given {count} optimizers for one module, and an engine steps one.",
-        fix="use one optimizer with several parameter groups; or strategy='ddp' or 'fsdp'.",
-    )
+    if type(optimizer) is not EngineOptimizer:
+        raise ConfigError(
+            f"{type(optimizer).__name__} is not the optimizer that DeepSpeed's engine was set up with.",
+            fix="use the optimizer that setup returned.",
+        )
+    root: EngineRoot = optimizer.root
+    return root

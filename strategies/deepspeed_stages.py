@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ModuleError
 from .deepspeed_engine import EngineOptimizer
+from .deepspeed_fragments import lies_in_parts, own_fragment, state_of
 from .deepspeed_pipeline import PipelineRoot
-from .deepspeed_state import Pending, lies_in_parts, own_fragment, state_entry, state_of
+from .deepspeed_state import Pending, state_entry
 
 __all__ = [
     "Layout",

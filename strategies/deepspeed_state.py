@@ -3,16 +3,12 @@
 What every other strategy writes, this one reads, and the reverse, in every ZeRO stage and with any number of processes.
 Called by strategies/deepspeed.py.
 
-The engine keeps masters and optimizer state in flat tensors, of which each rank has a part. A `Fragment` says where a
-parameter's elements are in this rank's part. Reading adds up over ranks buffers that are zero where a rank has nothing;
-writing copies, and does not communicate.
+Reading adds up over ranks buffers that are zero where a rank has nothing; writing copies, and does not communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,44 +16,34 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .deepspeed_engine import EngineOptimizer, EngineRoot
+from .deepspeed_fragments import (
+    flats_of,
+    gathered,
+    is_partitioned,
+    is_stepped,
+    lies_in_parts,
+    own_fragment,
+    settle,
+    shape_of,
+    state_of,
+    swap_in,
+    swap_out,
+)
 from .shards import read_whole
 
 __all__ = [
     "Pending",
     "gather",
-    "lies_in_parts",
     "load_module",
     "load_optimizer",
     "module_state",
     "optimizer_state",
-    "own_fragment",
     "set_masters",
     "state_entry",
-    "state_of",
+    "whole_parameters",
 ]
 
 # Any in this file: deepspeed has no types; states are of the user's modules and optimizers.
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Where elements of a parameter are on this rank.
-
-    Attributes:
-        flat: The flat float32 tensor that the optimizer steps; None where this rank has none of the parameter.
-        at: Where they begin in `flat`.
-        start: Where they begin in the flattened parameter.
-        size: How many.
-    """
-
-    flat: Any
-    at: int = 0
-    start: int = 0
-    size: int = 0
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the elements in a tensor that is as long as `flat`."""
-        return tensor.reshape(-1).narrow(0, self.at, self.size)
 
 
 class Pending:
@@ -95,16 +81,6 @@ class Pending:
         return _whole(self)
 
 
-def shape_of(parameter: Any) -> torch.Size:
-    """Return the shape of a parameter, which in stage 3 it does not have itself."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def is_partitioned(parameter: Any) -> bool:
-    """Return whether each rank has a part of the parameter itself (stage 3)."""
-    return hasattr(parameter, "ds_id")
-
-
 # --- out -----------------------------------------------------------------------------------------------------------
 
 
@@ -125,26 +101,6 @@ def module_state(root: EngineRoot, state: Mapping[str, Any]) -> dict[str, Any]:
             value = value.float()  # frozen ones have no masters; float32 ones are not copied
         result[name] = value
     return result
-
-
-def lies_in_parts(root: EngineRoot, parameter: Any) -> bool:
-    """Return whether this rank does not have the whole float32 tensor itself."""
-    if is_partitioned(parameter):
-        return True
-    # The masters: below stage 3 the parameters are whole, but of 16 bits.
-    return root.engine is not None and parameter.dtype != torch.float32 and is_stepped(root, parameter)
-
-
-def is_stepped(root: EngineRoot, parameter: Any) -> bool:
-    """Return whether the engine's optimizer has the parameter: it is not frozen, and in one of the groups."""
-    if not parameter.requires_grad or not root.has_optimizer:
-        return False
-    if root.stage == 0:
-        return True
-    zero = root.zero
-    if root.stage == 3:
-        return zero.get_param_id(parameter) in zero.grad_position
-    return any(one is parameter for group in zero.bit16_groups for one in group)
 
 
 def optimizer_state(optimizer: EngineOptimizer) -> dict[str, Any]:
@@ -169,7 +125,7 @@ def state_entry(root: EngineRoot, inner: Any, parameter: Any) -> dict[str, Any]:
     """Return an optimizer's state of one parameter, with `Pending` for what is as long as it; empty without any."""
     if not parameter.requires_grad:
         return {}
-    flats = _flats_of(root, parameter)
+    flats = flats_of(root, parameter)
     known = next((inner.state[flat] for flat in flats if flat in inner.state), None)
     if known is None:
         return {}
@@ -219,13 +175,7 @@ def gather(state: Any, *, keep: bool) -> Any:
         return resolve(state)
     finally:
         for root in settled.values():
-            _swap_out(root)
-
-
-def settle(root: EngineRoot) -> None:
-    """Let no parameter be on its way to a use, as the last evaluation step may have left some. On every rank."""
-    if root.stage == 3 and root.engine is not None:
-        root.engine.optimizer.empty_partition_cache()
+            swap_out(root)
 
 
 def _whole(pending: Pending) -> Tensor:
@@ -234,11 +184,11 @@ def _whole(pending: Pending) -> Tensor:
     root, parameter, key = pending.root, pending.parameter, pending.key
     shape = pending.shape
     if root.engine is None or not is_stepped(root, parameter):
-        with _gathered([parameter]):
+        with gathered([parameter]):
             copied: Tensor = parameter.detach().float().clone()
             return copied
     whole: Tensor
-    _swap_in(root, parameter)
+    swap_in(root, parameter)
     if root.stage == 0:
         fragment = own_fragment(root, parameter)
         source = fragment.flat if key is None else state_of(root, fragment.flat)[key]
@@ -251,77 +201,6 @@ def _whole(pending: Pending) -> Tensor:
         buffer.narrow(0, fragment.start, fragment.size).copy_(fragment.of(source.detach()))
     dist.all_reduce(buffer)
     return buffer.reshape(shape)
-
-
-def state_of(root: EngineRoot, flat: Any) -> Any:
-    """Return the optimizer's state of a flat tensor."""
-    engine = root.engine
-    inner = engine.basic_optimizer if engine.basic_optimizer is not None else engine.optimizer
-    return inner.state[flat]
-
-
-def _swap_in(root: EngineRoot, parameter: Any, *, writes: bool = False) -> None:
-    """Have the optimizer's tensors of a parameter's group in memory, where they lie on a disk, until `_swap_out`.
-
-    One group at a time, as the engine's buffers have room for one; `writes` as in `_swap_out`.
-    """
-    if not root.swaps_gradients:
-        return
-    own, zero = root.__dict__, root.zero
-    number = zero.grad_position[zero.get_param_id(parameter)][0]
-    if own.get("_swapped_in") == number:
-        return
-    _swap_out(root, writes=writes)
-    if zero._swappable_optimizer_subgroup(number):
-        zero._optimizer_states_and_gradient_swap_in(number)
-        own["_swapped_in"] = number
-
-
-def _swap_out(root: EngineRoot, *, writes: bool = False) -> None:
-    """Give the engine's buffers back; with `writes`, put on the disk what is in them."""
-    number = root.__dict__.pop("_swapped_in", None)
-    if number is not None:
-        zero = root.zero
-        (zero._optimizer_states_and_gradient_swap_out if writes else zero._release_swap_buffers)(number)
-
-
-# --- where elements are --------------------------------------------------------------------------------------------
-
-
-def _flats_of(root: EngineRoot, parameter: Any) -> list[Any]:
-    """Return the flat tensors of the parameter's group, this rank's own first; there is one on every rank."""
-    if root.stage == 0:
-        return [own_fragment(root, parameter).flat]
-    zero = root.zero
-    if root.stage == 3:
-        return [zero.fp32_partitioned_groups_flat[zero.grad_position[zero.get_param_id(parameter)][0]]]
-    number = next(i for i, group in enumerate(zero.bit16_groups) if any(one is parameter for one in group))
-    return [zero.single_partition_of_fp32_groups[number]]
-
-
-def own_fragment(root: EngineRoot, parameter: Any) -> Fragment:
-    """Return where this rank has the parameter's float32 elements."""
-    total = shape_of(parameter).numel()
-    if root.stage == 0:
-        wrapper = root.engine.optimizer
-        if hasattr(wrapper, "fp32_groups"):
-            for half, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-                for one, master in zip(half, masters, strict=True):
-                    if one is parameter:
-                        return Fragment(master, 0, 0, total)
-        return Fragment(parameter, 0, 0, total)
-    zero = root.zero
-    if root.stage == 3:
-        number, at, _ = zero.grad_position[zero.get_param_id(parameter)]
-        share = parameter.partition_numel()
-        start = share * zero._get_param_partition_rank(parameter)
-        size = max(0, min(share, total - start))
-        return Fragment(zero.fp32_partitioned_groups_flat[number], at, start, size)
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
-        return Fragment(None)
-    own, flat = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-    return Fragment(_flats_of(root, parameter)[0], flat.start, own.start, own.numel)
 
 
 # --- in ------------------------------------------------------------------------------------------------------------
@@ -360,7 +239,7 @@ def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str
         masters[own] = value
         if is_partitioned(one):
             if id(one) not in seen:
-                with _gathered([one], writes=True):
+                with gathered([one], writes=True):
                     if _is_first():
                         one.data.copy_(value)
             result[name] = one.data
@@ -385,14 +264,14 @@ def set_masters(root: EngineRoot, values: Mapping[str, Tensor]) -> None:
         one = parameters.get(name)
         if one is None or not is_stepped(root, one):
             continue
-        _swap_in(root, one, writes=True)
+        swap_in(root, one, writes=True)
         fragment = own_fragment(root, one)
         if fragment.flat is None or fragment.flat is one or not fragment.size:
             continue
         with torch.no_grad():
             part = value.detach().reshape(-1).narrow(0, fragment.start, fragment.size)
             fragment.of(fragment.flat.data).copy_(part)
-    _swap_out(root, writes=True)
+    swap_out(root, writes=True)
 
 
 def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None:
@@ -425,7 +304,7 @@ def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None
             entry = state["state"].get(number, state["state"].get(str(number)))
             if entry and one.requires_grad:
                 _put_entry(root, inner, one, entry)
-    _swap_out(root, writes=True)
+    swap_out(root, writes=True)
     relink = getattr(root.zero, "_lazy_init_hp_params_optimizer_state", None)
     if relink is not None and not root.swaps_gradients and inner.state:
         root.zero._hp_optimizer_states_linked = False
@@ -434,9 +313,9 @@ def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None
 
 def _put_entry(root: EngineRoot, inner: Any, parameter: Any, entry: Mapping[str, Any]) -> None:
     shape = shape_of(parameter)
-    _swap_in(root, parameter, writes=True)
+    swap_in(root, parameter, writes=True)
     fragment = own_fragment(root, parameter)
-    flat = _flats_of(root, parameter)[0]
+    flat = flats_of(root, parameter)[0]
     target = inner.state[flat]
     for key, value in entry.items():
         whole = read_whole(value)
@@ -468,18 +347,6 @@ def _count(inner: Any, value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-@contextmanager
-def _gathered(parameters: list[Any], *, writes: bool = False) -> Iterator[None]:
-    """Return a context in which partitioned parameters are whole; with `writes`, rank 0's changes are kept."""
-    if not any(is_partitioned(one) for one in parameters):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None):
-        yield
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -117,8 +117,9 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
 
 def keep_store(server: TCPStore) -> None:
     """Let `open_store` use a server that a launcher opened in the process that becomes rank 0."""
-    global _kept
+    global _kept, _num_worlds
     _kept = (server, os.getpid())
+    _num_worlds = 0  # nothing was written to this one
 
 
 def attempt_store(base: Store) -> Store:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,6 +168,34 @@ class XLAStrategy(XLAProcessStrategy):
             # torch_xla's mark_sharding without the object that it makes and that nobody here needs.
             lib._xla_mark_sharding(tensor, self.mesh.get_op_sharding(spec))
 
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back a state of the host's tensors; see Strategy's. Each device is sent its part of a parameter only."""
+        return super().load_module_state_dict(module, self._send_parts(self.unwrap(module), state), strict)
+
+    def _send_parts(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with those tensors on the devices that are cut: torch's copy would send each device all."""
+        targets = {_plain(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+        cut: list[str] = []
+        tensors: list[Tensor] = []
+        specs: list[Any] = []
+        for name, value in state.items():
+            target = targets.get(_plain(name))
+            if target is None or type(value) is not Tensor or value.device.type != "cpu" or value.shape != target.shape:
+                continue  # torch copies it, or names it as wrong
+            spec = self.spec_of(target)
+            if any(spec):
+                cut.append(name)
+                tensors.append(value.to(target.dtype))
+                specs.append(
+                    import_xla("torch_xla.distributed.spmd").ShardingSpec(self.mesh, spec).xla_spec(tensors[-1])
+                )
+        if not cut:
+            return state
+        sent = import_xla()._XLAC._xla_tensors_from_aten(tensors, [str(self.device)] * len(tensors), specs)
+        result = copy(state)  # with the versions of modules, which torch keeps in an attribute
+        result.update(zip(cut, sent, strict=True))
+        return result
+
     def copy_to_host(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return whole tensors of the host; those that are cut are put together there.
 
@@ -222,6 +251,10 @@ def _put_together(tensor: Tensor, parts: Any, places: Any) -> Tensor:
         # The last part may be padded.
         whole[tuple(place)] = part[tuple(slice(0, one.stop - one.start) for one in place)]
     return whole
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile's
 
 
 def _whole(tensor: Tensor) -> tuple[None, ...]:

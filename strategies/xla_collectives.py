@@ -8,7 +8,8 @@ through the host, to try a program without a TPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..accelerators.xla import import_xla
 
-__all__ = ["Collectives", "HostCollectives", "RuntimeCollectives"]
+__all__ = ["Collectives", "HostCollectives", "RuntimeCollectives", "gather_with_gradient", "reduce_as"]
 
 # Any in this file: torch_xla is not annotated.
 
@@ -113,3 +114,50 @@ class HostCollectives:
         parts = [torch.empty_like(copy) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, copy)
         return torch.stack(parts).to(tensor.device)
+
+
+def reduce_as(collectives: Collectives, tensor: Tensor, op: str, size: int) -> Tensor:
+    """Return a reduction with the dtypes of comm.py: wide sums, and a mean of integers that is not cut."""
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    wide = tensor.dtype
+    if not is_number:
+        wide = torch.int64
+    elif tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
+        wide = torch.float32
+    result = collectives.reduce(tensor.to(wide), "sum" if op == "mean" else op)
+    if op == "mean":
+        return (result / size).to(tensor.dtype) if is_number else result.to(torch.float64) / size
+    return result if op in ("sum", "product") and not is_number else result.to(tensor.dtype)
+
+
+def gather_with_gradient(
+    collectives: Collectives, tensor: Tensor, rank: int, alone: Callable[[], AbstractContextManager[None]]
+) -> Tensor:
+    """Return the tensors of all ranks, stacked; backward sums over the ranks and takes this rank's share.
+
+    Args:
+        collectives: The connection.
+        tensor: This rank's, of the device.
+        rank: This rank.
+        alone: Gives what is written down within a graph of its own.
+    """
+    gathered: Tensor = _Gather.apply(tensor, collectives, rank, alone)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """See `gather_with_gradient`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, collectives: Collectives, rank: int, alone: Callable[[], AbstractContextManager[None]]
+    ) -> Tensor:
+        ctx.collectives, ctx.rank, ctx.alone = collectives, rank, alone
+        with alone():
+            return collectives.gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        with ctx.alone():
+            total = ctx.collectives.reduce(gradient, "sum")
+        return total[ctx.rank], None, None, None

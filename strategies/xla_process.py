@@ -282,23 +282,23 @@ class XLAProcessStrategy(Strategy):
 
         return run
 
-    def _cut_between_micro_batches(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _cut_between_micro_batches(self, watch: StepWatch) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             # Else the graph, and with it the memory, would grow with the number of micro-batches.
             if self._has_gradients:
                 self.mark_step()
-            output = step(*args, **kwargs)
+            output = watch.run(*args, **kwargs)
             if not torch.is_grad_enabled():
                 self.mark_step()
             return output
 
         return run
 
-    def _manual(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _manual(self, watch: StepWatch) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._is_in_manual_step = True
             try:
-                output = step(*args, **kwargs)
+                output = watch.run(*args, **kwargs)
             finally:
                 self._is_in_manual_step = False
             self.mark_step()

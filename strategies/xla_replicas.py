@@ -24,7 +24,7 @@ from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
 from .replica import loss_tensor, replace_loss
 from .single_xla import SingleDeviceXLAStrategy
 from .tree import map_leaves
-from .xla_collectives import Collectives, HostCollectives, RuntimeCollectives
+from .xla_collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -420,7 +420,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
             own = leaf.detach().clone()  # no view, as in average_gradients
             with self._alone():
-                return _reduced(self.collectives, own, op, self.world_size)
+                return reduce_as(self.collectives, own, op, self.world_size)
 
         return map_leaves(tensor, reduced)
 
@@ -438,8 +438,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
                 found = super(XLAReplicasStrategy, self).all_gather(_on_host(leaf), group, sync_grads)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
             if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
-                whole: Tensor = _Gather.apply(leaf, self)  # type: ignore[no-untyped-call]
-                return whole
+                return gather_with_gradient(self.collectives, leaf, self.global_rank, self._alone)
             own = leaf.detach().clone()
             with self._alone():
                 return self.collectives.gather(own)
@@ -484,34 +483,3 @@ def _is_of_device(leaf: Any) -> bool:
 def _on_host(leaf: Any) -> Any:
     """Return a number as a tensor of the host, so that it does not wait for the device."""
     return torch.tensor(leaf) if isinstance(leaf, bool | int | float | complex) else leaf
-
-
-def _reduced(collectives: Collectives, tensor: Tensor, op: str, size: int) -> Tensor:
-    """Return a reduction with the dtypes of comm.py: wide sums, and a mean of integers that is not cut."""
-    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    wide = tensor.dtype
-    if not is_number:
-        wide = torch.int64
-    elif tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
-        wide = torch.float32
-    result = collectives.reduce(tensor.to(wide), "sum" if op == "mean" else op)
-    if op == "mean":
-        return (result / size).to(tensor.dtype) if is_number else result.to(torch.float64) / size
-    return result if op in ("sum", "product") and not is_number else result.to(tensor.dtype)
-
-
-class _Gather(torch.autograd.Function):
-    """Stack the tensors of all ranks; backward sums over the ranks and takes this rank's share."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, strategy: XLAReplicasStrategy) -> Tensor:
-        ctx.strategy = strategy
-        with strategy._alone():
-            return strategy.collectives.gather(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        strategy: XLAReplicasStrategy = ctx.strategy
-        with strategy._alone():
-            total = strategy.collectives.reduce(gradient, "sum")
-        return total[strategy.global_rank], None

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
 
 _WARM_UP = 10  # steps: first forms of a graph (optimizer state begins, numbers are logged) belong to every run
-_WINDOW = 20  # steps that are judged together: rare reads, and a last batch of another shape, are nobody's mistake
+_WINDOW = 20  # steps that are judged: rare reads, and a last batch of another shape, are nobody's mistake
 _NS_PER_S = 1e9
 _LIBRARIES = tuple(
     os.path.join(folder, "")
@@ -40,16 +40,22 @@ _OUR_PARTS = ("callbacks", "data", "fabric", "loggers", "precision", "profilers"
 class StepWatch:
     """Runs a step of the user's and warns, once each, when most steps read a tensor or compile a graph.
 
+    The first steps are watched; from then on `run` is the user's step itself.
+
     Args:
         name: The step's name, for messages.
         step: The step.
         own_cuts: Returns how many graphs the strategy has sent off by itself.
         hears_reads: False where something else than the user's code sends off graphs within a step.
+
+    Attributes:
+        run: What runs the step; to be asked for anew at each call.
     """
 
     def __init__(
         self, name: str, step: Callable[..., Any], *, own_cuts: Callable[[], int], hears_reads: bool = True
     ) -> None:
+        self.run: Callable[..., Any] = self._watch
         self._name = name
         self._step = step
         self._own_cuts = own_cuts
@@ -58,44 +64,40 @@ class StepWatch:
         self._reads = 0
         self._new_forms = 0
         self._compiled = 0
-        self._shapes: list[tuple[tuple[int, ...], ...]] = []
+        self._shapes: list[tuple[int, ...]] = []  # of the last batch
+        self._new_shapes: list[tuple[tuple[int, ...], ...]] = []  # of batches whose graphs were compiled
         self._hears_reads = hears_reads
-        self._hears_forms = True
-        self._is_to_locate = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the step returns."""
+    def _watch(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the step returns, and count what it sent off."""
         value = self._value
         compiled = value("UncachedCompile") or 0
         before = compiled + (value("CachedCompile") or 0) - self._own_cuts()
         if compiled != self._compiled:
             self._compiled = compiled
             self._new_forms += 1
-            if self._hears_forms and self._steps >= 0:
-                self._shapes.append(tuple(tuple(leaf.shape) for _, leaf in leaves(args) if isinstance(leaf, Tensor)))
-        if self._is_to_locate:
-            return self._locate(args, kwargs)
+            self._new_shapes.append(tuple(self._shapes))  # a step's graph is sent off after it
+        self._shapes = [tuple(leaf.shape) for _, leaf in leaves(args) if isinstance(leaf, Tensor)]
         output = self._step(*args, **kwargs)
-        if (value("UncachedCompile") or 0) + (value("CachedCompile") or 0) - self._own_cuts() > before:
+        if self._sent() > before:
             self._reads += 1
         self._steps += 1
-        if self._steps == 0 or self._steps == _WINDOW:
+        if self._steps == 0:
+            self._reads = self._new_forms = 0
+            self._new_shapes = []
+        elif self._steps == _WINDOW:
             self._judge()
         return output
 
     def _judge(self) -> None:
-        """Look at the steps of a window, and begin another one."""
-        if self._steps == _WINDOW:
-            self._is_to_locate = self._hears_reads and self._reads * 2 >= _WINDOW
-            if self._hears_forms and self._new_forms * 2 >= _WINDOW:
-                self._hears_forms = False
-                self._warn_of_forms()
-        self._steps = self._reads = self._new_forms = 0
-        self._shapes = []
+        """Say what was found, and watch no more."""
+        self.run = self._locate if self._hears_reads and self._reads * 2 >= _WINDOW else self._step
+        if self._new_forms * 2 >= _WINDOW:
+            self._warn_of_forms()
 
     def _warn_of_forms(self) -> None:
         data = import_xla("torch_xla.debug.metrics").metric_data("CompileTime")
-        forms = list(dict.fromkeys(self._shapes))
+        forms = list(dict.fromkeys(self._new_shapes))
         if len(forms) > 1:
             some = ", ".join(" ".join(map(str, shapes)) for shapes in forms[:3])
             cause = f"batches have other shapes each time: {some}"
@@ -104,14 +106,14 @@ class StepWatch:
             cause = "batches have equal shapes: a number or a choice of Python in the step changes"
             remedy = "pass numbers as tensors, and choose with torch.where"
         _warn(
-            "XLA compiled anew in %d of the last %d calls of %s (%d graphs and %.1f s in this process): %s. To fix it: "
+            "XLA compiled anew in %d of %d calls of %s (%d graphs and %.1f s in this process): %s. To fix it: "
             "%s; XLAStatsMonitor logs the counts.",
             self._new_forms, _WINDOW, self._name, data[0], data[1] / _NS_PER_S, cause, remedy,
         )  # fmt: skip
 
-    def _locate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _locate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step once line by line, and say which of the user's lines sent off a graph."""
-        self._is_to_locate = self._hears_reads = False
+        self.run = self._step
         places = _Places(self._sent)
         output = places.run(self._step, args, kwargs)
         where = ", ".join(places.found[:5])

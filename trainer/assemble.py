@@ -138,6 +138,9 @@ def make_eval_loader(
             )
         if is_one_shot(member):
             members[len(limits)] = ReadOnce(member, name)
+        if isinstance(member, CombinedLoader):
+            iter(member)  # its length is known from here on
+            members[len(limits)] = _Batches(member)
         most = resolve_limit(limit, count(member), name)
         limits.append(most if own_limit is None else min(most, own_limit))
     if members and limit != 0 and not any(count(member) != 0 for member in members):

@@ -376,8 +376,10 @@ class TrainerAttributes:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of the sanity check of each loader."""
-        return list(self.loaders.sanity.limits) if self.loaders.sanity is not None else []
+        """Batches of the sanity check of each loader; empty before the loaders were asked for."""
+        count = self._arguments.num_sanity_val_steps or 0
+        limit = math.inf if count == -1 else count
+        return [min(limit, num_batches) for num_batches in self.num_val_batches]
 
     @property
     def train_dataloader(self) -> Any:

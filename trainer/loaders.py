@@ -53,7 +53,7 @@ class Loaders:
         self._has_warned = False
         self.train: Any = None
         self.eval: dict[str, EvalLoader] = {}
-        self.sanity: EvalLoader | None = None
+        self._sizes: dict[str, list[int | float]] = {}
         self.interval_batches: int | float = math.inf
         self.interval_s: float | None = None
         self.shard: Shard | None = None
@@ -61,9 +61,12 @@ class Loaders:
         self.evaluation: dict[str, Callable[[Any], Any]] = {}
 
     def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> None:
-        """Forget the loaders of an earlier run."""
+        """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
+        self._sizes.update((stage, list(data.limits)) for stage, data in self.eval.items())
+        for stage in given:
+            self._sizes.pop(stage, None)
         self._module, self._datamodule, self._given = module, datamodule, given
-        self.train, self.eval, self.sanity = None, {}, None
+        self.train, self.eval = None, {}
 
     @property
     def given(self) -> dict[str, Any]:
@@ -197,8 +200,7 @@ class Loaders:
             if isinstance(loader, assemble.ReadOnce):
                 raise loader.error("and the check before training (num_sanity_val_steps) would read from it")
         limit = math.inf if count == -1 else count
-        self.sanity = EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
-        return self.sanity
+        return EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
 
     def capture_generators(self) -> dict[str, Any]:
         """Return the states of generators that the validation loaders hold in their attributes, by path."""
@@ -220,4 +222,4 @@ class Loaders:
     def num_batches(self, stage: str) -> list[int | float]:
         """Return the batches of each loader of an evaluation stage."""
         data = self.eval.get(stage)
-        return list(data.limits) if data is not None else []
+        return list(data.limits if data is not None else self._sizes.get(stage, ()))

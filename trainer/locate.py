@@ -37,7 +37,7 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
     if verb == "fit" and trainer.can_be_requeued:
         from .requeue import find_requeued  # not imported where nobody can requeue
 
-        requeued = find_requeued(trainer)
+        requeued = from_rank_zero(trainer, lambda: find_requeued(trainer))
         if requeued is not None:
             return requeued
     if ckpt_path is None:
@@ -120,7 +120,7 @@ def _hpc(trainer: Trainer) -> str:
     from .requeue import numbered_checkpoints  # not imported where nobody asks
 
     folder = Path(trainer.default_root_dir)
-    found = numbered_checkpoints(folder)
+    found = from_rank_zero(trainer, lambda: numbered_checkpoints(folder))
     if not found:
         raise ConfigError(f"ckpt_path='hpc': no hpc_ckpt_N.ckpt in {folder}.", fix="pass a path, or 'last'.")
     return str(found[max(found)])

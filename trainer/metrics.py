@@ -39,6 +39,10 @@ def _stage_of(hook: str) -> str:
     return next((stage for stage in ("validation", "test") if stage in hook), "train")
 
 
+def _is_of_batches(hook: str) -> bool:
+    return "batch" in hook or "step" in hook
+
+
 class HookTable:
     """The slots that one hook logs to.
 
@@ -73,6 +77,7 @@ class Metrics:
         is_muted: Whether `log` does nothing now (a closure that evaluates a batch again).
         results: Latest epoch value of each key: shape (), on the device.
         result_steps: `global_step` at which each of them was computed.
+        loaders_of_keys: Key -> the loaders whose batches logged it, of the last evaluation with several.
         progress_bar: Host values for the bar, as of the last log boundary.
         late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
@@ -94,6 +99,7 @@ class Metrics:
         self.loader_index = 0
         self.results: dict[str, Tensor] = {}
         self.result_steps: dict[str, int] = {}
+        self.loaders_of_keys: dict[str, set[int]] = {}
         self._replaced: dict[str, tuple[Tensor | None, int]] = {}
         self.progress_bar: dict[str, float] = {}
         self._step_slots: list[ScalarSlot] = []
@@ -297,7 +303,7 @@ class Metrics:
                 f"log({name!r}): '/dataloader_idx_' is added by the trainer.",
                 fix="choose another name, or pass add_dataloader_idx=False.",
             )
-        is_per_loader = table.stage != "train" and ("batch" in table.hook or "step" in table.hook)
+        is_per_loader = table.stage != "train" and _is_of_batches(table.hook)
         if self.several_loaders and add_dataloader_idx and is_per_loader:
             full = f"{name}/dataloader_idx_{self.loader_index}"
         self._refuse_conflict(full)
@@ -425,6 +431,7 @@ class Metrics:
             Key -> value for the loggers, and key -> value of everything; the same on every rank.
         """
         slots = list(self.filled_slots(stage))
+        self.loaders_of_keys = self._find_loaders(stage) if self.several_loaders else {}
         if self._ranks is not None:
             finished = self._ranks.finish_epoch(stage, step)
         else:
@@ -444,6 +451,17 @@ class Metrics:
             slot.reset()
         self._replaced = {}
         return row, everything
+
+    def _find_loaders(self, stage: str) -> dict[str, set[int]]:
+        """Return which loaders' batches have logged each key; what hooks of an epoch log is of none."""
+        found: dict[str, set[int]] = {}
+        for table in self._tables.values():
+            if table.stage == stage and _is_of_batches(table.hook):
+                for index, slots in table.by_loader.items():
+                    for slot in slots.values():
+                        if not slot.is_empty:
+                            found.setdefault(slot.epoch_key, set()).add(index)
+        return found
 
     def discard_epoch(self, stage: str) -> None:
         """Forget what a stage logged and put back what it published over: the sanity check leaves no trace."""

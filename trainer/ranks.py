@@ -6,7 +6,6 @@ is called on every rank.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import platform
@@ -211,7 +210,7 @@ def gather_data(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
 
 # --- meeting -------------------------------------------------------------------------------------------------------
 
-_meetings = itertools.count()
+_last_meeting: tuple[Any, int] = (None, -1)  # Any: the store; and which meeting in it that was
 _PATIENCE_S = 2.0
 
 
@@ -225,12 +224,15 @@ def meet(trainer: Trainer, what: str) -> None:
     Raises:
         CheckpointError: A rank has gone past this place without calling it, or did not come at all.
     """
+    global _last_meeting
     from ..strategies.rendezvous import store
 
     shared, watch = store(), trainer.fabric.watch
     assert shared is not None
     assert watch is not None
-    place = f"loopwright/meeting/{next(_meetings)}"
+    # Counted within a world: the jobs of a sweep have one each, with processes that are new and this one that is not.
+    _last_meeting = (shared, _last_meeting[1] + 1 if shared is _last_meeting[0] else 0)
+    place = f"loopwright/meeting/{_last_meeting[1]}"
     keys = [f"{place}/{rank}" for rank in range(trainer.world_size)]
     shared.set(keys[trainer.global_rank], "here")
     began = last_look = time.monotonic()

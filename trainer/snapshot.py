@@ -211,21 +211,21 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
 
 def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
     """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
-    from ..checkpoint.reading import prepare_on_all_ranks, read_checkpoint  # not imported where nothing is resumed
+    from ..checkpoint.reading import Ranks, read_on_all_ranks  # not imported where nothing is resumed
 
     strategy = trainer.fabric.strategy
-    by_parts = strategy.shards_parameters
 
-    def together(function: Callable[[], bool]) -> bool:
-        from ..fabric.together import together as call_on_all_ranks
+    def together(function: Callable[[], Any]) -> Any:
+        from ..fabric.together import together as call_on_all_ranks  # only where there are several processes
 
         return call_on_all_ranks(strategy, function)
 
-    is_verified = prepare_on_all_ranks(
-        strategy.checkpoint_io, path, together, by_parts=by_parts, rank=trainer.global_rank, size=trainer.world_size
-    )
-    checkpoint = read_checkpoint(
-        strategy.checkpoint_io, path, is_safe=not is_trusted, by_parts=by_parts, is_verified=is_verified
+    checkpoint = read_on_all_ranks(
+        strategy.checkpoint_io,
+        path,
+        Ranks(trainer.global_rank, trainer.world_size, strategy.gather_objects, together),
+        is_safe=not is_trusted,
+        by_parts=strategy.shards_parameters,
     )
     content = contents.read(checkpoint, source=path)
     content.extra["__checkpoint__"] = checkpoint

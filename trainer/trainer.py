@@ -385,7 +385,7 @@ class Trainer(TrainerAttributes):
             self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
             if run.agreement is not None:
                 run.agreement.begin_segment()
-            results = _by_loader(self._results, len(data.loaders))
+            results = _by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
             if verbose and self.is_global_zero:
                 self._print_results(verb, results)
             self._finish(run)
@@ -785,14 +785,20 @@ class Trainer(TrainerAttributes):
 
     def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
-        run = self._present("toggle_optimizer")
-        manual.give_back(run)
+        run = self._run_to_toggle("toggle_optimizer")
         self._toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
 
     def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle`."""
-        manual.give_back(self._present("untoggle_optimizer"))
+        self._run_to_toggle("untoggle_optimizer")
         self._toggles.untoggle(manual.plain_optimizer(optimizer))
+
+    def _run_to_toggle(self, what: str) -> Run:
+        """Return the present run, or the last one, whose optimizers are still there."""
+        run = self._run or self._last_run or self._present(what)
+        if run is self._run:
+            manual.give_back(run)
+        return run
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send host numbers to all loggers. A logger that fails is said once and left out; training goes on.
@@ -992,14 +998,14 @@ def _log_nothing(*_: Any) -> None:
     """Stand for `log` in barebones mode."""
 
 
-def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[Mapping[str, float]]:
-    """Return the metrics of each loader: those with its suffix, and those without any."""
+def _by_loader(
+    metrics: Mapping[str, float], num_loaders: int, loaders_of: Mapping[str, set[int]]
+) -> list[Mapping[str, float]]:
+    """Return the metrics of each loader: those that its batches logged, and those of no loader."""
     if num_loaders <= 1:
         return [dict(metrics)]
-    results: list[Mapping[str, float]] = []
-    for index in range(num_loaders):
-        suffix = f"/dataloader_idx_{index}"
-        results.append(
-            {key: value for key, value in metrics.items() if "/dataloader_idx_" not in key or key.endswith(suffix)}
-        )
-    return results
+    everywhere = set(range(num_loaders))
+    return [
+        {key: value for key, value in metrics.items() if index in loaders_of.get(key, everywhere)}
+        for index in range(num_loaders)
+    ]

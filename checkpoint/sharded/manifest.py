@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -33,6 +34,7 @@ __all__ = [
     "decode",
     "digest_of",
     "encode",
+    "read_digest",
 ]
 
 FORMAT = "loopwright-sharded-checkpoint"
@@ -179,6 +181,13 @@ def decode(content: bytes, shown: str) -> Manifest:
     if problems:
         raise damaged(shown, [f"its {MANIFEST} is inconsistent: {problems[0]}", *problems[1:]])
     return manifest
+
+
+def read_digest(file: IO[bytes]) -> str | None:
+    """Return the digest at the end of a manifest, which nobody has compared; None if it does not end as one does."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_SIZE))
+    tail = _TAIL.fullmatch(file.read(_TAIL_SIZE))
+    return None if tail is None else tail[1].decode()
 
 
 def damaged(shown: str, problems: list[str]) -> CheckpointError:

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import math
 import mmap
-import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -27,6 +26,7 @@ __all__ = ["MappedFile", "map_file"]
 
 _PIECE = 4 << 20
 _PAGE = mmap.PAGESIZE
+_WIDE_GAP = 64 << 10  # less is cheaper to read than to leave out; the system reads ahead as much
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name
 
 
@@ -59,18 +59,29 @@ class MappedFile:
         return crc
 
     def bring_in(self, part: Tensor) -> None:
-        """Read a contiguous part of this memory from the disk, if it has not been read yet.
+        """Read a part of this memory from the disk, if it has not been read yet; what lies in wide gaps is left out.
 
         Raises:
-            OSError: The disk does not give it.
+            OSError: The disk does not give it, or somebody has cut the file off.
         """
+        if not part.numel():
+            return
+        dim = next((dim for dim, size in enumerate(part.shape) if size > 1), None)
+        if dim is not None and not part.is_contiguous():
+            row = part.select(dim, 0)
+            if part.stride(dim) * part.element_size() - _span_bytes(row) >= _WIDE_GAP:
+                for row in part.unbind(dim):
+                    self.bring_in(row)
+                return
+        self._populate(part.data_ptr(), _span_bytes(part))
+
+    def _populate(self, address: int, size: int) -> None:
         advise = _advise()
         assert advise is not None, "files are mapped only where pages can be brought in"
-        first = part.data_ptr() // _PAGE * _PAGE
-        size = part.data_ptr() + part.numel() * part.element_size() - first
-        # EINTR: a signal came; the pages are read when they are looked at.
-        if advise(first, size, _POPULATE_READ) and ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        first = address // _PAGE * _PAGE
+        while advise(first, address + size - first, _POPULATE_READ):
+            if ctypes.get_errno() != errno.EINTR:  # a signal came
+                raise OSError(errno.EIO, "the disk does not give it, or somebody has cut the file off")
 
 
 def map_file(path: Path, size_bytes: int) -> MappedFile | None:
@@ -81,6 +92,12 @@ def map_file(path: Path, size_bytes: int) -> MappedFile | None:
         return MappedFile(torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8))
     except RuntimeError:  # torch has no other error for what the system says; reading the file will say it
         return None
+
+
+def _span_bytes(part: Tensor) -> int:
+    """Return the number of bytes from the first to the last element of a tensor that is not empty."""
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    return (last + 1) * part.element_size()
 
 
 @lru_cache(maxsize=1)

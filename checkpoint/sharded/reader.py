@@ -142,8 +142,18 @@ def _read_manifest(place: _Place, shown: str) -> Manifest:
     return decode(content, shown)
 
 
-def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> verified.Verified:  # Any: fsspec's own
+def verify(
+    path: str | Path,
+    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    *,
+    advance: Callable[[int], object] | None = None,
+) -> verified.Verified:
     """Read every byte of a checkpoint folder once and compare it with its checksum; nothing is executed.
+
+    Args:
+        path: Folder or URL.
+        storage_options: Arguments of the remote file system.
+        advance: Called with the number of bytes whenever some were read, in whatever thread reads.
 
     Raises:
         CheckpointNotFound: There is no folder with a manifest.
@@ -151,7 +161,7 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> v
     """
 
     def compare(files: ShardFiles) -> verified.Verified:
-        entries = _verify_files(files, str(path), storage_options)
+        entries = _verify_files(files, str(path), storage_options, advance=advance)
         entries += sum(len(entry.chunks) for entry in files.manifest.tensors.values())
         size_bytes = sum(entry.size for entry in files.manifest.files.values()) + files.place.size(MANIFEST)
         return verified.Verified(sealed=True, size_bytes=size_bytes, entries=entries)
@@ -187,6 +197,7 @@ def _verify_files(
     storage_options: dict[str, Any] | None,  # Any: fsspec's own
     only: set[str] | None = None,
     num_sharing: int = 1,
+    advance: Callable[[int], object] | None = None,
 ) -> int:
     """Compare files with their checksums; return the number of entries in the state file, if it is among them.
 
@@ -196,17 +207,18 @@ def _verify_files(
         storage_options: Arguments of the remote file system.
         only: Names of files, of which those are left out that this process has compared; None is all, whatever was.
         num_sharing: Processes on this machine that do so at the same time.
+        advance: See `verify`.
     """
     state = files.manifest.state
     names = set(files.manifest.files) if only is None else only
     broken = files.frame_problems(names)
     names = names - set(broken)
     to_read = names if only is None else names & files.not_compared()
-    problems = [*broken.values(), *files.content_problems(to_read, num_sharing=num_sharing)]
+    problems = [*broken.values(), *files.content_problems(to_read, num_sharing=num_sharing, advance=advance)]
     entries = 0
     if state in names:
         try:
-            entries = verified.verify(files.place.address(state), storage_options).entries
+            entries = verified.verify(files.place.address(state), storage_options, advance=advance).entries
         except CheckpointError as error:
             problems.append(error.what)
     if problems:

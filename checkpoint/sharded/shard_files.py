@@ -10,7 +10,8 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import IO, TypeVar
 
 from .boxes import fill, read_bytes
@@ -90,12 +91,15 @@ class ShardFiles:
                     problems[name] = problem
         return problems
 
-    def content_problems(self, only: set[str] | None = None, *, num_sharing: int = 1) -> list[str]:
+    def content_problems(
+        self, only: set[str] | None = None, *, num_sharing: int = 1, advance: Callable[[int], object] | None = None
+    ) -> list[str]:
         """Return which chunks do not match their checksum, and which files cannot be read: all bytes are read once.
 
         Args:
             only: The files to read; None is all.
             num_sharing: Processes on this machine that do so at the same time.
+            advance: Called with the number of bytes whenever a chunk was read, in whatever thread reads.
         """
         by_file: dict[str, list[_Item]] = {}
         for path, entry in self.manifest.tensors.items():
@@ -104,7 +108,7 @@ class ShardFiles:
                     by_file.setdefault(chunk.file, []).append((path, chunk, entry.chunk_bytes(chunk)))
         identities = {name: self._identity(name) for name in by_file}
         work = [part for name in sorted(by_file) for part in self._cut(name, by_file[name])]
-        found = call_in_threads(self._compare, work, num_sharing=num_sharing)
+        found = call_in_threads(lambda items: self._compare(items, advance), work, num_sharing=num_sharing)
         damaged_files = {part[0][1].file for part, problems in zip(work, found, strict=True) if problems}
         for name, identity in identities.items():
             if name not in damaged_files and identity is not None:
@@ -155,22 +159,22 @@ class ShardFiles:
         if part:
             yield part
 
-    def _compare(self, items: list[_Item]) -> list[str]:
+    def _compare(self, items: list[_Item], advance: Callable[[int], object] | None) -> list[str]:
         """Return what is wrong with chunks of one file, in the order of the file."""
         name = items[0][1].file
-        mapped = self.mapped(name)
         problems = []
         try:
-            if mapped is not None:
+            with ExitStack() as stack:
+                mapped = self.mapped(name)
+                if mapped is not None:
+                    crc_of = mapped.crc32
+                else:
+                    crc_of = partial(_crc_of, stack.enter_context(closing(self.place.open(name))))
                 for path, chunk, size in items:
-                    if mapped.crc32(chunk.start, size) != chunk.crc32:
+                    if crc_of(chunk.start, size) != chunk.crc32:
                         problems.append(wrong_content(path, chunk))
-                return problems
-            buffer = memoryview(bytearray(_BUFFER))
-            with closing(self.place.open(name)) as file:
-                for path, chunk, size in items:
-                    if _crc_of(file, chunk.start, size, buffer) != chunk.crc32:
-                        problems.append(wrong_content(path, chunk))
+                    if advance is not None:
+                        advance(size)
         except (OSError, EOFError) as error:
             problems.append(_cannot_read(name, error))
         return problems
@@ -222,7 +226,8 @@ def _cannot_read(name: str, error: OSError | EOFError) -> str:
     return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def _crc_of(file: IO[bytes], start: int, size: int, buffer: memoryview) -> int:
+def _crc_of(file: IO[bytes], start: int, size: int) -> int:
+    buffer = memoryview(bytearray(min(size, _BUFFER)))
     file.seek(start)
     crc = 0
     for begin in range(0, size, len(buffer)):

@@ -150,8 +150,7 @@ class StoredTensor:
                 return box
             for dim, (start, size) in enumerate(zip(within, sizes, strict=True)):
                 box = box.narrow(dim, start, size)
-            if box.is_contiguous():  # else most of the pages between may not be wanted
-                mapped.bring_in(box)
+            mapped.bring_in(box)
         except OSError as error:
             raise verified.cannot_read(self._files.place.address(chunk.file), error) from error
         return box

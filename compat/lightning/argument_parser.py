@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +12,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...errors import ConfigError
 from .absent import refuse
-from .namespace import to_plain
+from .namespace import Namespace, to_plain
 
 __all__ = ["LRSchedulerTypeTuple", "LightningArgumentParser", "ReduceLROnPlateau", "short_path"]
 
@@ -32,16 +36,19 @@ class LightningArgumentParser:
     """Declares further settings of the command line.
 
     Args:
-        args: Accepted, as settings of jsonargparse's parser are.
-        kwargs: The same.
+        args: Accepted.
+        kwargs: `default_config_files`, `default_env` and `env_prefix`; other settings of jsonargparse's parser are
+            accepted.
 
     Attributes:
+        options: The same, and those of subcommands below their names.
         flat: Key to class, of an optimizer and a schedule whose class is given: arguments stand right below the key.
         linked: Settings that follow from others.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._groups: Any = None
+        self.options: dict[str, Any] = dict(kwargs)
         self.flat: dict[str, Any] = {}
         self.linked: list[str] = []
 
@@ -88,6 +95,18 @@ class LightningArgumentParser:
             self._groups.add_value(nested_key, kind)
         else:
             self._groups.add_value(nested_key, kind | None, None)
+
+    def add_function_arguments(self, function: Callable[..., Any], nested_key: str, **others: Any) -> None:
+        """Declare the parameters of a function below a key: values, with which nothing is called."""
+
+        @functools.wraps(function)
+        def keep(*args: Any, **arguments: Any) -> Namespace:
+            values = inspect.signature(function).bind_partial(*args, **arguments)
+            values.apply_defaults()
+            return Namespace(values.arguments)
+
+        self._groups.add_class(nested_key, keep)
+        self.flat[nested_key] = keep
 
     def add_argument(self, *names: str, type: Any = str, default: Any = None, help: str = "", **others: Any) -> None:
         """Declare a value."""
@@ -154,6 +173,23 @@ class LightningArgumentParser:
         from ...cli.yaml_file import write
 
         return write(to_plain(config))
+
+    def save(self, config: Any, path: str | os.PathLike[str], *, overwrite: bool = False, **options: Any) -> None:
+        """Write a configuration to a YAML file.
+
+        Args:
+            config: The configuration.
+            path: The file.
+            overwrite: Whether it may be there already.
+            options: Accepted: jsonargparse's own.
+
+        Raises:
+            ValueError: It is there already.
+        """
+        if not overwrite and os.path.exists(path):
+            raise ConfigError(f"{os.fspath(path)} is there already.", fix="pass overwrite=True.")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.dump(config))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

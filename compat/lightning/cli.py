@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -11,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks import Callback
+from ...errors import ConfigError
+from .absent import refuse
 from .argument_parser import LightningArgumentParser
 from .argument_parser import LRSchedulerTypeTuple as LRSchedulerTypeTuple
 from .argument_parser import ReduceLROnPlateau as ReduceLROnPlateau
@@ -60,14 +64,19 @@ class SaveConfigCallback(Callback):
         self.multifile = multifile
         self.save_to_log_dir = save_to_log_dir
         self.already_saved = False
+        if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
+            raise ConfigError(
+                f"{type(self).__name__}(save_to_log_dir=False) does nothing: save_config is not overridden.",
+                fix="override save_config, or pass save_config_callback=None to LightningCLI.",
+            )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Call `save_config` once, on rank zero."""
         if self.already_saved:
             return
-        self.already_saved = True
         if trainer.is_global_zero:
             self.save_config(trainer, pl_module, stage)
+        self.already_saved = True
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Do something with the configuration. Override it."""
@@ -85,6 +94,13 @@ def _remove(tree: dict[str, Any], path: str) -> None:
         node.pop(last, None)
 
 
+def _laid_over(below: Any, above: Any) -> Any:
+    """Return settings in which those above win, and what only those below have is there, too."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return {**below, **{key: _laid_over(below[key], one) if key in below else one for key, one in above.items()}}
+
+
 class LightningCLI:
     """A command line made of the signatures of a program's classes; see docs/cli.md for what can be typed.
 
@@ -97,7 +113,7 @@ class LightningCLI:
         trainer_defaults: Arguments of the trainer that the user may change.
         seed_everything_default: The seed where none is given.
         parser_kwargs: `default_config_files`, `default_env` and `env_prefix`, for all subcommands or below their names;
-            others are accepted.
+            others go to `init_parser`.
         parser_class: LightningArgumentParser, or a subclass.
         subclass_mode_model: Accepted: a subclass can always be named.
         subclass_mode_data: Accepted: a subclass can always be named.
@@ -127,6 +143,8 @@ class LightningCLI:
     ) -> None:
         self._cli: Any = None
         self._parser_class = parser_class
+        self._parser_kwargs = dict(parser_kwargs or {})
+        self._args = args
         self._save_config = (save_config_callback, dict(save_config_kwargs or {}))
         self._flat = {
             key
@@ -136,7 +154,7 @@ class LightningCLI:
             )
             if fixed is not None and not names_subclass
         }
-        _make_cli()(
+        _make_cli(self.subcommands())(
             self,
             model_class,
             datamodule_class,
@@ -145,7 +163,7 @@ class LightningCLI:
             seed_everything_default=seed_everything_default,
             save_config=save_config_callback is not None,
             run=run,
-            args=tokens_of(args, parser_kwargs or {}, runs=run),
+            args=(),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -156,12 +174,16 @@ class LightningCLI:
     @property
     def config(self) -> Namespace:
         """The configuration, with defaults; below the subcommand's name, where there is one. A copy."""
-        own = to_namespace(self._cli.config)
+        own = to_namespace(_laid_over(self._cli.before_links, self._cli.config))
         return (
             own
             if self._cli.subcommand is None
             else Namespace({"subcommand": self._cli.subcommand, self._cli.subcommand: own})
         )
+
+    @config.setter
+    def config(self, config: Any) -> None:
+        refuse("LightningCLI.config = ...", "change what is typed: hand other args to parse_arguments")
 
     @property
     def config_init(self) -> Namespace:
@@ -189,12 +211,45 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, and the arguments of each that are no settings."""
+        """Return the subcommands, and the arguments of each that are no settings. May be overridden.
+
+        Each is a method of the trainer, or of the LightningCLI, which then gets the arguments of the trainer's.
+        """
         loaders = {"dataloaders"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             **{name: {"model", "datamodule", *loaders} for name in ("validate", "test", "predict")},
         }
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make the parser and declare all settings. May be overridden.
+
+        Args:
+            add_subcommands: Whether there are subcommands.
+            main_kwargs: Arguments of `init_parser`.
+            subparser_kwargs: The same for subcommands, by their names.
+        """
+        self.parser = self.init_parser(**main_kwargs)
+        self.parser.options.update(subparser_kwargs)
+        self.add_default_arguments_to_parser(self.parser)
+        self.add_core_arguments_to_parser(self.parser)
+        self.add_arguments_to_parser(self.parser)
+        self.link_optimizers_and_lr_schedulers(self.parser)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Read the command line; `config` is there afterwards. May be overridden, to read something else.
+
+        Args:
+            parser: The parser.
+            args: What was typed, or settings as nested dicts; None: `sys.argv`.
+        """
+        self._cli.read(args)
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        """Declare further links. May be overridden: those of `link_to` are there already."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Return what settings are declared with. May be overridden."""
@@ -238,8 +293,12 @@ reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams model_
 _OWN = frozenset(inspect.signature(Trainer).parameters) - frozenset(_LIGHTNINGS.split())
 
 
-def _make_cli() -> Any:
-    """Return `CLI` with hooks that ask the LightningCLI it belongs to."""
+def _make_cli(subcommands: dict[str, set[str]]) -> Any:
+    """Return `CLI` with hooks that ask the LightningCLI it belongs to.
+
+    Args:
+        subcommands: Name to the arguments of its method that are no settings.
+    """
     from ...cli.app import CLI
     from ...cli.names import import_object
 
@@ -248,14 +307,44 @@ def _make_cli() -> Any:
 
         def __init__(self, owner: LightningCLI, *args: Any, **kwargs: Any) -> None:
             self._owner = owner
+            self._runs: bool = kwargs["run"]
             owner._cli = self
             super().__init__(*args, **kwargs)
 
         def add_arguments(self, groups: Any) -> None:
             self._groups = groups
-            parser = self.parser = self._owner.init_parser()
-            for declare in ("default_arguments", "core_arguments", "arguments"):
-                getattr(self._owner, f"add_{declare}_to_parser")(parser)
+            given = self._owner._parser_kwargs
+            main = {key: value for key, value in given.items() if key not in subcommands}
+            self._owner.setup_parser(self._runs, main, {key: given[key] for key in given if key in subcommands})
+            self.parser: LightningArgumentParser = self._owner.parser
+
+        def subcommands(self) -> dict[str, str]:
+            known = super().subcommands()
+            texts = {name: inspect.getdoc(getattr(self._trainer_class, name, None)) or "" for name in subcommands}
+            return {name: known.get(name, text.partition("\n")[0]) for name, text in texts.items()}
+
+        def _skipped(self, command: str) -> frozenset[str]:
+            return frozenset(subcommands[command])
+
+        def _verb(self, command: str) -> Callable[..., Any]:
+            own = getattr(type(self._owner), command, None)
+            if own is None:
+                return super()._verb(command)
+            known = self._program.arguments.values()  # Lightning hands on defaults, too
+            return functools.partial(
+                own, self._owner, **{one.name: one.default for one in known if not one.is_required}
+            )
+
+        def _read(self, tokens: list[str], *, runs: bool) -> None:
+            self._owner.parse_arguments(self.parser, self._owner._args)
+
+        def read(self, args: ArgsType) -> None:
+            commands = tuple(subcommands) if self._runs else ()
+            super()._read(tokens_of(args, self.parser.options, commands), runs=self._runs)
+            super()._plan()
+
+        def _plan(self) -> None:
+            """Nothing is left to do: it was planned when it was read."""
 
         def hand_groups(self, parser: LightningArgumentParser) -> None:
             parser._use(self._groups)
@@ -274,6 +363,7 @@ def _make_cli() -> Any:
                 node = found.get(key)
                 if isinstance(node, dict) and "class_path" in node and self._is_given(key, node["class_path"]):
                     found[key] = node.get("init_args", {})
+            self.before_links = copy.deepcopy(found)
             for target in self.parser.linked:  # they follow again when it is read
                 _remove(found, target)
             # Lightning's Trainer does not take these: they are left out of what it may read, but where they were set.
@@ -314,7 +404,7 @@ def _make_cli() -> Any:
         def make_trainer(self, **arguments: Any) -> Any:
             return super().instantiate_trainer(**arguments)
 
-    for verb in ("fit", "validate", "test", "predict"):
+    for verb in subcommands:
         for when in ("before", "after"):
             setattr(Forwarding, f"{when}_{verb}", _asks_owner(f"{when}_{verb}"))
     return Forwarding

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...callbacks import Callback
 from ...checkpoint import storage
 from ...errors import ModuleError
-from ...strategies import ParallelStrategy
+from ...strategies import ParallelStrategy, Strategy
 from ...trainer import assemble, snapshot
 from .absent import refuse
 
@@ -22,57 +22,64 @@ if TYPE_CHECKING:
 
     from ...trainer.trainer import Trainer
 
-__all__ = ["LoopView", "ResultsView", "StrategyView", "replace_optimizers"]
+__all__ = ["LoopView", "ResultsView", "bind_strategy", "replace_optimizers"]
 
 
-class StrategyView:
-    """A trainer's strategy, with the trainer's parts that Lightning keeps there. `isinstance` sees the strategy."""
+def bind_strategy(trainer: Trainer) -> None:
+    """Let a trainer's strategy have the trainer's parts that Lightning keeps there, for as long as it is the trainer's.
 
-    __slots__ = ("_trainer",)
+    Attributes that a strategy does not have itself are asked for here: all other strategies are as before.
+    """
+    trainer.fabric.strategy.__dict__["_lightning_trainer"] = trainer
 
-    def __init__(self, trainer: Trainer) -> None:
-        object.__setattr__(self, "_trainer", trainer)
 
-    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
-    def __class__(self) -> Any:
-        return type(self._trainer.fabric.strategy)
+def _of_trainer(strategy: Strategy, name: str) -> Any:  # Any: what the trainer has
+    trainer = strategy.__dict__.get("_lightning_trainer")
+    if trainer is not None and name in _OF_TRAINER:
+        return getattr(trainer, _OF_TRAINER[name])
+    if trainer is not None and name in _OF_STRATEGY:
+        return _OF_STRATEGY[name](trainer)
+    raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
 
-    def __getattr__(self, name: str) -> Any:  # Any: the strategy's
-        trainer = object.__getattribute__(self, "_trainer")
-        if name in _OF_TRAINER:
-            return getattr(trainer, _OF_TRAINER[name])
-        strategy = trainer.fabric.strategy
-        if name in _OF_STRATEGY and not hasattr(strategy, name):
-            return _OF_STRATEGY[name](trainer)
-        return getattr(strategy, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # Any: the strategy's
-        if name == "optimizers":
-            replace_optimizers(self._trainer, value)
-        else:
-            setattr(self._trainer.fabric.strategy, name, value)
+def _get_optimizers(strategy: Strategy) -> list[Optimizer]:
+    own: list[Optimizer] | None = strategy.__dict__.get("optimizers")
+    found: list[Optimizer] = _of_trainer(strategy, "optimizers") if own is None else own
+    return found
 
-    def __eq__(self, other: object) -> bool:
-        mine = self._trainer.fabric.strategy
-        return other is mine or (type(other) is StrategyView and other._trainer.fabric.strategy is mine)
 
-    def __hash__(self) -> int:
-        return hash(self._trainer.fabric.strategy)
+def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
+    trainer = strategy.__dict__.get("_lightning_trainer")
+    if trainer is None:
+        strategy.__dict__["optimizers"] = optimizers
+    else:
+        replace_optimizers(trainer, optimizers)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Any: pickle's own form
-        return StrategyView, (self._trainer,)
 
-    def connect(self, model: nn.Module) -> None:
-        """Let a module be the trainer's, outside of a run."""
-        self._trainer._spawned_module = model
+# In place, so that `trainer.strategy` is the strategy itself, of its own class.
+Strategy.__getattr__ = _of_trainer  # type: ignore[attr-defined]
+Strategy.optimizers = property(_get_optimizers, _set_optimizers)  # type: ignore[attr-defined]
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, gathered where it is sharded. On every rank."""
-        run = self._trainer.latest_run()
+
+def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
+    """Let a module be the trainer's, outside of a run."""
+
+    def connect(model: nn.Module) -> None:
+        trainer._spawned_module = model
+
+    return connect
+
+
+def _state_of_module(trainer: Trainer) -> Callable[[], dict[str, Any]]:
+    """Return the module's state, gathered where it is sharded. On every rank."""
+
+    def lightning_module_state_dict() -> dict[str, Any]:
+        run = trainer.latest_run()
         if run is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
-        state: dict[str, Any] = self._trainer.fabric.strategy.module_state_dict(run.model)
-        return state
+        return trainer.fabric.strategy.module_state_dict(run.model)
+
+    return lightning_module_state_dict
 
 
 # Name in Lightning's strategy -> name in the trainer.
@@ -90,6 +97,8 @@ _OF_STRATEGY: dict[str, Callable[[Any], Any]] = {  # Any: a trainer, and what it
     "is_distributed": lambda trainer: trainer.world_size > 1,
     "cluster_environment": lambda trainer: trainer.fabric.cluster_environment,
     "handles_gradient_accumulation": lambda trainer: False,
+    "connect": _connect,
+    "lightning_module_state_dict": _state_of_module,
 }
 
 
@@ -123,7 +132,7 @@ class _AcceleratorConnector:
         return isinstance(self._trainer.fabric.strategy, ParallelStrategy)
 
     @property
-    def strategy(self) -> Any:  # Any: see StrategyView
+    def strategy(self) -> Any:  # Any: a strategy of any kind
         """The strategy."""
         return self._trainer.strategy
 

@@ -84,6 +84,7 @@ _HOMES = {
     "OptimizerLRSchedulerConfig TRAIN_DATALOADERS ReduceOp STEP_OUTPUT Steppable _MAP_LOCATION_TYPE _PATH",
     f"{_OWN}.values": "CHECKPOINT_PAST_HPARAMS_KEYS CONVERSION_DTYPES CPU_DEVICE FLOAT16_EPSILON FLOAT32_EPSILON "
     "FLOAT64_EPSILON FRAMEWORK_NAME LOCAL_FILE_URI_PREFIX _runif_reasons call_register_accelerators "
+    "max_seed_value min_seed_value "
     "cli_lightning_logo migrate_checkpoint pl_legacy_patch",
 }  # fmt: skip
 

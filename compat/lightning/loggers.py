@@ -38,6 +38,11 @@ class FabricTensorBoardLogger(TensorBoardLogger):
     ) -> None:  # Any: as there
         super().__init__(root_dir, name, *args, **kwargs)
 
+    @property
+    def root_dir(self) -> str:
+        """The folder that was given, above that of the name."""
+        return self.save_dir
+
 
 class FabricCSVLogger(CSVLogger):
     """The same, whose first argument Fabric calls `root_dir`."""
@@ -46,6 +51,11 @@ class FabricCSVLogger(CSVLogger):
         self, root_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:  # Any: as there
         super().__init__(root_dir, name, *args, **kwargs)
+
+    @property
+    def root_dir(self) -> str:
+        """The folder that was given, above that of the name."""
+        return self.save_dir
 
 
 def merge_dicts(

@@ -33,7 +33,7 @@ _CALLED = {
     "precision": {"optimizer_step": ("optimizer",)},
     "accelerator": {},
 }  # type: dict[str, dict[str, tuple[str, ...]]]
-_NOT_CALLED = {"strategy": set(_STRATEGY.split()), "precision": set(_PRECISION.split()), "accelerator": {"setup"}}
+_NOT_CALLED = {"strategy": set(_STRATEGY.split()), "precision": set(_PRECISION.split()), "accelerator": set[str]()}
 
 
 def check_overrides(part: Any, kind: str) -> None:  # Any: of any class

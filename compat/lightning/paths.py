@@ -106,7 +106,7 @@ PATHS = {
     "fabric.utilities.optimizer": "",
     "fabric.utilities.rank_zero": "LightningDeprecationWarning rank_zero_only",
     "fabric.utilities.registry": "",
-    "fabric.utilities.seed": "pl_worker_init_function reset_seed seed_everything",
+    "fabric.utilities.seed": "max_seed_value min_seed_value pl_worker_init_function reset_seed seed_everything",
     "fabric.utilities.spike": "SpikeDetection TrainingSpikeException",
     "fabric.utilities.testing": "_runif_reasons",
     "fabric.utilities.testing._runif": "_runif_reasons",

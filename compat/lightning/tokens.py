@@ -13,24 +13,22 @@ __all__ = ["tokens_of"]
 
 # Any in this file: values of settings.
 
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
-
 
 def tokens_of(
-    args: Sequence[str] | Mapping[str, Any] | None, parser_kwargs: Mapping[str, Any], *, runs: bool
+    args: Sequence[str] | Mapping[str, Any] | None, parser_kwargs: Mapping[str, Any], commands: Sequence[str]
 ) -> list[str]:
     """Return the tokens of a command line: default files first, then variables, then what was typed.
 
     Args:
         args: Tokens, or settings as nested dicts; None: `sys.argv`.
         parser_kwargs: `default_config_files`, `default_env`, `env_prefix`; or these below names of subcommands.
-        runs: Whether there is a subcommand.
+        commands: The subcommands; empty where none is typed.
     """
     if isinstance(args, Mapping):
-        typed = _of_settings(args, runs=runs)
+        typed = _of_settings(args, commands)
     else:
         typed = list(sys.argv[1:] if args is None else args)
-    command = next((token for token in typed if token in _SUBCOMMANDS), "") if runs else ""
+    command = next((token for token in typed if token in commands), "")
     own = parser_kwargs.get(command, {}) if command else {}
     found: list[str] = []
     for options in (parser_kwargs, own):
@@ -59,9 +57,9 @@ def _of_environment(beginning: str) -> Iterator[str]:
             yield f"--{path}={value}"
 
 
-def _of_settings(settings: Mapping[str, Any], *, runs: bool) -> list[str]:
-    command = settings.get("subcommand") or next((name for name in _SUBCOMMANDS if name in settings), None)
-    if not runs or command is None:
+def _of_settings(settings: Mapping[str, Any], commands: Sequence[str]) -> list[str]:
+    command = settings.get("subcommand") or next((name for name in commands if name in settings), None)
+    if not commands or command is None:
         return list(_leaves(settings, ""))
     return [command, *_leaves(settings.get(command) or {}, "")]
 

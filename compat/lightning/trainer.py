@@ -59,6 +59,7 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.strategy, "strategy")
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
+        connectors.bind_strategy(self)
         self.state = TrainerState()
         self.saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
@@ -71,11 +72,6 @@ class Trainer(trainer.Trainer):
         self._accelerator_connector = connectors._AcceleratorConnector(self)
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
-
-    @property
-    def strategy(self) -> Any:  # Any: the strategy, with what Lightning's has besides
-        """The strategy."""
-        return connectors.StrategyView(self)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -96,7 +92,13 @@ class Trainer(trainer.Trainer):
         epochs, limit = self.max_epochs, self.max_steps
         steps = math.inf
         if epochs not in (None, -1):
-            steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * epochs
+            scheduler, batches = self.accumulation_scheduler, self.num_training_batches
+            sizes = (
+                [self.accumulate_grad_batches] * epochs
+                if scheduler is None
+                else [scheduler.get_accumulate_grad_batches(epoch) for epoch in range(epochs)]
+            )
+            steps = sum(math.ceil(batches / size) for size in sizes)
         return steps if limit == -1 else min(steps, limit)
 
     @property
@@ -107,6 +109,14 @@ class Trainer(trainer.Trainer):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         connectors.replace_optimizers(self, optimizers)
+
+    def make_run(self, module: nn.Module, datamodule: Any) -> Any:  # Any: see the base class
+        """Return the run, whose accelerator was told."""
+        run = super().make_run(module, datamodule)
+        setup = getattr(self.accelerator, "setup", None)
+        if setup is not None:
+            setup(self)
+        return run
 
     @property
     def validate_loop(self) -> connectors.LoopView:

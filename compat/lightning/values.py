@@ -15,6 +15,7 @@ CPU_DEVICE = torch.device("cpu")
 FLOAT16_EPSILON = torch.finfo(torch.float16).eps
 FLOAT32_EPSILON = torch.finfo(torch.float32).eps
 FLOAT64_EPSILON = torch.finfo(torch.float64).eps
+min_seed_value, max_seed_value = 0, 2**32 - 1  # Lightning's names
 FRAMEWORK_NAME = "pytorch-lightning"
 LOCAL_FILE_URI_PREFIX = "file:"
 

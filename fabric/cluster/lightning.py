@@ -10,6 +10,9 @@ from .base import ClusterEnvironment
 
 __all__ = ["LightningEnvironment", "LocalEnvironment"]
 
+# What says which node this is; the last is of DeepSpeed's launcher.
+_NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
+
 
 class LightningEnvironment(ClusterEnvironment):
     """One machine, or several on each of which the same command is started by hand.
@@ -79,12 +82,20 @@ class LightningEnvironment(ClusterEnvironment):
         return self._number("LOCAL_RANK", 0)
 
     def node_rank(self) -> int:
-        """Return NODE_RANK, else GROUP_RANK, else 0."""
-        return self._number("NODE_RANK", self._number("GROUP_RANK", 0))
+        """Return NODE_RANK, else GROUP_RANK, else CROSS_RANK, else 0."""
+        name = next((one for one in _NODE_RANKS if one in self.variables), _NODE_RANKS[0])
+        return self._number(name, 0)
 
     def num_local_processes(self) -> int | None:
-        """Return LOCAL_WORLD_SIZE; None if it is not set."""
+        """Return LOCAL_WORLD_SIZE, or LOCAL_SIZE as DeepSpeed's launcher calls it; None if nothing is set."""
+        if "LOCAL_WORLD_SIZE" not in self.variables and self._is_deepspeeds:
+            return self._number("LOCAL_SIZE")
         return self._number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in self.variables else None
+
+    @property
+    def _is_deepspeeds(self) -> bool:
+        """Whether DeepSpeed's launcher has started this process."""
+        return {"LOCAL_RANK", "CROSS_SIZE", "LOCAL_SIZE"} <= set(self.variables)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Ask for what several nodes need to find each other, and compare ranks with sizes.
@@ -98,7 +109,7 @@ class LightningEnvironment(ClusterEnvironment):
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not self.variables.get(name)]
             if self._main_port:
                 missing = [name for name in missing if name != "MASTER_PORT"]
-            if not {"NODE_RANK", "GROUP_RANK"} & set(self.variables):
+            if not set(_NODE_RANKS) & set(self.variables):
                 missing.append("NODE_RANK")
             if missing:
                 raise ConfigError(
@@ -107,6 +118,16 @@ class LightningEnvironment(ClusterEnvironment):
                     fix=f"on every node, set MASTER_ADDR and MASTER_PORT to those of the first, and NODE_RANK to 0 ... "
                     f"{num_nodes - 1}; or start with `loopwright launch --nnodes {num_nodes} --node-rank ... "
                     "--main-address ... script.py`.",
+                )
+        if self._is_deepspeeds:
+            # Ranks that nobody has started would be waited for.
+            started = self._number("LOCAL_SIZE"), self._number("CROSS_SIZE")
+            if started != (num_devices, num_nodes):
+                raise ConfigError(
+                    f"devices={num_devices} and num_nodes={num_nodes}, but the deepspeed launcher has started "
+                    f"{started[0]} processes on each of {started[1]} nodes.",
+                    fix=f"pass devices={started[0]} and num_nodes={started[1]}, or start it with --num_gpus "
+                    f"{num_devices} and --num_nodes {num_nodes}.",
                 )
         for name, rank, argument, size in (
             ("NODE_RANK", self.node_rank(), "num_nodes", num_nodes),

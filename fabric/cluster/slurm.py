@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -9,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, Generic, TypeVar
 
 from ...errors import ConfigError, LaunchError
 from .base import ClusterEnvironment, check_numbers
@@ -22,6 +25,19 @@ log = logging.getLogger(__name__)
 _INTERACTIVE = ("bash", "interactive")
 _DEFAULT_PORT = 12910
 _SCONTROL_TIMEOUT_S = 60
+T = TypeVar("T")  # what a method returns
+
+
+class _AlsoOfTheClass(Generic[T]):
+    """A method that answers for this process where it is called on the class: `SLURMEnvironment.job_id()`."""
+
+    def __init__(self, method: Callable[[Any], T]) -> None:
+        self._method = method
+        functools.update_wrapper(self, method)  # type: ignore[arg-type]  # it takes the names of any object
+
+    def __get__(self, instance: SLURMEnvironment | None, owner: type[SLURMEnvironment]) -> Callable[[], T]:
+        # Without __init__, which refuses tasks of which nothing says where they are: this only reads variables.
+        return MethodType(self._method, owner.__new__(owner) if instance is None else instance)
 
 
 class SLURMEnvironment(ClusterEnvironment):
@@ -168,10 +184,12 @@ class SLURMEnvironment(ClusterEnvironment):
 
     # -- the job -------------------------------------------------------------------------------------------------
 
+    @_AlsoOfTheClass
     def job_name(self) -> str | None:
         """Return the job's name; None outside of a job."""
         return self.variables.get("SLURM_JOB_NAME")
 
+    @_AlsoOfTheClass
     def job_id(self) -> int | None:
         """Return the job's number; None outside of a job, and at a prompt."""
         text = self.variables.get("SLURM_JOB_ID", "")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import LaunchError
 
-__all__ = ["own_command"]
+__all__ = ["own_command", "sweep_job"]
 
 
 def own_command(local_rank: int) -> tuple[list[str], str | None]:
@@ -38,6 +38,12 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
         arguments, folder = _hydra_arguments(hydra, arguments, local_rank), hydra.runtime.cwd
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # what multiprocessing uses, too
     return [sys.executable, *flags, *program, *arguments], folder
+
+
+def sweep_job() -> str | None:
+    """Return what tells this job from the others that the process runs one after the other; None outside of Hydra."""
+    hydra = _hydra()
+    return None if hydra is None else f"{hydra.runtime.output_dir} {hydra.overrides.task}"
 
 
 def _program(main: ModuleType) -> tuple[list[str], str]:

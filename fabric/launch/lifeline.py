@@ -44,6 +44,12 @@ class Lifeline:
             os.close(descriptor)
         self.descriptors = ()
 
+    def close(self) -> None:
+        """Let go of the pipe; children that still run end."""
+        if self.variables:
+            os.close(self._write)
+            self.variables = {}
+
 
 def tie_to_parent() -> None:
     """End this process when the `Lifeline` in its environment breaks; do nothing without one, or the second time."""

@@ -20,7 +20,7 @@ from ...errors import LaunchError
 from ...strategies import rendezvous
 from ..failure import Failure, describe_exit
 from . import InProcessLauncher
-from .command import own_command
+from .command import own_command, sweep_job
 from .lifeline import Lifeline
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..cluster import ClusterEnvironment
 
-__all__ = ["ScriptLauncher", "num_threads_per_process"]
+__all__ = ["ScriptLauncher", "leave_ended_job", "num_threads_per_process", "started_here"]
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,9 @@ class ScriptLauncher(InProcessLauncher):
         self._pid = os.getpid()
         self._is_closing = threading.Event()
         self._left_by: BaseException | None = None
+        self._job: str | None = None
+        self._replaced: dict[str, str | None] = {}  # variables as they were
+        self._num_threads: int | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -138,6 +141,7 @@ class ScriptLauncher(InProcessLauncher):
             "OMP_NUM_THREADS": str(num_threads_per_process(count)),
         }
         self._lifeline = Lifeline()
+        self._job = sweep_job()
         atexit.register(self._finish)
         try:
             for local, (command, folder) in commands.items():
@@ -156,8 +160,11 @@ class ScriptLauncher(InProcessLauncher):
         if "OMP_NUM_THREADS" not in os.environ:
             import torch
 
+            self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads_per_process(count))
-        os.environ.update({**common, **self._ranks(0)})
+        own = {**common, **self._ranks(0)}
+        self._replaced = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
         if self._children:
             threading.Thread(target=self._supervise, name="loopwright-launcher", daemon=True).start()
 
@@ -230,6 +237,42 @@ class ScriptLauncher(InProcessLauncher):
             rendezvous.disconnect()
             os._exit(max(codes.values()) if max(codes.values()) > 0 else 1)
 
+    def leave(self) -> None:
+        """Wait for the processes of a job that is over, and make this process one that has started none.
+
+        Raises:
+            LaunchError: One of them failed.
+        """
+        global _started
+        self._is_closing.set()
+        self._wait(None)
+        codes = {rank: code for rank, code in self.local_exits().items() if code}
+        if codes:
+            told = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
+            raise LaunchError(
+                f"this job of a sweep cannot begin, because not every process of the job before ended well: {told}.",
+                fix="look at what these processes print; or let each job have a process of its own (another launcher "
+                "of Hydra's).",
+            )
+        from ..watching import stop_watching
+
+        stop_watching()
+        rendezvous.disconnect()
+        atexit.unregister(self._finish)
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._cluster.teardown()
+        for name, value in self._replaced.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if self._num_threads is not None:
+            import torch
+
+            torch.set_num_threads(self._num_threads)
+        self._children, self._server, _started = {}, None, None
+
     def _wait(self, limit_s: float | None) -> None:
         """Return when all have ended, or after the limit."""
         began = time.monotonic()
@@ -262,6 +305,20 @@ class ScriptLauncher(InProcessLauncher):
 def started_here() -> ScriptLauncher | None:
     """Return the launcher that has started processes from this one."""
     return _started if _started is not None and _started._pid == os.getpid() else None
+
+
+def leave_ended_job() -> None:
+    """Make this process one that has started none if what it started belongs to an earlier job of a sweep.
+
+    The jobs of a sweep (Hydra's `--multirun`) run in this process one after the other, but the processes that it starts
+    run one job and end. Called by resolve.py before it looks at the environment.
+
+    Raises:
+        LaunchError: A process of the earlier job failed.
+    """
+    launcher = started_here()
+    if launcher is not None and launcher._job is not None and launcher._job != sweep_job():
+        launcher.leave()
 
 
 _BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shutil
 import signal
 import time
 import uuid
@@ -23,10 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from loopwright.checkpoint import TorchCheckpointIO, load, verify
-from loopwright.checkpoint.sharded import is_folder_checkpoint, stages
+from loopwright.checkpoint import TorchCheckpointIO, load, reading, verify
+from loopwright.checkpoint.sharded import copying, is_folder_checkpoint, stages
 from loopwright.errors import CheckpointError, StopBySignal
-from loopwright.strategies import FSDPStrategy
+from loopwright.strategies import FSDPStrategy, shards
 
 # Any in this file: what users' steps take and return, and results that travel between processes.
 
@@ -421,6 +422,82 @@ def test_fabric_waits_on_all_ranks_for_what_one_is_writing(tmp_path: Path) -> No
     for strategy in ("ddp", "fsdp"):
         (tmp_path / strategy).mkdir()
         run_ranks(by_hand, 2, tmp_path / strategy, strategy, connect=False)
+
+
+class Racing(TorchCheckpointIO):
+    """Lets another checkpoint take the place of the one at the path when rank 0 has read it and rank 1 has not."""
+
+    def __init__(self, folder: Path, rank: int, *, times: int) -> None:
+        self.folder, self.rank, self.left = folder, rank, times
+        self.num_loads = 0
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: Any = True, *, lazy: bool = False, verify: bool = True
+    ) -> Any:
+        self.num_loads += 1
+        flag = self.folder / f"read-{self.num_loads}-{self.left}"
+        if self.rank == 1 and self.left:
+            while not flag.exists():
+                time.sleep(0.001)
+            put(self.folder / ("second" if self.num_loads % 2 else "first"), path)
+        self.left -= bool(self.left)
+        loaded = super().load_checkpoint(path, map_location, weights_only, lazy=lazy, verify=verify)
+        flag.touch()
+        return loaded
+
+
+def put(source: Path, path: Path) -> None:
+    """Replace what is at the path, as a save does."""
+    if source.is_dir():
+        copying.copy(source, path)
+    else:
+        shutil.copy(source, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+
+def read_while_replaced(rank: int, size: int, root: Path, strategy: str) -> list[Any]:
+    """Return, for 1, 2 and many replacements, what a rank has of its model when it has loaded, or the error."""
+    reading._PAUSES_S = (0.0, 0.0)
+    fabric = lw.Fabric(accelerator="cpu", devices=size, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(nn.Linear(4, 3))
+    for value, name in ((1.0, "first"), (2.0, "second")):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        fabric.save(root / name, {"model": model, "value": value})
+    found: list[Any] = []
+    for times in (1, 2, 100):
+        io = Racing(root / str(times), rank, times=times)
+        path = root / f"{times}.ckpt"
+        if rank == 0:
+            io.folder.mkdir()
+            put(root / "first", path)
+            for name in ("first", "second"):
+                (io.folder / name).symlink_to(root / name)
+        fabric.barrier()
+        fabric.strategy.checkpoint_io = io
+        state: dict[str, Any] = {"model": model, "value": 0.0}
+        try:
+            fabric.load(path, state)
+        except CheckpointError as error:
+            found.append(str(error))
+        else:
+            own = torch.cat([part.detach().flatten() for part in shards.local(model.parameters())])
+            found.append({state["value"], *own.tolist()})
+        fabric.barrier()
+    fabric.teardown()
+    return found
+
+
+def test_ranks_that_load_while_a_save_replaces_it_have_the_same_checkpoint(tmp_path: Path) -> None:
+    for strategy in ("ddp", "fsdp"):
+        (tmp_path / strategy).mkdir()
+        one, other = run_ranks(read_while_replaced, 2, tmp_path / strategy, strategy, connect=False)
+        assert one[:2] == other[:2] == [{2.0}, {1.0}], strategy
+        assert one[2] == other[2]
+        assert "rank 1 found another checkpoint at" in one[2]
+        assert "3 times" in one[2]
 
 
 def test_a_remote_folder_is_found_replaced_and_resumed() -> None:

@@ -24,7 +24,7 @@ import loopwright as lw
 from loopwright.strategies import STRATEGY_REGISTRY
 
 State = dict[str, Tensor]
-LIMIT_S = 150
+LIMIT_S = 700.0
 
 
 # -- training, by hand and with the Trainer ----------------------------------------------------------------------------

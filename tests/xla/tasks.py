@@ -268,13 +268,28 @@ def shards(devices: int) -> dict[str, Any]:
     )
     state = trainer.optimizers[0].state
     parameters = dict(module.net.named_parameters())
+    weights = {name: value.clone() for name, value in on_host(module).items()}
+    sent = sent_bytes()
+    trainer.strategy.load_module_state_dict(module, weights)
+    torch_xla.sync(wait=True)
+    sent = sent_bytes() - sent
     return {
         "compiled_to_save": compiled,
         "parameters": {name: lib._get_xla_sharding_spec(one) for name, one in parameters.items()},
         "moments": {name: lib._get_xla_sharding_spec(state[one]["exp_avg"]) for name, one in parameters.items()},
         "part": tuple(lib._get_local_shards([parameters["first.weight"]])[0][0][0].shape),
         "tied": module.net.tied.weight is module.net.again.weight,
+        "sent_to_load": sent,
+        "same": all(torch.equal(value, weights[name]) for name, value in on_host(module).items()),
+        "sizes": {name: one.numel() * one.element_size() for name, one in module.named_parameters()},
     }
+
+
+def sent_bytes() -> float:
+    """Return how many bytes were sent to devices; what every device gets counts for each."""
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.metric_data("OutboundData")[1]
 
 
 def free_port() -> int:

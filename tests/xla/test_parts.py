@@ -18,6 +18,10 @@ def test_parameters_and_their_moments_are_cut_also_after_loading(tmp_path: Path)
     assert found["part"] == (2, 6)
     assert found["tied"]
     assert found["compiled_to_save"] == 0
+    assert found["same"]
+    # Each device is sent its part, and all of what is whole everywhere: a model that fits no device can be loaded. The
+    # last part of a length that 4 does not divide is padded.
+    assert found["sent_to_load"] < 1.5 * sum(found["sizes"].values())
 
 
 @pytest.mark.parametrize(("devices", "name"), [(1, "single_xla"), (2, "xla"), (2, "xla_fsdp")])

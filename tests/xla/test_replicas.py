@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import TOLERANCE, Case
-from processes import run_task
+from processes import TIME_LIMIT_S, run_task
 from replica_tasks import fit_summed
 from tasks import on_host
 from test_conformance import FEW, difference
@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("replica_tasks.py")
 
 
 def run(folder: Path, task: str, size: int, *arguments: Any) -> Any:
-    return run_task(folder, task, size, *arguments, limit_s=180, program=PROGRAM)
+    return run_task(folder, task, size, *arguments, program=PROGRAM)
 
 
 PROCESSES = [*FEW, Case("bf16-mixed", 3, "norm", "sgd", True)]
@@ -106,7 +106,7 @@ def launch(folder: Path, method: str, *arguments: str) -> subprocess.CompletedPr
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1",
                    "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests)))}  # fmt: skip
     command = [sys.executable, str(tests / "launched_program.py"), method, str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=TIME_LIMIT_S)
 
 
 def test_a_script_starts_resumes_and_names_the_rank_that_failed(tmp_path: Path) -> None:

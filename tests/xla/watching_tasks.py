@@ -137,8 +137,10 @@ def warned(devices: int) -> dict[str, Any]:
     messages = Messages()
     logging.getLogger("loopwright.strategies.xla_watch").addHandler(messages)
     found: dict[str, Any] = {}
-    for name, reads, sizes in (("nothing", False, [3]), ("reads", True, [3]), ("shapes", False, range(1, 100))):
-        batches = [torch.ones(4, sizes[step % len(sizes)]) for step in range(32)]
+    # 10 steps warm up, 20 are judged, and one is run line by line. Each shape is compiled, so that there are few.
+    same, other = [3] * 31, [3] * 10 + list(range(11, 22)) + [3] * 9
+    for name, reads, sizes in (("nothing", False, same), ("reads", True, same), ("shapes", False, other)):
+        batches = [torch.ones(4, size) for size in sizes]
         module = Slow(reads=reads)
         trainer = lw.Trainer(accelerator="xla", devices=devices, max_epochs=1, **QUIET)
         trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

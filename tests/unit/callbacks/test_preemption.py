@@ -31,11 +31,14 @@ class Acts(lw.Callback):
                 time.sleep(0.001)
 
 
-def fit(root: Path, *callbacks: lw.Callback, ckpt_path: str | None = None, **kwargs: Any) -> Any:
+def fit(
+    root: Path, *callbacks: lw.Callback, ckpt_path: str | None = None, dirpath: Path | None = None, **kwargs: Any
+) -> Any:
     module = net(ValidatedNet, momentum, dropout=0.3)
     trainer = lw.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=root, max_epochs=2, callbacks=[lw.ModelCheckpoint(save_top_k=0), *callbacks], **kwargs,
+        default_root_dir=root, max_epochs=2, callbacks=[lw.ModelCheckpoint(dirpath, save_top_k=0), *callbacks],
+        **kwargs,
     )  # fmt: skip
     trainer.fit(module, loader(8, 2, shuffle=True), loader(4, seed=3), ckpt_path=ckpt_path)
     return module
@@ -59,6 +62,19 @@ def test_a_notice_saves_the_run_which_goes_on_exactly(notice: str, tmp_path: Pat
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     file.unlink(missing_ok=True)
     assert_same(fit(tmp_path / "run", Preemption(), ckpt_path="last"), whole)
+
+
+def test_it_saves_where_the_last_checkpoint_is_looked_for(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole")
+    with pytest.raises(lw.StopBySignal):
+        fit(
+            tmp_path,
+            Acts(5, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+            Preemption(),
+            dirpath=tmp_path / "own",
+        )
+    assert (tmp_path / "own" / "preempted.ckpt").exists()
+    assert_same(fit(tmp_path, Preemption(), ckpt_path="last", dirpath=tmp_path / "own"), whole)
 
 
 def test_too_short_a_grace_is_said(tmp_path: Path, caplog: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from ranks import run_ranks
 
 from loopwright.checkpoint import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, save, storage
-from loopwright.checkpoint.reading import prepare_on_all_ranks, read_checkpoint
+from loopwright.checkpoint.reading import Ranks, read_on_all_ranks
 from loopwright.checkpoint.sharded.copying import copy
 from loopwright.errors import CheckpointError
 
 # Any in this file: contents of checkpoints.
 
 
-def alone(function: Callable[[], bool]) -> bool:
-    return function()
+def beside_another() -> Ranks:
+    """Return rank 1 of two, where the other one does the same."""
+    return Ranks(1, 2, gather=lambda value: [value, value], together=lambda function: function())
 
 
 class Simple(CheckpointIO):
@@ -62,17 +63,30 @@ class Derived(TorchCheckpointIO):
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", [Simple, Old, Open, Derived, TorchCheckpointIO])
 def test_only_an_io_that_can_load_without_it_shares_out_verification(
-    tmp_path: Path, kind: type[CheckpointIO], wrapped: bool
+    tmp_path: Path, kind: type[CheckpointIO], wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.ckpt"
     kind().save_checkpoint({"value": torch.ones(2)}, path)
+    verified: list[Path] = []
+    whole: list[Path] = []
+    real = storage.verified.verify_as
+
+    def verify_as(path: Path, shown: str) -> Any:
+        whole.append(path)
+        return real(path, shown)
+
+    monkeypatch.setattr(storage, "verify_share", lambda path, rank, size: verified.append(path))
+    monkeypatch.setattr(storage.verified, "verify_as", verify_as)
     io = AsyncCheckpointIO(kind()) if wrapped else kind()
-    is_verified = prepare_on_all_ranks(io, path, alone, by_parts=True, rank=1, size=2)
-    assert is_verified == (kind is TorchCheckpointIO)
-    loaded = read_checkpoint(io, path, is_safe=True, by_parts=True, is_verified=is_verified)
-    assert torch.equal(loaded["value"], torch.ones(2))
-    assert not prepare_on_all_ranks(io, path, alone, by_parts=False, rank=1, size=2)
-    assert not prepare_on_all_ranks(io, path, alone, by_parts=True, rank=0, size=1)
+    both = beside_another()
+    for by_parts, ranks, num_shared in ((True, both, 1), (False, both, 0), (True, replace(both, size=1), 0)):
+        verified.clear()
+        whole.clear()
+        loaded = read_on_all_ranks(io, path, ranks, is_safe=True, by_parts=by_parts)
+        assert torch.equal(loaded["value"], torch.ones(2))
+        is_shared = bool(num_shared) and kind is TorchCheckpointIO
+        assert len(verified) == is_shared
+        assert bool(whole) == (issubclass(kind, TorchCheckpointIO) and not is_shared)
 
 
 def test_one_rank_reads_a_single_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from loopwright.checkpoint import load, save, verify
 from loopwright.checkpoint.convert import write_as
 from loopwright.checkpoint.forms import Reading, open_checkpoint
-from loopwright.checkpoint.sharded import StoredTensor, copying, read_manifest, reader, shard_files
+from loopwright.checkpoint.sharded import StoredTensor, copying, mapping, read_manifest, reader, shard_files
 from loopwright.checkpoint.storage import verify_share
 from loopwright.errors import CheckpointError
 
@@ -154,3 +155,51 @@ def test_bytes_are_compared_once_while_the_file_is_the_same(folder: Path, monkey
     for read in (load, lambda path: load(path, lazy=True)):
         with pytest.raises(CheckpointError, match=r"state_dict/weight at \[0, 0\]"):
             read(folder)
+
+
+@needs_mapping
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12, of a fork beside threads
+def test_a_file_that_is_cut_off_when_it_is_mapped_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    file, path = tmp_path / "one", tmp_path / "wide.ckpt"
+    save({"state_dict": {"wide": torch.rand(4, 1 << 15), "narrow": torch.rand(1 << 12, 8)}}, file)
+    write_as(open_checkpoint(file, Reading()), path, "sharded", num_shards=1)
+    shard = next(path.glob("shard-*"))
+    whole = shard.read_bytes()
+    boxes = [("wide", (0, 5), (4, 7)), ("wide", (1, 0), (3, 1 << 15)), ("narrow", (0, 1), (1 << 12, 3))]
+    for name, offsets, sizes in [*boxes, ("narrow", (0, 0), (1 << 12, 8))]:
+        for is_compared in (True, False):
+            shard.write_bytes(whole)
+            if is_compared:
+                verify(path)
+            stored = load(path, lazy=True, verify=False)["state_dict"][name]
+            child = os.fork()
+            if child == 0:
+                code = 8
+                try:
+                    real = shard_files.MappedFile.box
+
+                    def box_and_cut(*arguments: Any, real: Any = real) -> Any:
+                        os.truncate(shard, 4096)
+                        return real(*arguments)
+
+                    shard_files.MappedFile.box = box_and_cut  # type: ignore[method-assign]
+                    stored.read(offsets, sizes)
+                except CheckpointError as error:
+                    code = 0 if "somebody has cut the file off" in str(error) else 7
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (name, offsets, is_compared)
+
+
+@needs_mapping
+def test_only_wide_gaps_are_left_out_of_what_is_brought_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder.with_name("memory")
+    file.write_bytes(bytes(4 * 4 * 50_000))
+    mapped = mapping.map_file(file, file.stat().st_size)
+    assert mapped is not None
+    spans: list[int] = []
+    monkeypatch.setattr(mapped, "_populate", lambda address, size: spans.append(size))
+    tensor = mapped.box(0, torch.float32, (4, 50_000))
+    for part in (tensor, tensor[:, 1:-1], tensor[:, :9], tensor[1:3, 5:5], tensor[2, 3]):
+        mapped.bring_in(part)
+    assert spans == [4 * 200_000, 4 * 200_000 - 8, *[36] * 4, 4]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 
 import loopwright as lw
 from loopwright.checkpoint import storage
+from loopwright.checkpoint.check import check
+from loopwright.checkpoint.describe import disk_bytes
 from loopwright.cli import run
 from loopwright.cli.checkpoint_text import Meter, show_bytes
 
@@ -191,6 +195,36 @@ def test_nothing_is_overwritten_unless_it_is_said(trained: Path, call: Call, tmp
     assert storage.verify(trained).sealed
 
 
+def test_what_is_read_and_what_is_written_lie_apart(
+    trained: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("convert", trained, "folder.ckpt", "--to", "sharded")[0] == 0
+    before = sorted(os.listdir("folder.ckpt"))
+    for command in (["consolidate"], ["convert", "--to", "checkpoint"]):
+        for target in ("folder.ckpt/whole.ckpt", "./folder.ckpt/../folder.ckpt/below/whole.ckpt"):
+            code, _, problem = call(*command, "folder.ckpt", target, "--force")
+            assert (code, "lie one within the other" in problem) == (2, True)
+    shard = next(Path("folder.ckpt").glob("shard-*"))
+    assert "lie one within the other" in call("convert", shard, "folder.ckpt", "--to", "sharded", "--force")[2]
+    assert "lie one within" in call("consolidate", "memory://a/b.ckpt", "memory://a/b.ckpt/c.ckpt")[2]
+    assert sorted(os.listdir("folder.ckpt")) == before
+    assert call("consolidate", "folder.ckpt", "folder.ckpt-whole.ckpt")[0] == 0
+
+
+def test_verify_says_how_far_it_is(trained: Path, call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "folder.ckpt"
+    assert call("convert", trained, folder, "--to", "sharded")[0] == 0
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for path in (trained, folder):
+        code, said, shown = call("verify", path)
+        assert (code, said.startswith(f"{path}: ok, every byte")) == (0, True)
+        assert re.match(re.escape(f"\r{path}: read ") + r"[\d.]+ k?B of [\d.]+ kB\x1b\[K", shown), shown
+        read: list[int] = []
+        check(path, read.append)
+        assert 0.3 * disk_bytes(path) < sum(read) <= disk_bytes(path)
+
+
 def test_objects_are_left_out_or_trusted_when_asked(call: Call, tmp_path: Path) -> None:
     source, target = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     torch.save({"state_dict": {"w": torch.ones(1)}, "job": range(3), "epoch": 1}, source)
@@ -250,3 +284,47 @@ def test_long_work_is_shown_on_a_terminal_only(capsys: pytest.CaptureFixture[str
         meter.advance(1)  # too soon to be shown
     assert capsys.readouterr().err == "\rwritten 1.0 MB of 2.0 MB\x1b[K\r\x1b[K"
     assert [show_bytes(count) for count in (0, 999, 1500, 3 * 10**15)] == ["0 B", "999 B", "1.5 kB", "3000.0 TB"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12, of a fork beside threads
+@pytest.mark.parametrize("words", [["convert", "--to", "sharded"], ["convert"], ["consolidate"]])
+def test_a_kill_while_it_writes_leaves_the_old_one_and_the_next_call_cleans_up(
+    words: list[str], trained: Path, call: Call, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source.ckpt", tmp_path / "place" / "target.ckpt"
+    target.parent.mkdir()
+    assert call("convert", trained, source, "--to", "sharded", "--shards", "2")[0] == 0
+    command = [*words, str(source), str(target), "--force"]
+    assert call(*command)[0] == 0
+
+    def names() -> set[str]:
+        return {str(path.relative_to(target.parent)) for path in target.parent.rglob("*")}
+
+    def die_at(stage: str) -> None:
+        def look(event: str, arguments: tuple[Any, ...]) -> None:
+            is_here = any(str(target.parent) in str(one) for one in arguments)
+            if is_here and event == stage and (event != "open" or arguments[2] & os.O_CREAT):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def advance(self: Meter, count: int) -> None:
+            if stage == "middle":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(look)
+        Meter.advance = advance  # type: ignore[method-assign]
+        run(["checkpoint", *command])
+
+    for stage in ("open", "middle", "os.rename"):
+        before = names()
+        child = os.fork()
+        if child == 0:
+            try:
+                die_at(stage)
+            finally:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, stage
+        assert before <= names()
+        assert call("diff", source, target)[:2] == (0, "equal\n"), stage
+        assert (call("verify", target)[0], stage) == (0, stage)
+        assert call(*command)[0] == 0
+        assert len(names()) == len(before), stage

@@ -43,6 +43,17 @@ def test_hydra_makes_trainer_model_and_callbacks(tmp_path: Path) -> None:
     assert len(list((tmp_path / "two").rglob("*.ckpt"))) == 1
 
 
+def test_each_job_of_a_sweep_starts_processes_of_its_own(tmp_path: Path) -> None:
+    program = str(TESTS / "fixtures" / "hydra" / "program.py")
+    said = typed(
+        tmp_path, program, "-m", "trainer.strategy=ddp", "trainer.devices=2,2,1", "trainer.max_epochs=1",
+        "hydra.sweep.dir=sweep",
+    )  # fmt: skip
+    assert said.count("2 ranks, 2 steps") == 2
+    assert said.count("1 ranks, 4 steps") == 1
+    assert len(list((tmp_path / "sweep").glob("*/ckpt/*.ckpt"))) == 3
+
+
 def test_the_command_line_works_on_the_omegaconf_of_hydra(tmp_path: Path) -> None:
     said = typed(
         tmp_path, "-m", "loopwright", "fit", "--model", "fixtures.cli.cli_program.Net", "--print-config=short",

@@ -195,6 +195,102 @@ def test_the_steps_of_a_command_line_can_be_overridden() -> None:
     assert isinstance(cli.config_init.extra, nn.ReLU)
 
 
+def test_what_several_loaders_a_saved_step_and_toggles_give() -> None:
+    import lightning as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Model(BoringModel):
+        automatic_optimization = True
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"own_{dataloader_idx}", 1.0, add_dataloader_idx=False)
+            self.log("each", 1.0)
+
+        def on_test_epoch_end(self) -> None:
+            self.log("whole", 2.0)
+
+    saving = ModelCheckpoint(dirpath="steps", monitor="step", mode="max", every_n_train_steps=2, save_top_k=2)
+    options: dict[str, Any] = {"limit_train_batches": 6, "limit_val_batches": 3, "limit_test_batches": 1}
+    trainer = L.Trainer(max_epochs=1, callbacks=[saving], **options, **QUIET)
+    model = Model()
+    trainer.fit(model)
+    assert sorted(path.name for path in Path("steps").iterdir()) == ["epoch=0-step=4.ckpt", "epoch=0-step=6.ckpt"]
+    loader = trainer.train_dataloader
+    first, second = trainer.test(model, [loader, loader], verbose=False)
+    assert set(first) == {"own_0", "each/dataloader_idx_0", "whole"}
+    assert set(second) == {"own_1", "each/dataloader_idx_1", "whole"}
+    assert (trainer.num_sanity_val_batches, trainer.num_val_batches, trainer.num_test_batches) == ([2], [3], [1, 1])
+    model.automatic_optimization = False
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    model.toggle_optimizer(other)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.untoggle_optimizer(other)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _grid(depth: int = 3, name: str = "x") -> None:
+    raise AssertionError("it is not called")
+
+
+def test_a_command_line_may_have_verbs_of_its_own_and_read_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    import lightning as L
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    calls: list[Any] = []
+
+    class Trainer(L.Trainer):
+        def measure(self, model: Any, datamodule: Any, folds: int = 1, repeats: int = 2) -> None:
+            """Measure something."""
+            calls.append((type(model), type(datamodule), repeats))
+
+    class CLI(LightningCLI):
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            own = LightningCLI.subcommands()
+            del own["predict"]
+            return {**own, "measure": {"model", "datamodule", "folds"}}
+
+        def setup_parser(self, add_subcommands: bool, main_kwargs: Any, subparser_kwargs: Any) -> None:
+            calls.append((add_subcommands, main_kwargs, subparser_kwargs))
+            super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            super().parse_arguments(parser, [one for one in args if one != "--strange"])
+            calls.append(self.config[self.config.subcommand].trainer.max_epochs)  # it follows from another
+
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_function_arguments(_grid, "grid")
+            parser.link_arguments("grid.depth", "trainer.max_epochs")
+
+        def before_measure(self) -> None:
+            calls.append(self.config.measure.grid.depth)
+
+        def after_measure(self) -> None:
+            calls.append(self.config_init.measure.grid.name)
+
+        def test(self, **arguments: Any) -> None:
+            calls.append(sorted(arguments))
+
+    def run(*args: str) -> list[Any]:
+        calls.clear()
+        kwargs = {"description": "mine", "fit": {"env_prefix": "X"}}
+        CLI(BoringModel, BoringDataModule, trainer_class=Trainer, trainer_defaults={**QUIET, "accelerator": "cpu"},
+            parser_kwargs=kwargs, args=list(args))  # fmt: skip
+        assert calls.pop(0) == (True, {"description": "mine"}, {"fit": {"env_prefix": "X"}})
+        return calls
+
+    assert run("measure", "--strange", "--repeats", "5", "--grid.depth=4") == [
+        4, 4, (BoringModel, BoringDataModule, 5), "x",
+    ]  # fmt: skip
+    assert run("test") == [3, ["ckpt_path", "datamodule", "model", "verbose", "weights_only"]]
+    for wrong in (["predict"], ["measure", "--folds", "2"]):
+        with pytest.raises(SystemExit):
+            run(*wrong)
+    assert "'predict' is no subcommand" in capsys.readouterr().err
+
+
 def test_parts_that_override_lightnings_methods_are_told_so() -> None:
     import lightning as L
     from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
@@ -222,6 +318,9 @@ def test_parts_that_override_lightnings_methods_are_told_so() -> None:
         def register_accelerators(cls, registry: Any) -> None:
             registry.register("card", cls, description="a card")
 
+        def setup(self, trainer: Any) -> None:
+            self.trainer = trainer
+
     StrategyRegistry.register("mine", Mine, description="of a program", depth=3)
     Card.register_accelerators(AcceleratorRegistry)
     try:
@@ -232,7 +331,10 @@ def test_parts_that_override_lightnings_methods_are_told_so() -> None:
         with pytest.warns(UserWarning, match="Mine overrides setup of Lightning's strategy"):
             trainer = L.Trainer(strategy="mine", **{**QUIET, "accelerator": "card"})
         assert isinstance(trainer.strategy, Mine)
+        assert type(trainer.strategy) is Mine
         assert type(trainer.accelerator) is Card
+        trainer.validate(make_model()())
+        assert trainer.accelerator.trainer is trainer
         with pytest.warns(UserWarning, match="Clip overrides clip_gradients of Lightning's precision"):
             L.Trainer(plugins=Clip(), **QUIET)
         with pytest.raises(NotServed, match="closure_loss, optimizer"):

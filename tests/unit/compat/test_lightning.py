@@ -273,9 +273,9 @@ def test_logs_go_to_lightning_logs(tmp_path: Path) -> None:
 
     t = trainer(tmp_path, logger=True)
     assert t.logger.log_dir == str(tmp_path / "lightning_logs" / "version_0")
-    assert (
-        CSVLogger(tmp_path).root_dir == FabricCSVLogger(root_dir=tmp_path).root_dir == str(tmp_path / "lightning_logs")
-    )
+    assert CSVLogger(tmp_path).root_dir == str(tmp_path / "lightning_logs")
+    assert FabricCSVLogger(root_dir=tmp_path, name="n").root_dir == str(tmp_path)
+    assert FabricCSVLogger(root_dir=tmp_path, name="n").log_dir == str(tmp_path / "n" / "version_0")
     assert trainer(tmp_path, logger=True, fast_dev_run=True).loggers == []
 
 

@@ -643,6 +643,18 @@ def test_a_short_member_of_a_collection_repeats_even_if_it_does_not_go_round() -
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "sequential", "max_size_cycle"])
+def test_the_order_of_a_collection_is_told_when_its_epoch_has_begun(mode: str) -> None:
+    def order(data: CombinedLoader) -> int | None:
+        stream = BatchStream(data, shard=Shard(0, 2))
+        stream.open(0, shared_rng=capture_rng())
+        return stream.describe_order()
+
+    both = [CombinedLoader([loader(10, 2), loader(4, 2)], mode) for _ in range(2)]
+    assert order(both[0]) == order(both[1]) is not None
+    assert order(CombinedLoader([DataLoader(range(9, 0, -1), 2), loader(4, 2)], mode)) is not None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "sequential", "max_size_cycle"])
 @pytest.mark.parametrize("uneven", ["stop_all", "cycle", "zero_weight"])
 def test_modes_of_combined_loaders(mode: str, uneven: str) -> None:
     def make() -> CombinedLoader:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loopwright.cli import run
 from loopwright.doctor import Finding, Level, disk, examine, machine, network, packages
+from loopwright.doctor.imports import find_broken
 
 
 def test_shared_memory_of_a_container_is_too_small() -> None:
@@ -70,6 +77,43 @@ def test_engines_are_imported_in_a_process_of_their_own(
     assert value in found.value
 
 
+def test_packages_that_fail_at_import_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, source in {
+        "some_fine": "print('hello')",
+        "some_raises": r"raise ImportError('no libx.so\nand advice')",
+        "some_ends": "import os; os._exit(3)",
+        "some_exits": "raise SystemExit(0)",
+        "some_last": "value = 1",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = ["some_fine", "some_raises", "some_ends", "some_exits", "some_last"]
+    assert find_broken(names, timeout_s=30) == {
+        "some_raises": "ImportError: no libx.so",
+        "some_ends": "its process ended with code 3",
+        "some_exits": "SystemExit: 0",
+    }
+    assert packages.judge_needed("rich>=13", {"rich": "ImportError: no x"}).level is Level.PROBLEM
+    wandb = packages.Optional("rich", "much", "pip install rich")
+    assert "cannot be imported: OSError" in packages.judge_optional(wandb, 1, {"rich": "OSError: no y"}).value
+
+
+def test_without_torch_the_rest_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so: cannot open')")
+    done = subprocess.run(
+        [sys.executable, "-m", "loopwright", "doctor", "--json", "--disk-size", "0", "--timeout", "0"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    torch_lines = [one for one in found if one["section"] == "devices"]
+    assert [one["level"] for one in torch_lines] == ["problem"]
+    assert torch_lines[0]["value"] == "cannot be imported: OSError: libtorch.so: cannot open"
+    assert "could not be examined" not in done.stdout
+    assert {one["section"] for one in found} == {"machine", "devices", "packages", "disk"}
+
+
 def test_variables_of_a_launcher_that_is_gone() -> None:
     found = list(network.judge_variables({"RANK": "0", "WORLD_SIZE": "2", "LW_API_KEY": "s3", "NCCL_DEBUG": "INFO"}))
     assert found[0].level is Level.WARNING
@@ -93,6 +137,34 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = list(disk.examine(tmp_path / "file" / "below", 1 << 20))
     assert found[-1].level is Level.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "make room"), (errno.EFBIG, "ulimit -f"), (errno.EROFS, "reading only"), (errno.EACCES, "rights")],
+)
+def test_the_advice_fits_what_the_disk_says(
+    number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *rest: Any, **more: Any) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    (found,) = disk.examine(tmp_path / "a" / "b" / "c", 0)
+    assert os.strerror(number) in found.value
+    assert str(tmp_path / "a" / "b") in found.value
+    assert advice in found.advice
+
+
+def test_a_host_that_cannot_reach_itself_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*rest: Any, **more: Any) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    found = {one.name: one for one in network.examine()}
+    assert found["connections"].level is Level.PROBLEM
+    assert "Network is unreachable" in found["connections"].value
 
 
 def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,17 @@ def test_group_rank_is_another_name_of_node_rank() -> None:
     assert LightningEnvironment(variables={"GROUP_RANK": "3", "NODE_RANK": "1"}).node_rank() == 1
 
 
+def test_deepspeeds_launcher_has_names_of_its_own_for_nodes_and_their_processes() -> None:
+    said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2", "LOCAL_SIZE": "2"}
+    cluster = LightningEnvironment(variables={**said, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
+    cluster.validate_settings(2, 2)
+    assert (cluster.local_rank(), cluster.node_rank(), cluster.num_local_processes()) == (1, 1, 2)
+    assert LightningEnvironment(variables={**said, "NODE_RANK": "0"}).node_rank() == 0
+    for devices, nodes in ((4, 1), (2, 1), (4, 2)):
+        with pytest.raises(ConfigError, match="started 2 processes on each of 2 nodes"):
+            cluster.validate_settings(devices, nodes)
+
+
 def test_world_size_and_global_rank_are_set_by_who_starts_the_processes() -> None:
     cluster = LightningEnvironment(variables={"RANK": "7", "WORLD_SIZE": "9"})
     cluster.set_world_size(4)

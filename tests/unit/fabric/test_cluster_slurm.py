@@ -184,6 +184,7 @@ def test_the_job_has_a_name_and_a_number() -> None:
     assert (slurm().job_name(), slurm().job_id(), slurm().restart_count()) == ("train", 1234567, 0)
     assert slurm(SLURM_RESTART_COUNT="2").restart_count() == 2
     assert slurm(SLURM_JOB_ID="abc").job_id() is None
+    assert SLURMEnvironment.job_id() is SLURMEnvironment.job_name() is None  # of this process, which is no job
     assert slurm(SLURM_JOB_ID=None).job_id() is None
     assert slurm(SLURM_JOB_NAME="bash").job_id() is None
 

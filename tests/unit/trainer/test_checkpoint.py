@@ -64,6 +64,32 @@ def test_any_script_with_torch_opens_a_checkpoint_and_finds_the_fields_keys(tmp_
     assert Described.load_from_checkpoint(path).hparams == {"width": 5, "name": "x"}
 
 
+@pytest.mark.parametrize("read", ["load_from_checkpoint", "fit"])
+def test_weights_of_other_shapes_are_all_named_with_what_to_do(read: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    trainer = quiet(max_epochs=1)
+    trainer.fit(net(Described, 5, seed=1), loader())
+    trainer.save_checkpoint(path)
+
+    class Other(Described):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.net[0] = torch.nn.Linear(self.net[0].in_features + 1, self.net[0].out_features + 2)
+
+    def load() -> None:
+        if read == "fit":
+            quiet(max_epochs=2).fit(Other(), loader(), ckpt_path=path)
+        else:
+            Other.load_from_checkpoint(path, strict=False)
+
+    with pytest.raises(CheckpointError) as caught:
+        load()
+    text = str(caught.value)
+    assert "size mismatch for net.0.weight" in text
+    assert "size mismatch for net.0.bias" in text
+    assert "delete these from checkpoint['state_dict'] in on_load_checkpoint" in text
+
+
 class Leaves:
     """Something that is no plain value."""
 

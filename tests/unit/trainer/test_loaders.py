@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from toys import quiet
 
 import loopwright as lw
@@ -130,10 +130,74 @@ def test_limits_count_batches_of_the_collection(limit: Any, count: int) -> None:
     assert len(run("fit", data, limit_train_batches=limit)) == count
 
 
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_combined_loader_among_others_gives_its_batches(verb: str) -> None:
+    pairs = lw.CombinedLoader([numbers(0, 3), numbers(10, 2)], "max_size")
+    expected = [([[0, 1], [10, 11]], 0, 0), ([[2], None], 1, 0), ([5, 6], 0, 1)]
+    assert run(verb, [pairs, numbers(5, 2)]) == expected
+    assert run(verb, lw.CombinedLoader([pairs, numbers(5, 2)], "sequential")) == expected
+    name = {"validate": "val"}.get(verb, verb)
+    assert run(verb, [pairs, numbers(5, 4)], **{f"limit_{name}_batches": 0.5}) == [expected[0], expected[2]]
+
+
+def test_a_combined_loader_within_another_gives_its_batches() -> None:
+    def make() -> lw.CombinedLoader:
+        return lw.CombinedLoader([lw.CombinedLoader([numbers(0, 3)], "min_size"), numbers(5, 3)], "max_size_cycle")
+
+    expected = [[[[0, 1]], [5, 6]], [[[2]], [7]]]
+    assert [batch for batch, *_ in run("fit", make())] == expected
+    assert [batch for batch, *_ in run("validate", make())] == expected
+    assert [plain(batch) for batch, _, _ in make()] == expected
+
+
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_prediction_reads_loaders_in_turn_only(mode: str) -> None:
     with pytest.raises(ConfigError, match="use mode='sequential'"):
         quiet().predict(Reader(), lw.CombinedLoader([numbers(0, 2)], mode))
+
+
+class Says(IterableDataset[int]):
+    """Five numbers, shared out to the workers, and a length that may be wrong."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(5)) if worker is None else iter(range(worker.id, 5, worker.num_workers))
+
+
+class SaysIt(list[int]):
+    """A sampler of five indices with a length that may be wrong."""
+
+    def __len__(self) -> int:
+        return 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_data_that_end_before_the_length_they_say_end_the_epoch(workers: int, accumulate: int) -> None:
+    module = Reader()
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(Says(40), 2, num_workers=workers), [torch.ones(1)])
+    batches = [[0, 1], [2, 3], [4]] if not workers else [[0, 2], [1, 3], [4]]
+    assert [batch for batch, _ in module.seen["fit"]] == batches * 2
+    assert len(module.seen["validate"]) == 2
+    assert trainer.global_step == 2 * -(-3 // accumulate)
+
+
+def test_an_empty_loader_in_a_collection_is_named() -> None:
+    with pytest.raises(DataError, match=r"Loader 1 .* gives no batches\.\n.*leave it out"):
+        run("fit", [numbers(0, 3), numbers(0, 0)])
+
+
+def test_so_does_a_sampler_and_a_collection() -> None:
+    sampler = SaysIt(range(5))
+    assert len(run("fit", DataLoader(range(5), 2, sampler=sampler))) == 3  # type: ignore[arg-type]
+    assert len(run("fit", {"a": DataLoader(Says(40), 2), "b": numbers(0, 8)})) == 4
 
 
 # --- batches -------------------------------------------------------------------------------------------------------
@@ -180,6 +244,20 @@ def test_batches_of_any_kind_arrive_and_are_counted() -> None:
     assert [type(one) for one in module.seen["fit"]] == [Named, Fields, OrderedDict, PackedSequence, dict]
     assert module.seen["fit"][4]["graph"].device == torch.device("cpu")
     assert trainer.progress.samples == 3 + 4 + 5 + 2 + 6
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_a_batch() -> None:
+    batch = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+    class Logs(Reader):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("loss", self.weight.detach() + batch_idx, on_epoch=True)
+            return self.weight.square()
+
+    trainer = quiet(max_epochs=1, limit_val_batches=0)
+    trainer.fit(Logs(), [batch, {"x": batch}])
+    assert "loss" in trainer.callback_metrics
 
 
 def test_what_cannot_move_is_named_with_its_place() -> None:

@@ -1,0 +1,46 @@
+"""`identify`: which checkpoint is at a path, told from another one that is saved there. Called by checkpoint_io.py."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+from .remote import Remote, as_local
+from .seal import read_seal
+from .verified import is_folder_checkpoint
+
+__all__ = ["identify"]
+
+
+def identify(path: str | Path, storage_options: dict[str, Any] | None = None) -> str | None:  # Any: fsspec's own
+    """Return what differs between two checkpoints; costs little, however large they are, and checks nothing.
+
+    Args:
+        path: File, folder or URL.
+        storage_options: Arguments of the remote file system.
+
+    Returns:
+        The digest in the manifest of a folder, or in the seal of a file. None if it has neither (files of other
+        programs), or cannot be read: whoever loads it says so.
+    """
+    try:
+        if is_folder_checkpoint(path, storage_options):
+            from .sharded.manifest import MANIFEST, read_digest
+            from .sharded.places import place_of
+
+            with closing(place_of(path, storage_options).open(MANIFEST)) as file:
+                return read_digest(file)
+        with closing(_open(path, storage_options)) as file:
+            return read_seal(file)
+    except OSError:
+        return None
+
+
+def _open(path: str | Path, storage_options: dict[str, Any] | None) -> IO[bytes]:  # Any: fsspec's own
+    local = as_local(path)
+    if local is None:
+        return Remote(str(path), storage_options).open()[0]
+    if not local.is_file():  # a pipe would block whoever opens it
+        raise FileNotFoundError(path)
+    return open(local, "rb")
