@@ -43,6 +43,7 @@ def _of_trainer(strategy: Strategy, name: str) -> Any:  # Any: what the trainer 
 
 
 def _get_optimizers(strategy: Strategy) -> list[Optimizer]:
+    """The optimizers of the trainer whose strategy this is, where a program of Lightning made that trainer."""
     own: list[Optimizer] | None = strategy.__dict__.get("optimizers")
     found: list[Optimizer] = _of_trainer(strategy, "optimizers") if own is None else own
     return found
