@@ -260,10 +260,15 @@ def escaped(value: Any) -> Any:
 
 
 def _escape(text: str) -> str:
-    # Backslashes count only before a dollar sign that opens something, and at the end of a text that has one.
-    text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
+    # Backslashes count only before a dollar sign that opens something; in OmegaConf 2.3 at the end of such a text, too.
+    once = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
     end = len(text) - len(text.rstrip("\\"))
-    return text + end * "\\"
+    if not end:
+        return once
+    from omegaconf import OmegaConf  # not imported where nothing is escaped
+
+    is_same = OmegaConf.create({"text": once}).text == text
+    return once if is_same else once + end * "\\"
 
 
 class _Routing:

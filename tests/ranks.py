@@ -6,6 +6,7 @@ The parent must not have used more than one OpenMP thread before (OMP_NUM_THREAD
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -78,6 +79,8 @@ def fork_ranks(size: int, target: Callable[..., Any], *args: Any) -> tuple[list[
 def _without_socket(listening: socket.socket, target: Callable[..., Any], *args: Any) -> None:
     """Close the parent's socket, which would listen on after the store has ended, and begin."""
     listening.close()
+    # What the parent left may own threads that are not here (the store of a failed test): to collect it would wait.
+    gc.freeze()
     target(*args)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -452,6 +453,9 @@ def _run_rank(local: int, plan: _Plan) -> None:
         signal.signal(number, handler)
     tie_to_parent_process()
     _started_in = os.getpid()
+    # Garbage that a fork takes over may own threads that only its parent has (the store of a run that failed): to
+    # collect it here would wait for them for ever.
+    gc.freeze()
     rank = plan.rank(local)
     code = 0
     try:

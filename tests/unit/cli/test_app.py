@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.cli.cli_program import Data, Net, Noise, Size, Wide
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import loopwright as lw
@@ -61,9 +61,11 @@ def test_yaml_takes_no_text_for_something_else() -> None:
                      "h": "2026-01-01", "i": None, "j": True}  # fmt: skip
 
 
-def test_a_key_that_stands_twice_is_an_error_with_its_line() -> None:
+def test_a_key_that_stands_twice_or_is_none_is_an_error_with_its_line() -> None:
     with pytest.raises(ConfigError, match=r"base.yaml, line 3, column 1: the key 'a' stands twice"):
         parse("a: 1\nb: 2\na: 3\n", "base.yaml")
+    with pytest.raises(ConfigError, match=r"base.yaml, line 1, column 3: \{'a': 1\} cannot be a key"):
+        parse("? {a: 1}\n: 2\n", "base.yaml")
 
 
 PLAIN = st.recursive(
@@ -635,6 +637,8 @@ TEXT = st.text(st.sampled_from(["\\", "$", "{", "}", "a", "'", " ", "?"]), max_s
 
 @settings(max_examples=60, deadline=None)
 @given(TEXT.filter(lambda text: text != "???"))
+@example("? ?")  # in YAML a mapping as a key
+@example("${\\")  # whose end OmegaConf 2.3 reads otherwise than 2.4
 def test_no_text_that_is_saved_becomes_an_interpolation(text: str) -> None:
     found = Settings()
     found.lay(parse(write(escaped({"trainer": {"name": text, "more": [text]}})), "x"), "a file")
