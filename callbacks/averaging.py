@@ -18,6 +18,7 @@ from .weights import (
     check_fit,
     clean_name,
     clones_of,
+    keep_trained,
     kept_dtype,
     part_of,
     placed,
@@ -111,11 +112,7 @@ class Averaging(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the trained weights in the checkpoint, if it is taken while the module holds the average."""
-        if self._raw is None:
-            return
-        raw = self._raw | {alias: self._raw[name] for alias, name in self._aliases.items() if name in self._raw}
-        weights = checkpoint["state_dict"]
-        weights.update({key: raw[key] for key in weights if key in raw})
+        keep_trained(checkpoint, self._raw, self._aliases)
 
     # --- the average -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from .weights import (
     clean_name,
     clones_of,
     in_memory,
+    keep_trained,
     kept_dtype,
     part_of,
     placed,
@@ -222,11 +223,7 @@ class StochasticWeightAveraging(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the trained weights in the checkpoint, if it is taken when the module is the average already."""
-        if self._raw is None:
-            return
-        raw = self._raw | {alias: self._raw[name] for alias, name in self._aliases.items() if name in self._raw}
-        weights = checkpoint["state_dict"]
-        weights.update({key: raw[key] for key in weights if key in raw})
+        keep_trained(checkpoint, self._raw, self._aliases)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, what it is made of, and the rates that annealing began with."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ __all__ = [
     "clean_name",
     "clones_of",
     "in_memory",
+    "keep_trained",
     "kept_dtype",
     "part_of",
     "placed",
@@ -151,6 +152,20 @@ def check_fit(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str,
             f"{owner}: the average does not fit the module: {'; '.join(problems)}.",
             fix="resume with the module that the average was made of, or start without its state.",
         )
+
+
+def keep_trained(checkpoint: dict[str, Any], raw: Mapping[str, Tensor] | None, aliases: Mapping[str, str]) -> None:
+    """Let a checkpoint's "state_dict" hold the trained values, where it is taken while the module holds an average.
+
+    Args:
+        checkpoint: Its "state_dict" is changed.
+        raw: The trained values by name; None while they are in the module.
+        aliases: Further names of tied tensors.
+    """
+    if raw is not None:
+        own = {**raw, **{alias: raw[name] for alias, name in aliases.items() if name in raw}}
+        weights = checkpoint["state_dict"]
+        weights.update({key: own[key] for key in weights if key in own})
 
 
 def refuse_engines(trainer: Trainer, *, owner: str) -> None:

@@ -106,7 +106,7 @@ class _Attempt:
             return None
         try:
             result = function()
-        except Exception:
+        except Exception:  # of any kind: what was read was being replaced, or it is raised
             if self._sees_other():
                 return None
             raise
