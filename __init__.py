@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .checkpoint import Trusted as Trusted
     from .data import CombinedLoader as CombinedLoader
     from .data import DataModule as DataModule
+    from .data import ShardedIterable as ShardedIterable
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import DataError as DataError
@@ -213,6 +214,7 @@ _HOME = {
     "STRATEGY_REGISTRY": "strategies",
     "SampleLogger": "callbacks",
     "SchedulePreview": "tuner",
+    "ShardedIterable": "data",
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
     "SingleDeviceXLAStrategy": "strategies",

@@ -61,7 +61,7 @@ class CUDAAccelerator(Accelerator):
             )
         torch.cuda.set_device(device)
         if torch.cuda.get_device_capability(device) >= (8, 0) and get_matmul_precision() == "highest":
-            log.info("%s has tensor cores; torch.set_float32_matmul_precision('high') would use them.", device)
+            log.info("%s has tensor cores, which Trainer(matmul_precision='high') or Fabric's would use.", device)
 
     def teardown(self) -> None:
         """Give cached memory back to the driver."""

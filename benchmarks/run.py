@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import measure_compiling
 from deepspeed_steps import measure_deepspeed
 from fsdp import measure_fsdp
 from log_queue import time_logging
@@ -109,6 +110,10 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
             results[part] = measure_sharded_saves(megabytes=24 if is_quick else 256, rounds=1 if is_quick else 3)
         elif part == "memory":
             results[part] = measure_memory_of_strategies(is_quick=is_quick)
+        elif part == "compiling":
+            results[part] = measure_compiling(
+                [1] if is_quick else [4, 12], rounds=1 if is_quick else 8, is_quick=is_quick
+            )
         elif part == "xla":
             results[part] = measure_xla(
                 num_steps=20 if is_quick else 60, rounds=1 if is_quick else 3, is_quick=is_quick

@@ -32,6 +32,8 @@ class Callback:
             `on_save_checkpoint` puts the trained ones into every checkpoint, also into one with weights only.
         runs_first: True for callbacks that settle what others rely on (the tuner's: batch size, learning rate): the
             Trainer puts them in front of its list.
+        changes_weights: True for built-in callbacks whose `on_train_epoch_end` changes weights; of others that is not
+            known, and the Trainer compares.
         runs_last: True for callbacks whose hooks run after the module's and after metrics and loggers, at every event.
         hears_every_step: True for callbacks whose `on_train_batch_end` is called at the end of every step, also on a
             rank that has no batch there, with None for outputs and batch. Otherwise such a rank leaves the hook out.
@@ -41,6 +43,7 @@ class Callback:
     runs_last: bool = False
     hears_every_step: bool = False
     replaces_weights: bool = False
+    changes_weights: bool = False
 
     @property
     def state_key(self) -> str:
@@ -57,6 +60,13 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what `state_dict` returned. Called after `setup`, before the optimizers exist."""
+
+    def forget_run(self) -> None:
+        """Forget what belongs to the run of another Trainer: counts, scores, averages, steps that were seen.
+
+        Called at the beginning of a fit if the last one was another Trainer's, as in k-fold training with one callback;
+        before a checkpoint is put back. Built-in callbacks are then as new; one of yours keeps all unless it says so.
+        """
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """At the beginning of a run; `stage` is "fit", "validate", "test" or "predict"."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModuleError, nearest
-from .base import Callback, from_rank_zero
+from .base import Callback
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -38,6 +38,7 @@ class EarlyStopping(Callback):
 
     A check takes place whenever a new value of the metric is there: at the end of training epochs or of validations.
     A value that was already looked at is not counted again. `Trainer(min_epochs=, min_steps=)` hold training.
+    With several ranks all judge the same value, that of all ranks, also where the metric is logged in steps.
 
     Args:
         monitor: Name of the logged metric.
@@ -96,9 +97,13 @@ class EarlyStopping(Callback):
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._at_epoch_end = bool(check_on_train_epoch_end)
 
+        self.forget_run()
+
+    def forget_run(self) -> None:
+        """Begin to wait anew."""
         self.wait_count = 0
         self.stopped_epoch = 0
-        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf, dtype=torch.float64)
+        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._checked_step = -1
@@ -170,8 +175,8 @@ class EarlyStopping(Callback):
     def _check(self, trainer: Trainer) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
             return
-        # A value that is not of all ranks (that of a step, say) is rank 0's: so all of them judge alike.
-        value, step = from_rank_zero(trainer, lambda: self._read(trainer))
+        trainer.synchronize_metrics(self.monitor)  # the value of a step is each rank's own until then
+        value, step = self._read(trainer)
         if value is None:
             return
         if step is not None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..data.move import find_batch_size
 from ..errors import ConfigError
 from ..fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
 from .base import Callback
@@ -173,7 +172,7 @@ class TrainingEfficiency(Callback):
         if not self._is_on:
             return
         if batch is not None:
-            size = find_batch_size(batch) if self.batch_size_fn is None else self.batch_size_fn(batch)
+            size = trainer.batch_size_of(batch) if self.batch_size_fn is None else self.batch_size_fn(batch)
             self._samples += size or 0
             if self.tokens_fn is not None:
                 self._tokens = self._tokens + self.tokens_fn(batch)  # a tensor stays on its device
@@ -286,6 +285,10 @@ class TrainingEfficiency(Callback):
             self._end_count(None)
         self._is_on = False
 
+    def forget_run(self) -> None:
+        """Count from 0."""
+        self._totals, self.summary = dict.fromkeys(self._totals, 0.0), {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the totals; those since the last log boundary are included."""
         totals = dict(self._totals)
@@ -306,7 +309,9 @@ class TrainingEfficiency(Callback):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return any(getattr(child, "_compiled_call_impl", None) is not None for child in module.modules())
+    from ..fabric.compiling import compiled_parts
+
+    return bool(compiled_parts(module))
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -137,6 +137,10 @@ class EMA(Averaging):
         self._bind(pl_module)
         self._has_stepped = False
 
+    def forget_run(self) -> None:
+        """Begin a new average."""
+        self._average, self.num_updates, self._seen_step, self._source = {}, 0, None, None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates and the last step that was seen."""
         seen_step = -1 if self._seen_step is None else self._seen_step

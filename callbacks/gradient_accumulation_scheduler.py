@@ -64,6 +64,12 @@ class GradientAccumulationScheduler(Callback):
                 "GradientAccumulationScheduler with manual optimization: the module decides itself when to step.",
                 fix="remove the callback, or set automatic_optimization = True.",
             )
+        if trainer.global_batch_size is not None:
+            raise ConfigError(
+                f"Trainer(global_batch_size={trainer.global_batch_size}) and a GradientAccumulationScheduler were both "
+                "given.",
+                fix="keep one of the two.",
+            )
         if trainer.accumulate_grad_batches not in (1, self._last_set):
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and a "

@@ -46,8 +46,8 @@ class ModelCheckpoint(Checkpoint):
     has come and the metric is older than that, the best-k part waits for the next validation (the one of this very step
     if it is due); `last` is written at once, because it needs no metric.
 
-    With several ranks, rank 0 decides on names, on what is best and on the time, and it alone touches files; the others
-    follow, and an error of its own is raised on all.
+    With several ranks, a metric is that of all ranks, also one that is logged in steps. Rank 0 decides on names, on
+    what is best and on the time, and it alone touches files; the others follow, and its errors are raised on all.
 
     Args:
         dirpath: Folder or URL; None: the first logger's folder, else `default_root_dir`, and in it "checkpoints".
@@ -265,6 +265,11 @@ class ModelCheckpoint(Checkpoint):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
+    def forget_run(self) -> None:
+        """Begin new books; the files of the other run stay."""
+        self._books = CheckpointBooks(TopK(self.save_top_k, self.mode))
+        self._loaded_dirpath = None
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Note for which purpose the state is loaded."""
         self._loading_in = trainer.state.fn
@@ -334,6 +339,8 @@ class ModelCheckpoint(Checkpoint):
             self._trigger(trainer, strict=True)
         elif self._books.is_waiting:
             self._save_if_fresh(trainer, strict=True)
+        elif self._at_epoch_end and self._is_epoch_due(trainer) and self._is_scored_by(trainer):
+            trainer.saving.keep_validated()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save if epochs are what is counted, or what waited for metrics of the epoch."""
@@ -383,7 +390,8 @@ class ModelCheckpoint(Checkpoint):
         if not self._is_finite(trainer, pl_module):
             _log.warning("ModelCheckpoint: nothing is saved on %s: weights are not finite.", type(exception).__name__)
             return
-        is_stale = from_rank_zero(trainer, lambda: bool(self._stale_metrics(trainer)))
+        self._synchronize(trainer)
+        is_stale = bool(self._stale_metrics(trainer))
         template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
         path = self._free_path(trainer, self._metrics(trainer), template, own="")
         self._written_step = step
@@ -446,7 +454,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
         """Save unless a metric that it needs is older than this step. `strict`: one that is not there is an error."""
-        if not from_rank_zero(trainer, lambda: self._is_fresh(trainer, strict=strict)):
+        self._synchronize(trainer)
+        if not self._is_fresh(trainer, strict=strict):
             return False
         self._books.is_waiting = False
         self._books.triggered_step = trainer.global_step
@@ -464,6 +473,20 @@ class ModelCheckpoint(Checkpoint):
             return []
         names = [self.monitor] if self.monitor and self.monitor not in COUNTERS else []
         return list(dict.fromkeys([*names, *template_names(self.filename or "")]))
+
+    def _synchronize(self, trainer: Trainer) -> None:
+        """Let all ranks have the same values of what names and scores are made of; on every rank."""
+        if names := [*self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]:
+            trainer.synchronize_metrics(*names)
+
+    def _is_scored_by(self, trainer: Trainer) -> bool:
+        """Whether the score is one of this step already, so that it belongs to the weights of now; all ranks alike."""
+        metric, step = self.monitor, trainer.global_step
+        if metric is None:
+            return False
+        return from_rank_zero(
+            trainer, lambda: metric in trainer.callback_metrics and trainer.metric_step(metric) == step
+        )
 
     def _stale_metrics(self, trainer: Trainer) -> list[str]:
         step, metrics = trainer.global_step, trainer.callback_metrics
@@ -507,7 +530,11 @@ class ModelCheckpoint(Checkpoint):
             self._books.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
         is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
-        self._write(trainer, [path, last_path] if is_with_last else [path], before)
+        trainer.saving.has_score = score is not None
+        try:
+            self._write(trainer, [path, last_path] if is_with_last else [path], before)
+        finally:
+            trainer.saving.has_score = False
         if self.verbose:
             shown = f"step {trainer.global_step}" + ("" if score is None else f", {self.monitor} = {score:.6g}")
             trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
@@ -515,6 +542,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _write_last_alone(self, trainer: Trainer) -> None:
         self._finish_before(trainer)
+        self._synchronize(trainer)
         self._write_last(trainer, self._plan_last(trainer), None)
         trainer.when_saved(lambda: self._remove_pending(trainer))
 

@@ -63,7 +63,7 @@ class ModelPruning(Callback):
         pruning_dim: Dimension along which structured pruning removes slices.
         pruning_norm: Norm of "ln_structured".
         verbose: 1: say in the log how much is pruned; 2: also of each parameter.
-        prune_on_train_epoch_end: False: prune at the end of each validation inside fit.
+        prune_on_train_epoch_end: False: prune after each validation inside fit, before training goes on.
 
     Raises:
         ConfigError: A wrong argument, names together.
@@ -75,6 +75,7 @@ class ModelPruning(Callback):
     Source of the rewinding: Frankle and Carbin 2019, "The Lottery Ticket Hypothesis".
     """
 
+    changes_weights = True
     replaces_weights = True  # so that a checkpoint after make_pruning_permanent=False has plain names
 
     def __init__(
@@ -127,7 +128,7 @@ class ModelPruning(Callback):
         self._initial: dict[str, Tensor] = {}
         self._loaded: dict[str, Tensor] = {}
         self._pruned_at = -1
-        self._is_rewind_due = False
+        self._is_rewind_due = self._is_due = False
         self._source: nn.Module | None = None
         self._hooks: list[Any] = []  # Any: torch's handles of the optimizers' hooks
 
@@ -239,7 +240,7 @@ class ModelPruning(Callback):
         refuse_shards(trainer, pl_module, owner="ModelPruning")
         if self._source is not None and self._source is not pl_module:
             self._initial, self._loaded, self._masks = {}, {}, []
-            self._pruned_at, self._is_rewind_due = -1, False
+            self._pruned_at, self._is_rewind_due, self._is_due = -1, False, False
         elif self._source is pl_module and self._masks:
             self._loaded = dict(zip(self._names, self._masks, strict=True))
         self._source = pl_module
@@ -282,12 +283,17 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Prune at the end of an epoch, not where a limit only interrupts it."""
-        if self._at_epoch_end and not trainer.progress.epoch_paused:
+        if self._is_due or (self._at_epoch_end and not trainer.progress.epoch_paused):
             self._prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Prune at the end of a validation inside fit, if that was asked for."""
+        """Prune after a validation inside fit, if that was asked for, and after a checkpoint with its score."""
         if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._is_due = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Prune, if it is due since the latest validation."""
+        if self._is_due:
             self._prune(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -310,6 +316,10 @@ class ModelPruning(Callback):
             if f"{name}_orig" in weights and f"{name}_mask" in weights:
                 weights[name] = weights.pop(f"{name}_orig") * weights.pop(f"{name}_mask")
 
+    def forget_run(self) -> None:
+        """Prune at the steps of a new run; masks stay with their module."""
+        self._pruned_at = -1
+
     def state_dict(self) -> dict[str, Any]:
         """Return masks, first weights, and what was done last."""
         masks = zip(self._names, self._masks, strict=False)
@@ -318,6 +328,7 @@ class ModelPruning(Callback):
             "initial": dict(self._initial),
             "pruned_at": self._pruned_at,
             "is_rewind_due": self._is_rewind_due,
+            "is_due": self._is_due,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -326,17 +337,20 @@ class ModelPruning(Callback):
         self._initial = dict(state_dict["initial"])
         self._pruned_at = int(state_dict["pruned_at"])
         self._is_rewind_due = bool(state_dict["is_rewind_due"])
+        self._is_due = bool(state_dict.get("is_due", False))
         self._masks, self._source = [], None
 
     # --- the masks -------------------------------------------------------------------------------------------------
 
     def _prune(self, trainer: Trainer) -> None:
+        self._is_due = False
         epoch, at = trainer.current_epoch, trainer.progress.total_batches
         if at == self._pruned_at:  # a checkpoint was taken within this event, after pruning
             return
-        applies = self._applies(epoch) if callable(self._applies) else self._applies
-        amount = self.amount(epoch) if callable(self.amount) else self.amount
-        if not applies or not amount:
+        # What users' functions say may follow from chance or clocks: rank 0's holds for all.
+        is_asked = any(callable(one) for one in (self._applies, self.amount, self._rewinds))
+        amount, rewinds = from_rank_zero(trainer, lambda: self._plan(epoch)) if is_asked else self._plan(epoch)
+        if not amount:
             return
         problems = _problems_of_amount(amount)
         if problems:
@@ -347,9 +361,17 @@ class ModelPruning(Callback):
             masks = from_rank_zero(trainer, lambda: [mask.bool().cpu() for mask in self._masks])
             self._restore_masks(dict(zip(self._names, masks, strict=True)))
         self._mask_weights()
-        self._is_rewind_due = bool(self._rewinds(epoch) if callable(self._rewinds) else self._rewinds)
+        self._is_rewind_due = rewinds
         if self.verbose and trainer.is_global_zero:
             self._report(epoch)
+
+    def _plan(self, epoch: int) -> tuple[int | float, bool]:
+        """Return how much to prune in this epoch, 0 for nothing, and whether to rewind the weights that are left."""
+        applies = self._applies(epoch) if callable(self._applies) else self._applies
+        amount = self.amount(epoch) if callable(self.amount) else self.amount
+        if not applies or not amount:
+            return 0, False
+        return amount, bool(self._rewinds(epoch) if callable(self._rewinds) else self._rewinds)
 
     def _method(self, amount: int | float, weight: Tensor, mask: Tensor) -> Tensor:
         """Return the mask after pruning a tensor whose mask was this one, by torch's rules."""

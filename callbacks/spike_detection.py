@@ -262,6 +262,11 @@ class SpikeDetection(Callback):
             batch_idx=number,
         )
 
+    def forget_run(self) -> None:
+        """Forget the losses and batches of another run."""
+        self.detector = SpikeDetector(**self._arguments)  # type: ignore[arg-type]
+        self.bad_batches, self._known, self._own = [], [], []
+
     def state_dict(self) -> dict[str, Any]:
         """Return the window, what was found, and what is not judged yet. On every rank, while fit runs."""
         self._learn()

@@ -225,6 +225,10 @@ class StochasticWeightAveraging(Callback):
         """Keep the trained weights in the checkpoint, if it is taken when the module is the average already."""
         keep_trained(checkpoint, self._raw, self._aliases)
 
+    def forget_run(self) -> None:
+        """Begin a new average."""
+        self._average, self.n_averaged, self._began_at, self._latest_epoch, self._source = {}, 0, -1, -1, None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the average, what it is made of, and the rates that annealing began with."""
         return {

@@ -217,6 +217,10 @@ class ThroughputMonitor(Callback):
         if is_logged:
             self._log(trainer, stage, done)
 
+    def forget_run(self) -> None:
+        """Count from 0."""
+        self._stages, self._resumed = {}, {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of training."""
         totals = self._totals()

@@ -159,6 +159,10 @@ class Timer(Callback):
         """Stop the clock of the test."""
         self._ended["test"] = time.monotonic()
 
+    def forget_run(self) -> None:
+        """Count from 0."""
+        self._started, self._ended, self._offset_s = {}, {}, 0.0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the seconds spent per stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}

@@ -74,6 +74,7 @@ class WeightAveraging(Averaging):
         self._multi_avg_fn: MultiAvgFn = given.get("multi_avg_fn") or get_swa_multi_avg_fn()
         self._is_mean = not given
         self._latest_epoch = -1
+        self._is_due = False  # the update of the epoch that ends
         self._is_final = False  # training is over, and the module is the average
         # What an update touches, found once per run: (sources, averages) of one device and dtype.
         self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -103,17 +104,27 @@ class WeightAveraging(Averaging):
         refuse_engines(trainer, owner=type(self).__name__)
         if self._source is not None and self._source is not pl_module:
             self._average, self.n_averaged, self._seen_step, self._latest_epoch = {}, 0, None, -1
+            self._is_due = False
         self._is_final = False
         self._bind(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Ask for an update at the end of an epoch, not where a limit only interrupts it."""
+        """Ask for an update at the end of an epoch, not where a limit only interrupts it.
+
+        It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
+        """
         epoch = trainer.current_epoch
         if trainer.progress.epoch_paused or epoch <= self._latest_epoch:
             return
         self._latest_epoch = epoch
         if self.should_update(epoch_idx=epoch):
-            self._update(pl_module)
+            self._is_due = True
+            trainer.after_epoch_end(lambda: self._update_if_due(pl_module))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Go on where the checkpoint was taken; what it says is due is done now."""
+        super().on_train_start(trainer, pl_module)
+        self._update_if_due(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
@@ -133,6 +144,10 @@ class WeightAveraging(Averaging):
         self._seen_step, self._source = int(checkpoint["global_step"]), None
         trainer.strategy.load_module_state_dict(pl_module, checkpoint["current_model_state"])
 
+    def forget_run(self) -> None:
+        """Begin a new average."""
+        self._average, self.n_averaged, self._seen_step, self._latest_epoch, self._source = {}, 0, None, -1, None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates, and the last step and epoch that were seen."""
         return {
@@ -140,6 +155,7 @@ class WeightAveraging(Averaging):
             "n_averaged": self.n_averaged,
             "latest_update_step": -1 if self._seen_step is None else self._seen_step,
             "latest_update_epoch": self._latest_epoch,
+            "is_due": self._is_due,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,13 +165,35 @@ class WeightAveraging(Averaging):
         step = int(state_dict["latest_update_step"])
         self._seen_step = None if step < 0 else step
         self._latest_epoch = int(state_dict["latest_update_epoch"])
+        self._is_due = bool(state_dict.get("is_due", False))
         self._source, self._is_final = None, False
 
     # --- the average -----------------------------------------------------------------------------------------------
 
+    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
+        is_own = type(self).should_update not in (WeightAveraging.should_update, EMAWeightAveraging.should_update)
+        if is_own and trainer.ranks_answer:
+            self._compare_updates(trainer)
+        super()._swap_in(trainer, module)
+
+    def _compare_updates(self, trainer: Trainer) -> None:
+        """Refuse averages of which ranks have made different numbers of updates; on every rank."""
+        counts = trainer.strategy.gather_objects(self.n_averaged)
+        if len(set(counts)) > 1:
+            listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+            raise ConfigError(
+                f"{type(self).__name__}.should_update led to different numbers of updates: {listed}.",
+                fix="decide by step_idx and epoch_idx, or by what all ranks have alike, never by chance or a clock.",
+            )
+
     def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
         self._seen_step = step = trainer.global_step
         if self.should_update(step_idx=step - 1):
+            self._update(module)
+
+    def _update_if_due(self, module: nn.Module) -> None:
+        if self._is_due:
+            self._is_due = False
             self._update(module)
 
     @torch.no_grad()

@@ -42,8 +42,11 @@ _OWN_STATES = (
     "schedule_progress",
     "optimizer_record",
     "gradients",
+    "window",
     "validation_generators",
     "frozen",
+    "unfinished",
+    "after_validation",
 )
 
 

@@ -21,7 +21,9 @@ FORMATS = ("checkpoint", "sharded", "safetensors", "state-dict", "lightning", "d
 
 _SUFFIXES = {".ckpt": "checkpoint", ".safetensors": "safetensors", ".pt": "state-dict", ".pth": "state-dict"}
 _KEPT = ("state_dict", "epoch", "global_step", "loopwright_version", LIGHTNING_VERSION_KEY)
-_HPARAMS = ("hparams_name", "hyper_parameters", "hparams_type")
+_HPARAMS = (
+    "hparams_name", "hyper_parameters", "hparams_type", "hyper_parameters_to_pass", "trusted_hyper_parameters",
+)  # fmt: skip
 _OWN_KEPT = ("schema", "versions", "world_size", "progress")
 # Whose layout of `loops` is written.
 _LIGHTNING_VERSION = "2.6.0"

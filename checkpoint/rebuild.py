@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..strategies.load_weights import load_weights
-from . import content, storage
+from . import arguments_to_pass, content, storage
 
 __all__ = ["constructor_arguments", "load_module", "read_hparams_file"]
 
@@ -36,6 +36,9 @@ def load_module(
     """Return a `cls` with the weights of the checkpoint; see `Module.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
     states = content.read(checkpoint, source=str(source))
+    arguments_to_pass.put_back(checkpoint)
+    # Also with a file of hyperparameters: a logger's has the object's text.
+    arguments_to_pass.require_passed(cls, checkpoint, "", overrides, source=str(source))
     hparams = dict(checkpoint.get("hyper_parameters") or {})
     if hparams_file is not None:
         hparams = read_hparams_file(hparams_file)

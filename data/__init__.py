@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .eval_shard import EvalShard, count_eval_rounds, in_loader_order, shard_eval
     from .fingerprint import fingerprint_batch
     from .shard import NO_BATCH, Shard, is_rank_aware, merge_states
+    from .sharded_iterable import ShardedIterable
 
 __all__ = [
     "NO_BATCH",
@@ -31,6 +32,7 @@ __all__ = [
     "EvalShard",
     "HyperParameters",
     "Shard",
+    "ShardedIterable",
     "apply_to_collection",
     "capture_rng",
     "count_eval_rounds",
@@ -53,6 +55,7 @@ _LATER = {
     "NO_BATCH": "shard",
     "EvalShard": "eval_shard",
     "Shard": "shard",
+    "ShardedIterable": "sharded_iterable",
     "count_eval_rounds": "eval_shard",
     "fingerprint_batch": "fingerprint",
     "in_loader_order": "eval_shard",

@@ -13,6 +13,7 @@ from .agreed import AgreedSource
 from .combined import CombinedLoader
 from .combined_source import CombinedSource
 from .dealt import DealtListSource, DealtSource, borrowed_rng
+from .dealt_iterable import DealtIterableSource, is_dealt_iterable, of_rank
 from .indexed import is_indexed
 from .limit import find_length
 from .own_source import make_source
@@ -44,8 +45,12 @@ def _make(loader: Any, shard: Shard) -> tuple[Source, bool]:
         loader = CombinedLoader(loader, mode="max_size_cycle")
     if isinstance(loader, CombinedLoader):
         return _make_combined(loader, shard)
+    if is_dealt_iterable(loader):
+        return (DealtIterableSource(loader, shard), True) if shard.splits else (make_source(loader), False)
+    if hasattr(loader, "dataset"):
+        loader = of_rank(loader, shard)
     if not shard.splits or is_stateful(loader):
-        return make_source(loader), False
+        return make_source(loader, is_placed=True), False
     if is_rank_aware(loader):
         _check_replicas(loader, shard)
         return make_source(loader), False
@@ -53,7 +58,7 @@ def _make(loader: Any, shard: Shard) -> tuple[Source, bool]:
         return DealtSource(loader, shard), True
     if isinstance(loader, (list, tuple)):
         return DealtListSource(loader, shard), True
-    return make_source(loader), False
+    return make_source(loader, is_placed=True), False
 
 
 def _make_combined(loader: CombinedLoader, shard: Shard) -> tuple[Source, bool]:

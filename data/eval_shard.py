@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from .combined import CombinedLoader
 from .combined_source import combined_length
 from .dealt import DealtIndexStream, borrowed_rng
+from .dealt_iterable import EvalIterableShard, is_dealt_iterable, of_rank
 from .indexed import is_indexed
 from .limit import find_length
 from .rng import KINDS, capture_rng, derive_key, restore_rng, seed_global_generators
@@ -34,9 +35,9 @@ def shard_eval(
 ) -> Any:  # Any: whatever the user evaluates with
     """Return this process's share of a loader that is evaluated with.
 
-    Of a DataLoader with a map-style data set, and of a list or tuple of batches, process `rank` reads the batches
-    `rank`, `rank + size` and so on; of a `CombinedLoader`, those of its members. Anything else, and what knows its rank
-    by itself, is returned as `steady` returns it: each process reads it as it is.
+    Of a DataLoader with a map-style data set or a `ShardedIterable`, and of a list or tuple of batches, process `rank`
+    reads the batches `rank`, `rank + size` and so on; of a `CombinedLoader`, those of its members. Anything else, and
+    what knows its rank by itself, is returned as `steady` returns it: each process reads it as it is.
 
     Args:
         loader: One loader, or a `CombinedLoader`.
@@ -51,6 +52,10 @@ def shard_eval(
         return _share_combined(loader, shard, share)
     if isinstance(loader, SteadyLoader):
         loader = loader.loader
+    if is_dealt_iterable(loader):
+        return EvalIterableShard(loader, shard)
+    if hasattr(loader, "dataset"):
+        loader = of_rank(loader, shard)
     if is_rank_aware(loader) or is_stateful(loader):
         return steady(loader)
     if is_indexed(loader):
@@ -101,7 +106,7 @@ def in_loader_order(loader: Any, parts: Sequence[Sequence[Any]]) -> list[Any]:  
     Returns:
         One item per batch. Of a loader that was not dealt out, the batches of rank 0 first, then those of rank 1.
     """
-    is_dealt = isinstance(loader, (EvalShard, EvalListShard))
+    is_dealt = isinstance(loader, (EvalShard, EvalListShard, EvalIterableShard))
     return interleave(parts) if is_dealt else list(chain.from_iterable(parts))
 
 

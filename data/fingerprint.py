@@ -17,13 +17,14 @@ _MOST_BYTES = 1 << 16
 
 SAME_DATA = (
     "All processes read the same first batch: %s gives each of them the whole data, so that every sample is trained on "
-    "once per process. Let it read a part of the data by rank (in an IterableDataset: by torch.distributed.get_rank() "
-    "and get_worker_info()), or pass a DataLoader with a map-style data set, whose batches are dealt out."
+    "once per process. To split it over ranks and workers, wrap the data set: "
+    "DataLoader(lw.ShardedIterable(dataset), ...)."
 )
 
 SAME_IN_WORKERS = (
     "The %d workers of %s read the same data: each of them gives the whole %s, so that every sample comes %d times. "
-    "Let its __iter__ read a part by torch.utils.data.get_worker_info(), or pass num_workers=0 or 1."
+    "To split it over the workers, wrap the data set: DataLoader(lw.ShardedIterable(dataset), ...); or pass "
+    "num_workers=0 or 1."
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ from .source import Source
 from .worker import SeedingDataset, WorkerInit
 
 __all__ = ["IndexedSource", "is_indexed"]
-
-log = logging.getLogger(__name__)
 
 
 def is_indexed(loader: Any) -> bool:
@@ -48,11 +45,13 @@ class IndexedSource(Source):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
+        from .in_order import in_order  # a program that only makes a Trainer reads no data
+
         self._has_workers = loader.num_workers > 0
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         most_in_flight = (loader.prefetch_factor or 0) * loader.num_workers + 1
         self._index = self._make_index(getattr(loader, name), most_in_flight)
-        self._copy = copy.copy(loader)
+        self._copy = copy.copy(in_order(loader))
         changes: dict[str, Any] = {name: self._index, "_iterator": None}
         if self._has_workers:
             changes["dataset"] = SeedingDataset(loader.dataset)
@@ -66,11 +65,6 @@ class IndexedSource(Source):
         self._reuses_workers = False
         self._opening: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
-        if not getattr(loader, "in_order", True) and self._has_workers:
-            log.warning(
-                "The training DataLoader has in_order=False: batches come as the workers finish them, so a resumed run "
-                "cannot equal an uninterrupted one."
-            )
 
     def _make_index(self, sampler: Any, most_in_flight: int) -> IndexStream:
         return IndexStream(sampler, most_in_flight)

@@ -176,7 +176,7 @@ class DataModule:
             CheckpointError: The file is damaged.
             ConfigError: An argument of `__init__` is neither saved nor given.
         """
-        from ..checkpoint import rebuild, storage
+        from ..checkpoint import arguments_to_pass, rebuild, storage
 
         location = "cpu" if map_location is None else map_location
         checkpoint: dict[str, Any]
@@ -184,7 +184,9 @@ class DataModule:
             checkpoint = storage.load(checkpoint_path, map_location=location, weights_only=weights_only is not False)
         else:
             checkpoint = torch.load(checkpoint_path, map_location=location, weights_only=True)
+        arguments_to_pass.put_back(checkpoint)
         hparams = dict(checkpoint.get("datamodule_hyper_parameters") or {})
+        arguments_to_pass.require_passed(cls, checkpoint, "datamodule_", kwargs, source=str(checkpoint_path))
         if hparams_file is not None:
             hparams = rebuild.read_hparams_file(hparams_file)
         name = checkpoint.get("datamodule_hparams_name")

@@ -9,6 +9,7 @@ from .combined import CombinedLoader
 from .combined_source import CombinedSource
 from .indexed import IndexedSource, is_indexed
 from .replay import ReplaySource
+from .sharded_iterable import ShardedIterable
 from .source import Source
 from .stateful import StatefulSource, has_stateful_data, is_stateful
 from .tree import is_collection
@@ -16,8 +17,12 @@ from .tree import is_collection
 __all__ = ["make_source"]
 
 
-def make_source(loader: Any) -> Source:  # Any: whatever the user trains with
+def make_source(loader: Any, *, is_placed: bool = False) -> Source:  # Any: whatever the user trains with
     """Return the source that reads this loader.
+
+    Args:
+        loader: Anything that can be iterated.
+        is_placed: Whether a `ShardedIterable` in it knows its share already; else it reads everything.
 
     Raises:
         ModuleError: The loader cannot be iterated.
@@ -29,6 +34,13 @@ def make_source(loader: Any) -> Source:  # Any: whatever the user trains with
         return CombinedSource(loader.iterables, sources, mode=loader.mode, limits=all_limits)
     if is_collection(loader):
         return make_source(CombinedLoader(loader, mode="max_size_cycle"))
+    if not is_placed and isinstance(getattr(loader, "dataset", None), ShardedIterable):
+        from .dealt_iterable import DealtIterableSource, is_dealt_iterable, of_rank
+        from .shard import Shard
+
+        if is_dealt_iterable(loader):
+            return DealtIterableSource(loader, Shard())
+        loader = of_rank(loader, Shard())
     if is_stateful(loader):
         return StatefulSource(loader)
     if is_indexed(loader):

@@ -48,7 +48,9 @@ class ReplaySource(Source):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._iterable = without_persistent_workers(loader)
+        from .in_order import in_order  # a program that only makes a Trainer reads no data
+
+        self._iterable = without_persistent_workers(in_order(loader))
         self._is_sequence = isinstance(loader, (list, tuple))
         self._num_workers = _num_workers(loader)
         self._iterator: Iterator[Any] = iter(())

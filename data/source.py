@@ -136,6 +136,7 @@ _DESCRIPTION = {
     "stateful": "a loader with state_dict and load_state_dict",
     "replay": "an iterable that can only be read from its start",
     "combined": "a collection of loaders",
+    "iterable": "a DataLoader with a ShardedIterable",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,10 @@ from torch.utils.data import get_worker_info
 
 from .rng import find_generators, seed_generators, seed_global_generators
 
-__all__ = ["Numbered", "SeedingDataset", "WorkerInit"]
+__all__ = ["CRASH_FILE", "Numbered", "SeedingDataset", "WorkerInit"]
+
+CRASH_FILE = "LOOPWRIGHT_CRASH_FILE"
+"""The variable with the path of the rank's file for Python stacks, or "stderr"; unset where the program has its own."""
 
 
 class Numbered(NamedTuple):
@@ -61,15 +65,31 @@ class SeedingDataset:
 
 
 class WorkerInit:
-    """Runs once in each worker: shows the user's data set to `get_worker_info()`, then calls the user's function."""
+    """Runs once in each worker: shows the user's data set to `get_worker_info()`, then calls the user's function.
+
+    Before, it lets a fatal signal write the worker's Python stack into the file of its rank (fabric/watch/).
+    """
 
     def __init__(self, user_function: Callable[[int], Any] | None) -> None:
         self._user_function = user_function
 
     def __call__(self, worker_id: int) -> None:
         """Called by torch in the worker, before the first batch."""
+        _describe_crashes()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, SeedingDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses plain assignment
         if self._user_function is not None:
             self._user_function(worker_id)
+
+
+def _describe_crashes() -> None:
+    """Let faulthandler take the signals that torch's own handlers have taken in this worker."""
+    import faulthandler  # not imported where no loader has workers
+
+    path = os.environ.get(CRASH_FILE)
+    if path != "stderr" and not os.path.exists(path or ""):
+        return
+    file = 2 if path == "stderr" else os.open(str(path), os.O_WRONLY | os.O_APPEND)
+    faulthandler.disable()  # inherited: its handlers for some signals were replaced
+    faulthandler.enable(file=file, all_threads=True)

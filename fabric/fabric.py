@@ -15,13 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..accelerators.matmul_precision import (
+    MATMUL_PRECISIONS,
+    capture_matmul_precision,
+    restore_matmul_precision,
+    set_matmul_precision,
+)
+from ..accelerators.matmul_precision import State as MatmulState
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..errors import ConfigError, LaunchError
 from ..precision import MixedPrecision, Precision
 from ..strategies import NoLoss, ParallelStrategy, SingleDeviceStrategy, Strategy
 from .launch import InProcessLauncher
-from .resolve import resolve
+from .resolve import Environment, Parts, resolve
 from .seed import seed_everything
 from .state import bare, collect_state, put_back, put_back_state
 
@@ -51,6 +58,8 @@ class Fabric:
         callbacks: One or several objects; `call` finds their methods. Installed packages may add some: the entry point
             group "loopwright.fabric.callbacks_factory" names functions that return a callback or a list of them.
         loggers: One or several loggers for `log`.
+        matmul_precision: How float32 matrices are multiplied from `launch` (or the first `setup`) to `teardown`:
+            "highest", "high" (tf32 where the device has it) or "medium" (bfloat16); None leaves torch's setting.
 
     Raises:
         ConfigError: The arguments cannot work, together or by themselves; all problems are named.
@@ -67,9 +76,15 @@ class Fabric:
         plugins: Any = None,
         callbacks: Any = None,
         loggers: Any = None,
+        matmul_precision: str | None = None,
     ) -> None:
         lists = {"devices": devices, "plugins": plugins, "callbacks": callbacks, "loggers": loggers}
         devices, plugins, callbacks, loggers = without_omegaconf(lists).values()
+        if matmul_precision not in (None, *MATMUL_PRECISIONS):
+            raise ConfigError(
+                f"Fabric: matmul_precision={matmul_precision!r}.",
+                fix=f"pass one of {', '.join(map(repr, MATMUL_PRECISIONS))}, or None.",
+            )
         parts = resolve(
             accelerator=accelerator,
             strategy=strategy,
@@ -78,8 +93,35 @@ class Fabric:
             precision=precision,
             plugins=plugins,
         )
+        self._assemble(parts, callbacks=callbacks, loggers=loggers, matmul_precision=matmul_precision)
+
+    @classmethod
+    def of_this_process(cls, device: torch.device, precision: Precision) -> Fabric:
+        """Return a Fabric for this process alone, whoever started it and however many others there are.
+
+        Neither the launcher's variables (torchrun, SLURM, MPI) nor those of `loopwright launch` are read.
+
+        Args:
+            device: Where it computes.
+            precision: Not copied.
+        """
+        fabric = cls.__new__(cls)
+        parts = resolve(
+            accelerator=device.type,
+            strategy=SingleDeviceStrategy(device),
+            devices=1,
+            plugins=[precision],
+            environment=Environment(),
+        )
+        fabric._assemble(parts, callbacks=None, loggers=None, matmul_precision=None)
+        return fabric
+
+    def _assemble(self, parts: Parts, *, callbacks: Any, loggers: Any, matmul_precision: str | None) -> None:
+        """Take over the parts, and fill the strategy with them."""
+        self._matmul_precision = matmul_precision
+        self._matmul_before: MatmulState | None = None
         for message in parts.warnings:
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)
         for message in parts.notes:
             log.info(message)
         self.accelerator = parts.accelerator
@@ -236,6 +278,9 @@ class Fabric:
     def _setup_environment(self) -> None:
         """Connect this process with the others, once: the one place where a process becomes a rank."""
         if not self._is_set_up:
+            if self._matmul_precision is not None:
+                self._matmul_before = capture_matmul_precision()
+                set_matmul_precision(self._matmul_precision)
             self._join_world()
             self.strategy.setup_environment()
             self.device = self.strategy.device
@@ -277,6 +322,9 @@ class Fabric:
         """Give back what the strategy and the accelerator hold; the next use sets them up again."""
         self.strategy.teardown()
         self._is_set_up = False
+        if self._matmul_before is not None:
+            restore_matmul_precision(self._matmul_before)
+            self._matmul_before = None
 
     # -- model and optimizers ------------------------------------------------------------------------------------
 
@@ -286,19 +334,21 @@ class Fabric:
         *optimizers: Optimizer,
         scheduler: Any = None,  # Any: any schedule of torch's or the user's
         move_to_device: bool = True,
+        compile: bool | Mapping[str, Any] = False,
         _reapply_compile: bool = True,
     ) -> Any:  # Any: one object, or a tuple of as many as were given
         """Return the module and its optimizers in this precision and as the strategy runs them.
 
         The module's forward runs in the precision and under the strategy's hooks, an optimizer's `step` through both.
-        A module that `torch.compile` returned stays compiled, within what the strategy puts around it.
+        A module that `torch.compile` returned stays compiled, with its options, inside of what the strategy adds.
 
         Args:
             module: Changed in place; keep what is returned instead.
             optimizers: Of this module's parameters.
             scheduler: A schedule for them, which then steps when they do; see `accumulate`.
             move_to_device: False leaves parameters and buffers on the devices where they are.
-            _reapply_compile: Accepted for compatibility; a compiled module is never taken apart.
+            compile: Compile the module in place: True, or a dict of arguments of torch.compile. See docs/compile.md.
+            _reapply_compile: Accepted for compatibility; a compiled module is always compiled again, where it can.
 
         Returns:
             The module; with optimizers, a tuple of it and them; with a scheduler, the scheduler last.
@@ -314,6 +364,7 @@ class Fabric:
         check_module(module)
         check_optimizers("setup", optimizers)
         check_optimizers_of(module, optimizers)
+        module = self._compile(module, compile)
         converted = self._convert(module, move_to_device)
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
@@ -329,13 +380,21 @@ class Fabric:
         self._announce(result[0])
         return result[0] if len(result) == 1 else tuple(result)
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
+    def setup_module(
+        self,
+        module: nn.Module,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+        *,
+        compile: bool | Mapping[str, Any] = False,
+    ) -> Any:
         """Return the module in this precision and as the strategy runs it; `setup` also takes its optimizers.
 
         Args:
             module: Changed in place; keep what is returned instead.
             move_to_device: False leaves parameters and buffers on the devices where they are.
             _reapply_compile: See `setup`.
+            compile: See `setup`.
 
         Raises:
             ConfigError: It is set up already.
@@ -346,7 +405,7 @@ class Fabric:
 
         self._require_launch("setup_module")
         check_module(module)
-        module = self._convert(module, move_to_device)
+        module = self._convert(self._compile(module, compile), move_to_device)
         wrapped = FabricModule(self._run_by_strategy(module, move_to_device), _uncompiled(module), self)
         self._announce(wrapped)
         return wrapped
@@ -453,6 +512,15 @@ class Fabric:
                     stacklevel=3,
                 )
         return module
+
+    def _compile(self, module: nn.Module, value: bool | Mapping[str, Any]) -> nn.Module:
+        """Return the module compiled in place, if the user asked for it here or by torch.compile."""
+        if value is False and _uncompiled(module) is module and "_compile_options" not in vars(module):
+            return module
+        from .compiling import compile_for_fabric  # not imported where nothing is compiled
+        from .wrappers import STEPS
+
+        return compile_for_fabric(module, self.strategy, value, STEPS)
 
     def _run_by_strategy(self, module: nn.Module, move_to_device: bool) -> nn.Module:
         if not move_to_device and type(self.strategy).setup_module is SingleDeviceStrategy.setup_module:
@@ -656,6 +724,29 @@ class Fabric:
             finally:
                 self._divisor = before
 
+    def accumulation_steps(self, dataloader: Any, global_batch_size: int) -> int:  # Any: any loader
+        """Return the `steps` of `accumulate` with which a step takes so many samples over all ranks.
+
+        Args:
+            dataloader: The training loader, set up or not; its batch size is that of one rank's micro-batch.
+            global_batch_size: Samples per optimizer step.
+
+        Raises:
+            ConfigError: The loader does not say its batch size, or that times the number of ranks does not divide;
+                names the nearest values that work.
+        """
+        from .dataloaders import FabricDataLoader  # not imported where nobody asks
+        from .global_batch import accumulation_steps, micro_batch_size
+
+        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+            raise ConfigError(
+                f"Fabric.accumulation_steps was given global_batch_size={global_batch_size!r}.",
+                fix="pass a whole number >= 1.",
+            )
+        loader = dataloader.loader if isinstance(dataloader, FabricDataLoader) else dataloader
+        size = micro_batch_size(loader)
+        return accumulation_steps(global_batch_size, size, self.strategy.topology.data_size, loader=loader)
+
     def _share_of_window(self, loss: Tensor) -> Tensor:
         assert self._window is not None
         assert self._divisor is not None
@@ -709,6 +800,25 @@ class Fabric:
         """
         self._require_launch("all_reduce")
         return self.strategy.all_reduce(data, group=group, reduce_op=reduce_op)
+
+    reduce = all_reduce
+
+    def reduce_scatter(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return this rank's part of data reduced over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
+
+        No gradient flows back. On a single device the data itself is returned.
+
+        Args:
+            data: A tensor, or any structure of tensors, with the same shapes on all ranks; dimension 0 is a multiple of
+                their number.
+            group: Ranks that take part; None for all.
+            reduce_op: As in `all_reduce`.
+
+        Raises:
+            ConfigError: The operation is unknown, or dimension 0 does not divide.
+        """
+        self._require_launch("reduce_scatter")
+        return self.strategy.reduce_scatter(data, group=group, reduce_op=reduce_op)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
         """Return what all ranks have, joined along the first dimension in the order of ranks, for exact metrics.

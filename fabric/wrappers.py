@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from .accumulation import Window
     from .fabric import Fabric
 
-__all__ = ["FabricModule", "FabricOptimizer", "FabricScheduler", "is_wrapped"]
+__all__ = ["STEPS", "FabricModule", "FabricOptimizer", "FabricScheduler", "is_wrapped"]
 
 # Any in this file: arguments and attributes of the user's own classes.
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # What the wrapper shares with the module: names of parameters, buffers and submodules are the user's own.
 _SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 _OWN = ("_without_fabric", "_fabric_original", "_fabric", "_fabric_forward", "_fabric_reduces", "_fabric_marked")
@@ -68,7 +68,7 @@ class FabricModule(nn.Module):
         for name in _SHARED:
             own[name] = original.__dict__[name]
         own["_without_fabric"], own["_fabric_original"], own["_fabric"] = bare, original, fabric
-        own["_fabric_marked"] = {name for name in _STEPS if callable(getattr(original, name, None))}
+        own["_fabric_marked"] = {name for name in STEPS if callable(getattr(original, name, None))}
         own["_fabric_forward"] = fabric._bind_call(bare, "forward")
         own["_fabric_reduces"] = fabric.strategy.unwrap(bare) is not bare
         for name, method in inspect.getmembers(type(original), inspect.isroutine):

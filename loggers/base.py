@@ -24,7 +24,7 @@ class Logger(ABC):
 
     A subclass says `name`, `version`, `log_metrics` and `log_hyperparams`; everything else has a default that does
     nothing. Metrics arrive as host numbers, at log boundaries only. An exception from a logger never ends a
-    training: the Trainer reports it once and goes on.
+    training: the Trainer reports it and writes the row again later.
     """
 
     LOGGER_JOIN_CHAR = "-"

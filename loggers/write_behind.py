@@ -1,6 +1,7 @@
-"""A bounded queue and a thread that does what is put in, in order: so that a slow disk or service does not hold a step.
+"""Queues of what a logger is to write, which lose nothing while it fails or hangs, and say so.
 
-The Trainer has one for each logger with `writes_behind`; anyone else may use it alone.
+The Trainer has a `WriteBehind` for each logger with `writes_behind`, whose thread keeps a slow disk or service from
+holding a step, and a `WriteInPlace` for any other logger that has failed.
 """
 
 from __future__ import annotations
@@ -8,176 +9,350 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections import deque
-from collections.abc import Callable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, LoopwrightError
+from .pending import Pending
 
-__all__ = ["WriteBehind"]
+__all__ = ["WriteBehind", "WriteInPlace", "WriteQueue"]
+
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+_MOST_TRIES = 4
+_LAST_PAUSES_S = (0.1, 0.5, 1.0)
+# What does not pass by itself: trying again would hold up all that comes behind.
+_LASTING = (
+    LoopwrightError, TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, ImportError,
+    NotImplementedError,
+)  # fmt: skip
 
 
-class WriteBehind:
-    """Do actions on another thread, one after the other, in the order in which they came.
+def _call(action: Any) -> None:
+    action()
 
-    Nothing is ever dropped while the actions succeed: where the queue is full, `put` waits for room. The first action
-    that fails is the last: those behind it are dropped, and its exception is raised once, by the next `put`, `settle`
-    or `close`. The thread starts with the first action and ends with `close`; a later `put` starts another.
 
-    Pickling and copying give an empty queue of the same size: a thread belongs to its process.
+class WriteQueue(ABC):
+    """Writes in the order in which they came; one that fails is tried again, before those behind it.
+
+    An error of the program (TypeError, ValueError, ...) would come again: its write is set aside, and the next one is
+    done. Anything else is taken as passing: the write is repeated after one second, two, four, up to a minute.
+
+    Pickling and copying give an empty queue with the same arguments.
 
     Args:
-        capacity: Actions that may wait.
-        patience_s: How long `put`, `settle` and `close` wait for one action to end, in seconds.
+        capacity: Writes kept in memory; more wait in a temporary file, if `perform` is given and they can be pickled.
+        patience_s: After so many seconds a write counts as hanging.
+        perform: Does a write; None: writes are functions, which are called.
+        pauses_s: Between one try and the next; the last one is repeated.
 
     Raises:
         ConfigError: `capacity` is not a whole number from 1, or `patience_s` is not above 0.
     """
 
-    def __init__(self, capacity: int = 1024, *, patience_s: float = 60.0) -> None:
+    _caught: type[BaseException] = Exception
+
+    def __init__(
+        self,
+        capacity: int = 1024,
+        *,
+        patience_s: float = 60.0,
+        perform: Callable[[Any], Any] = _call,
+        pauses_s: Sequence[float] = _PAUSES_S,
+    ) -> None:
         if not isinstance(capacity, int) or capacity < 1 or not patience_s > 0:
             raise ConfigError(
-                f"WriteBehind got capacity={capacity!r} and patience_s={patience_s!r}; expected a whole number from 1 "
-                "and seconds above 0.",
+                f"{type(self).__name__} got capacity={capacity!r} and patience_s={patience_s!r}; expected a whole "
+                "number from 1 and seconds above 0.",
                 fix="leave both out, or pass for example capacity=1024, patience_s=60.",
             )
         self.capacity = capacity
         self.patience_s = patience_s
-        self._waiting: deque[Callable[[], Any]] = deque()
+        self._perform = perform
+        self._pauses_s = tuple(pauses_s)
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._failure: BaseException | None = None
-        self._is_busy = False
-        self._done = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._waiting = Pending(self.capacity)
+        self._aside = Pending(self.capacity)
+        self._news: list[tuple[bool, str]] = []
+        self._failures = 0  # of the first write
+        self._has_rejected = False
 
     def __len__(self) -> int:
-        """Return how many actions are not done yet."""
-        return len(self._waiting) + self._is_busy
+        """Return how many writes are not done yet."""
+        return len(self._waiting)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self.capacity, self.patience_s))
+        return (_rebuild, (type(self), self.capacity, self.patience_s, self._perform, self._pauses_s))
 
-    def put(self, action: Callable[[], Any]) -> None:
-        """Let the action be done after those that wait already; only where the queue is full, wait for room.
+    @abstractmethod
+    def put(self, write: Any) -> None:
+        """Let something be written after what waits already."""
 
-        Raises:
-            TimeoutError: The queue is full, and none of its actions ended within `patience_s`.
-            BaseException: What an earlier action raised, once.
+    @abstractmethod
+    def settle(self) -> bool:
+        """Return whether all is written; False where the first write fails or hangs."""
+
+    @abstractmethod
+    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
+        """End the queue and return what could not be written, that which was set aside first.
+
+        Args:
+            pauses_s: Between the last tries.
         """
+
+    def wait(self) -> None:
+        """Return when everything is written, or cannot be now."""
+        self.settle()
+
+    def news(self) -> list[tuple[bool, str]]:
+        """Return what is worth saying and was not returned before: whether it is about a failure, and the text."""
         with self._here():
-            self._raise_failure()
-            self._wait_until(lambda: len(self._waiting) < self.capacity or self._failure is not None)
-            self._raise_failure()
-            self._waiting.append(action)
+            told, self._news = self._news, []
+        return told
+
+    def try_now(self, action: Callable[[], Any]) -> BaseException | None:
+        """Call a function on this thread, where nothing waits.
+
+        Returns:
+            What it raised, if that may pass; else None, and what it raised is in `news`.
+        """
+        failure = self._do(action)
+        if failure is not None and _is_lasting(failure):
+            with self._here():
+                self._tell(True, f"failed: {_named(failure)}")
+            return None
+        return failure
+
+    def _do(self, write: Any) -> BaseException | None:
+        """Perform a write; returns what it raised."""
+        try:
+            write() if callable(write) else self._perform(write)
+        # Loggers are other people's code and services: anything may come.
+        except self._caught as error:
+            return error
+        return None
+
+    def _note(self, failure: BaseException | None) -> bool:
+        """Take the first write away if it is done or hopeless; with the lock held. Returns whether it is."""
+        if failure is None:
+            self._waiting.pop()
+            if self._failures:
+                self._tell(False, f"works again after {self._failures} failed tries; nothing was lost")
+            self._failures = 0
+            return True
+        if _is_lasting(failure):
+            self._aside.append(self._waiting.pop())
+            self._failures = 0
+            if not self._has_rejected:
+                self._has_rejected = True
+                self._tell(True, f"failed, and what it did not take is set aside: {_named(failure)}")
+            return True
+        self._failures += 1
+        if self._failures == _MOST_TRIES and callable(self._waiting.first()):
+            # A picture, say: rows do not wait for it any longer.
+            self._waiting.pop()
+            self._tell(
+                True, f"failed {self._failures} times, and something else than a row is left out: {_named(failure)}"
+            )
+            self._failures = 0
+            return True
+        if self._failures == 1:
+            self._tell(True, f"failed, and is tried again while its rows wait: {_named(failure)}")
+        return False
+
+    def _tell(self, is_failure: bool, text: str) -> None:
+        self._news.append((is_failure, text))
+
+    def _pause_s(self) -> float:
+        return self._pauses_s[min(self._failures, len(self._pauses_s)) - 1]
+
+    def _take_undone(self) -> list[Any]:
+        undone = [queue.pop() for queue in (self._aside, self._waiting) for _ in range(len(queue))]
+        self._aside.clear()
+        self._waiting.clear()
+        self._failures = 0
+        return undone
+
+    def _here(self) -> threading.Condition:
+        # A fork copies the queue, and not the thread, which may have held the lock at that moment: it begins anew.
+        # What waits is written by the process that put it in.
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._changed = threading.Condition()
+            self._reset()
+        return self._changed
+
+
+def _is_lasting(failure: BaseException) -> bool:
+    if isinstance(failure, OSError):
+        return False
+    return isinstance(failure, _LASTING) or not isinstance(failure, Exception)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _rebuild(kind: type[WriteQueue], capacity: int, patience_s: float, perform: Any, pauses_s: Any) -> WriteQueue:
+    return kind(capacity, patience_s=patience_s, perform=perform, pauses_s=pauses_s)
+
+
+class WriteBehind(WriteQueue):
+    """Write on another thread. `put` never waits.
+
+    The thread starts with the first write and ends with `close`; a later `put` starts another.
+    """
+
+    _caught = BaseException  # in the thread nobody else would see it
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._thread: threading.Thread | None = None
+        self._busy_since: float | None = None
+        self._is_hanging = False
+        self._must_hurry = False
+        self._done = 0  # writes that are done or set aside
+        self._tries = 0
+
+    def put(self, write: Any) -> None:
+        """Let something be written after what waits already; returns at once."""
+        with self._here():
+            self._waiting.append(write)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="write-behind", daemon=True)
                 self._thread.start()
                 # A daemon, so that a hung service does not keep the process; what waits is written all the same.
                 atexit.register(self._close_at_exit)
+            self._look_for_hang()
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Return when everything that was put in is done, or failed, or will not end; raise nothing.
+    def settle(self) -> bool:
+        """Return whether all is written: False where the first write fails again, or does not end in time.
 
         On the queue's own thread it returns at once: what came before is done.
         """
         if threading.current_thread() is self._thread:
-            return
+            return True
         with self._here():
-            self._wait_until(lambda: not (self._waiting or self._is_busy))
+            while len(self._waiting):
+                self._look_for_hang()
+                if self._is_hanging:
+                    return False
+                failures, done, tries = self._failures, self._done, self._tries
+                self._must_hurry = failures > 0
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda done=done, tries=tries: self._done != done or self._tries != tries,  # type: ignore[misc]
+                    self._left_s(),
+                )
+                if self._failures > failures:
+                    return False
+            return True
 
-    def settle(self) -> None:
-        """Return when everything that was put in is done.
-
-        Raises:
-            TimeoutError: One action did not end within `patience_s`.
-            BaseException: What an action raised, once.
-        """
+    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
+        """End the thread, after some last tries, and return what could not be written; see `WriteQueue.close`."""
         with self._here():
-            self._wait_until(lambda: not (self._waiting or self._is_busy))
-            self._raise_failure()
+            if self._is_hanging:  # once more the patience for one write: then it may be over
+                self._is_hanging, self._busy_since = False, time.monotonic()
+        is_written = self.settle()
+        for pause_s in pauses_s:
+            if is_written or self._is_hanging:
+                break
+            time.sleep(pause_s)
+            is_written = self.settle()
+        return self.abandon()
 
-    def close(self) -> None:
-        """Settle and end the thread.
-
-        Raises:
-            TimeoutError: One action did not end within `patience_s`; the thread is left behind.
-            BaseException: What an action raised, once.
-        """
-        try:
-            self.settle()
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """End the thread, and drop what waits and an exception that nobody was told. An action that runs is left."""
+    def abandon(self) -> list[Any]:
+        """End the thread, and return what is not written; a write that hangs is among it, and left alone."""
         with self._here():
             thread, self._thread = self._thread, None
-            self._waiting.clear()
-            self._failure = None
-            is_idle = not self._is_busy
+            undone = self._take_undone()
+            is_idle = self._busy_since is None
+            self._busy_since, self._is_hanging = None, False
             self._changed.notify_all()
         if thread is not None:
             atexit.unregister(self._close_at_exit)
-            if is_idle:
+            if is_idle and thread is not threading.current_thread():
                 thread.join()
+        return undone
 
     def _work(self) -> None:
         mine = threading.current_thread()
         while True:
             with self._changed:
-                while not self._waiting:
+                while not len(self._waiting):
                     if self._thread is not mine:
                         return
                     self._changed.wait()
-                action = self._waiting.popleft()
-                self._is_busy = True
-                self._changed.notify_all()  # there is room
-            failure: BaseException | None = None
-            try:
-                action()
-            # Whatever it is, it belongs to the thread that put the action in, and is raised there.
-            except BaseException as error:
-                failure = error
+                if self._thread is not mine:
+                    return
+                write = self._waiting.first()
+                self._busy_since = time.monotonic()
+            failure = self._do(write)
             with self._changed:
-                self._is_busy = False
-                self._done += 1
-                if failure is not None and self._thread is mine:
-                    self._failure = failure
-                    self._waiting.clear()
+                if self._thread is not mine:  # abandoned meanwhile: what waits is somebody else's
+                    return
+                self._busy_since = None
+                if self._is_hanging:
+                    self._is_hanging = False
+                    self._tell(False, "has ended the write that took long; nothing was lost")
+                self._tries += 1
+                self._done += self._note(failure)
                 self._changed.notify_all()
+                if self._failures:
+                    self._changed.wait_for(
+                        lambda: self._must_hurry or self._thread is not mine, timeout=self._pause_s()
+                    )
+                self._must_hurry = False
 
-    def _wait_until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait with the lock held; give up when not one action ends within the time."""
-        while not is_reached():
-            before = self._done
-            if not self._changed.wait_for(lambda before=before: is_reached() or self._done != before, self.patience_s):  # type: ignore[misc]
-                self._failure = TimeoutError(
-                    f"a write did not end within {self.patience_s:g} s; {len(self)} writes are given up, it among them"
-                )
-                self._waiting.clear()
-                return
+    def _left_s(self) -> float:
+        return max(0.001, self.patience_s - (time.monotonic() - (self._busy_since or time.monotonic())))
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _here(self) -> threading.Condition:
-        # A fork copies the queue, and not the thread, which may have held the lock at that moment: it begins anew.
-        # What waits is done by the process that put it in.
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._changed = threading.Condition()
-            self._waiting = deque()
-            self._thread, self._failure, self._is_busy = None, None, False
-        return self._changed
+    def _look_for_hang(self) -> None:
+        since = self._busy_since
+        if since is not None and not self._is_hanging and time.monotonic() - since >= self.patience_s:
+            self._is_hanging = True
+            self._tell(True, f"has not ended a write within {self.patience_s:g} s; its rows wait meanwhile")
 
     def _close_at_exit(self) -> None:
         if self._process == os.getpid():
             self.close()
 
 
-def _rebuild(capacity: int, patience_s: float) -> WriteBehind:
-    return WriteBehind(capacity, patience_s=patience_s)
+class WriteInPlace(WriteQueue):
+    """Write on the caller's thread, at `put` and `settle`; after a failure `put` tries again when its pause is over."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._next_try = 0.0
+
+    def put(self, write: Any) -> None:
+        """Write what waits, and this; where that fails, let it wait."""
+        self._here()
+        self._waiting.append(write)
+        if not self._failures or time.monotonic() >= self._next_try:
+            self.settle()
+
+    def settle(self) -> bool:
+        """Try to write what waits; return whether all is written."""
+        self._here()
+        while len(self._waiting):
+            if not self._note(self._do(self._waiting.first())):
+                self._next_try = time.monotonic() + self._pause_s()
+                return False
+        return True
+
+    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
+        """Try some last times, and return what could not be written; see `WriteQueue.close`."""
+        is_written = self.settle()
+        for pause_s in pauses_s:
+            if is_written:
+                break
+            time.sleep(pause_s)
+            is_written = self.settle()
+        return self._take_undone()

@@ -305,7 +305,9 @@ class PyTorchProfiler(Profiler):
         module = self._module
         if module is None or not self.record_module_names:
             return
-        compiled = [path for path, child in module.named_modules() if getattr(child, "_compiled_call_impl", None)]
+        from ..fabric.compiling import compiled_parts
+
+        compiled = compiled_parts(module)
         for path, child in module.named_modules():
             if path and not any(path == one or path.startswith(f"{one}.") or not one for one in compiled):
                 _name_module(stack, child, f"[module]{type(child).__name__}: {path}")

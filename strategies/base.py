@@ -85,10 +85,20 @@ class Strategy:
     equally many; and checkpoints are read by parts."""
     helps_in_evaluation: bool = True
     """Whether this rank can `evaluate_without_data` where `shards_parameters`; else it needs a batch first."""
+    reduces_every_step: bool = True
+    """Whether each window ends with a reduction of gradients over all ranks, in which they wait for each other."""
     holds_gradients: bool = False
     """Whether an engine has the gradients, and not the `grad` of an optimizer's parameters."""
     has_inference_mode: bool = True
     """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
+    sums_gradients_itself: bool = False
+    """Whether its engine sums gradients in `accumulate_dtype`; else whoever makes the steps does."""
+    accumulate_dtype: torch.dtype | None = None
+    """Of sums of gradients over a window and over ranks; None: that of the parameters. Set before the module is."""
+    has_module_hooks: bool = False
+    """Whether hooks of submodules communicate: `compile=` then compiles submodules, and not steps."""
+    compile_refusal: tuple[str, str] | None = None
+    """Why `compile=` cannot be used, and what to do; None where it can."""
     launcher: Launcher | None = None
     """How processes start; None: there is only this one."""
 
@@ -325,6 +335,20 @@ class Strategy:
         """
         return None
 
+    def note_absence(self, window: str) -> Callable[[], int] | None:
+        """Let the other ranks know that this one had no loss in a window, without a collective.
+
+        Called on such ranks only, before the backward pass that reduces the window's gradients.
+
+        Args:
+            window: A name that no other window has had, the same on all ranks.
+
+        Returns:
+            What returns after that pass, when it has waited for the device, the number of ranks that had no loss. None
+            where that cannot be found out.
+        """
+        return None
+
     def evaluate_without_data(self, module: nn.Module | None) -> None:
         """Take part in an evaluation step for which this rank has no batch, where others have one.
 
@@ -343,6 +367,10 @@ class Strategy:
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # Any: arguments of Tensor.backward
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         tensor.backward(*args, **kwargs)
+
+    def sums_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Return whether gradients of narrower parameters can be summed in this dtype; asked before the launch."""
+        return self.sums_gradients_itself or self.world_size == 1
 
     def drop_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of a window which was broken off.
@@ -424,6 +452,34 @@ class Strategy:
 
     reduce = all_reduce
 
+    def reduce_scatter(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return this rank's part of a reduction over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
+
+        Nothing is changed in place, and no gradient flows back. With one rank that is the tensor itself.
+
+        Args:
+            tensor: A tensor or collection, the same shapes on all ranks; dimension 0 is a multiple of their number.
+            group: Ranks that take part; None for all.
+            reduce_op: As in `all_reduce`, also for dtypes.
+
+        Raises:
+            ConfigError: The operation is unknown, or dimension 0 does not divide.
+        """
+        from .comm import check_divides, op_name  # not imported where nobody communicates
+        from .tree import map_leaves
+
+        if isinstance(group, str):  # reduce_scatter(tensor, "sum")
+            group, reduce_op = None, group
+        op_name(reduce_op)
+        size, rank = self.world_size, self.global_rank
+        check_divides(tensor, size)
+        if size == 1:
+            return tensor
+        if group is not None:
+            raise ConfigError(f"{type(self).__name__}.reduce_scatter takes all ranks only.", fix="leave group out.")
+        reduced = self.all_reduce(tensor, reduce_op=reduce_op)
+        return map_leaves(reduced, lambda leaf: leaf.chunk(size)[rank].clone() if isinstance(leaf, Tensor) else leaf)
+
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return tensors of all ranks stacked along a new first dimension; with one rank, the tensor itself.
 
@@ -485,6 +541,10 @@ class Strategy:
         return state
 
     get_module_state_dict = module_state_dict
+
+    def every_weight(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
+        return self.module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
         """Put back what `module_state_dict` returned, into a compiled or a plain module.

@@ -110,10 +110,11 @@ def scale_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) ->
 
 
 def _where(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Return the mesh of a gradient and the axes over which it is sharded."""
+    """Return the mesh of a gradient and the axes over which its ranks hold different parts."""
     if not is_sharded(gradient):
         return None, ()
-    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    # Not `is_shard()`: that is False for what FSDP makes of a parameter that tensor parallelism has sharded already.
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return gradient.device_mesh, axes
 
 

@@ -21,9 +21,11 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "check_divides",
     "gather_objects",
     "host_device",
     "op_name",
+    "reduce_scatter",
     "same_everywhere",
 ]
 
@@ -81,25 +83,87 @@ def all_reduce(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -
 
 
 def _reduced(tensor: Tensor, op: str, group: Any) -> Tensor:
-    dtype = tensor.dtype
-    is_number = dtype.is_floating_point or dtype.is_complex
-    wide = dtype
-    if not is_number:
+    result = _widened(tensor, op)
+    dist.all_reduce(result, _operation(op), group=group)
+    return _narrowed(result, tensor.dtype, op, dist.get_world_size(group))
+
+
+def _operation(op: str) -> Any:
+    return dist.ReduceOp.SUM if op == "mean" else getattr(dist.ReduceOp, op.upper())
+
+
+def _widened(tensor: Tensor, op: str) -> Tensor:
+    """Return a contiguous copy in the dtype that is reduced."""
+    wide = dtype = tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
         wide = torch.int64 if op in ("mean", "sum", "product") or dtype != torch.bool else torch.uint8
     elif dtype.is_floating_point and dtype.itemsize < 4:
         wide = torch.float32
-    result = tensor.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
-    operation = dist.ReduceOp.SUM if op == "mean" else getattr(dist.ReduceOp, op.upper())
-    dist.all_reduce(result, operation, group=group)
+    return tensor.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+
+
+def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
+    """Return what was reduced in the dtype that the caller gets."""
+    is_number = dtype.is_floating_point or dtype.is_complex
     if op == "mean":
-        size = dist.get_world_size(group)
         if not is_number:
-            exact = torch.float32 if tensor.device.type == "mps" else torch.float64  # mps has no float64
+            exact = torch.float32 if result.device.type == "mps" else torch.float64  # mps has no float64
             return result.to(exact) / size
         return (result / size).to(dtype)
     if op in ("sum", "product") and not is_number:
         return result
     return result.to(dtype)
+
+
+def reduce_scatter(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
+    """Return this rank's part of a reduction: of `n` ranks, rank `i` gets the i-th n-th of dimension 0.
+
+    Args:
+        data: As in `all_reduce`; every tensor's dimension 0 is a multiple of the number of ranks.
+        group: Ranks that take part; None for all.
+        reduce_op: As in `all_reduce`, also for dtypes.
+        device: Where numbers go, which cannot be scattered.
+
+    Raises:
+        ConfigError: A tensor does not divide, or has no dimension; on every rank that has such a one.
+        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+    """
+    op, size = op_name(reduce_op), dist.get_world_size(group)
+    check_divides(data, size)
+    data = _to_tensors(data, device)
+    _check(f"reduce_scatter with {op!r}", data, group)
+
+    # torch 2.9 to 2.12 have the earlier name only, of which 2.13 warns.
+    reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def scatter(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        whole = _widened(leaf, op)
+        part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
+        reduce_scatter_single(part, whole, _operation(op), group=group)
+        return _narrowed(part, leaf.dtype, op, size)
+
+    return map_leaves(data, scatter)
+
+
+def check_divides(data: Any, size: int) -> None:
+    """Refuse tensors and numbers whose dimension 0 cannot be cut into so many parts.
+
+    Raises:
+        ConfigError: Names each with its shape.
+    """
+    wrong = [
+        f"data{path} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf!r}"
+        for path, leaf in leaves(data)
+        if (isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] % size)) or isinstance(leaf, int | float)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"reduce_scatter over {size} ranks needs tensors whose dimension 0 is a multiple of {size}, got "
+            f"{', '.join(wrong)}.",
+            fix="pad dimension 0, or call reduce, which gives every rank all of it.",
+        )
 
 
 def all_gather(data: Any, *, group: Any, sync_grads: bool, device: torch.device) -> Any:

@@ -49,6 +49,10 @@ class DataParallelStrategy(ParallelStrategy):
     """
 
     strategy_name = "dp"
+    compile_refusal = (
+        "it copies the module at each step, and compiled code is that of the original",
+        "use strategy='ddp'",
+    )
     start_method: str | None = None
     """None: there is one process, nothing is started; fabric/resolve.py reads it."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -21,6 +20,7 @@ from ..errors import ConfigError, ModuleError, nearest
 from .averaging import ModelAveraging
 from .base import NoLoss
 from .comm_hooks import CommHook, check_comm_hook
+from .live_objects import LiveObjects
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from .replica import NOTHING, Call, Replica, inside_a_replica, loss_tensor, replace_loss
 
@@ -121,7 +121,7 @@ class DDPStrategy(ProcessGroupStrategy):
         self.model_averaging_period = model_averaging_period
         self.ddp_kwargs = kwargs
         self._averaging: ModelAveraging | None = None
-        self._replicas: list[weakref.ref[Replica]] = []
+        self._replicas: LiveObjects[Replica] = LiveObjects()
         # The state that a checkpoint held, until the module whose gradients it is about has been set up.
         self._pending_state: Mapping[str, Any] | None = None
         # The replica whose training step has run, and whose backward pass comes next.
@@ -144,12 +144,12 @@ class DDPStrategy(ProcessGroupStrategy):
             return self.place_module(module)
         self.check_module(module)
         # A module that is set up again (by the next verb) has one wrapper only: two would hold the gradients twice.
-        for replica in self._live_replicas():
+        for replica in self._replicas:
             if replica.original is module:
                 replica.release()
-                self._replicas = [one for one in self._replicas if one() is not replica]
+                self._replicas.discard(replica)
         replica = self._with_stream(lambda: Replica(module, self.ddp_kwargs))
-        self._replicas.append(weakref.ref(replica))
+        self._replicas.add(replica)
         self.configure_ddp()
         return replica
 
@@ -157,7 +157,7 @@ class DDPStrategy(ProcessGroupStrategy):
         """Register the communication hook on modules that have none yet; an override can do more of that kind."""
         if self.ddp_comm_hook is None:
             return
-        for replica in self._live_replicas():
+        for replica in self._replicas:
             if replica.comm_hook is not None:
                 continue
             hook = CommHook(self.ddp_comm_hook, self.ddp_comm_state, self.ddp_comm_wrapper, self)
@@ -252,6 +252,17 @@ class DDPStrategy(ProcessGroupStrategy):
         empty: NoLoss = self._bound_training(module, _no_step)()
         return empty
 
+    @property
+    def reduces_every_step(self) -> bool:  # type: ignore[override]  # it depends on the hook
+        """Whether the communication hook lets all ranks take part in each reduction."""
+        return self.ddp_comm_hook not in ("noop", "post_local_sgd")
+
+    def note_absence(self, window: str) -> Callable[[], int] | None:
+        """Note in the store that this rank had no loss; see `Strategy.note_absence`."""
+        from .absence import note_absence  # not imported before a step returned no loss
+
+        return note_absence(window, self.device)
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes add to the gradients of this rank only, if enabled.
 
@@ -291,6 +302,10 @@ class DDPStrategy(ProcessGroupStrategy):
             self._averaging.after_step(optimizer)
         return has_stepped
 
+    def sums_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Return True: without torch's wrapper, sums are averaged after the backward passes."""
+        return True
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,7 +314,8 @@ class DDPStrategy(ProcessGroupStrategy):
         On every rank: it communicates. The content is equal on all ranks and fits any number of them.
         """
         state: dict[str, Any] = {}
-        hooks = [one.comm_hook.state_dict() for one in self._live_replicas() if one.comm_hook is not None]
+        replicas = [] if self.ddp_comm_hook is None else self._replicas.in_use()
+        hooks = [one.comm_hook.state_dict() for one in replicas if one.comm_hook is not None]
         if any(hooks):
             state["comm_hooks"] = hooks
         if self._averaging is not None:
@@ -308,7 +324,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned, now or when the module is set up."""
-        hooks = [one.comm_hook for one in self._live_replicas() if one.comm_hook is not None]
+        hooks = [one.comm_hook for one in self._replicas if one.comm_hook is not None]
         if not hooks:
             self._pending_state = state_dict
             return
@@ -329,10 +345,6 @@ class DDPStrategy(ProcessGroupStrategy):
         return super().load_module_state_dict(self.unwrap(module), state, strict)
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _live_replicas(self) -> list[Replica]:
-        found = [reference() for reference in self._replicas]
-        return [replica for replica in found if replica is not None]
 
     def _with_stream(self, make: Callable[[], Replica]) -> Replica:
         if self.device.type != "cuda":

@@ -21,6 +21,7 @@ from ..errors import ConfigError, ModuleError
 from . import deepspeed_config as configs
 from .base import NoLoss
 from .deepspeed_activations import Activations
+from .deepspeed_checks import check_sections
 from .deepspeed_engines import Engines
 from .deepspeed_given import facts_of, read_given
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
@@ -110,6 +111,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     """
 
     holds_gradients = True
+    sums_gradients_itself = True
     strategy_name = "deepspeed"
     uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in the engine's backward pass
 
@@ -203,6 +205,22 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self._has_set_rank = self._has_own_optimizer = False
 
     @property
+    def has_module_hooks(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
+        """Whether hooks of submodules communicate: those of the engine do."""
+        return True
+
+    @property
+    def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # a class attribute elsewhere
+        """Why `compile=` cannot be used: torch cannot trace stage 3's own arithmetic, nor a pipeline's engine."""
+        if self.stage == 3:
+            what = "ZeRO stage 3 puts functions of its own into linear layers, which torch.compile cannot trace"
+        elif self.has_stages:
+            what = "a pipeline's layers are called by DeepSpeed's engine"
+        else:
+            return None
+        return what, "leave it out, use stage=2, or strategy='fsdp'"
+
+    @property
     def shards_parameters(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether each rank holds a part of every parameter, in stage 3; or of the layers, with a PipelineModule."""
         return self.stage == 3 or self.has_stages
@@ -268,14 +286,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """Take what the Trainer is about to do, before processes start.
 
         Args:
-            plan: accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, micro_batch_size,
-                is_automatic; see `trainer/begin.py`.
+            plan: accumulate_grad_batches, global_batch_size, gradient_clip_val, gradient_clip_algorithm,
+                micro_batch_size, is_automatic, grad_accumulation_dtype; see `trainer/begin.py`.
 
         Raises:
             ConfigError: The configuration says something else; with both values of each. Or it cannot be done.
         """
         self._plan = dict(plan)
-        self.configure_deepspeed_config(self.given_config)
+        config = self.configure_deepspeed_config(self.given_config)
+        if self._plan.get("grad_accumulation_dtype") is not None:
+            for what, fix in check_sections(config, "Trainer(grad_accumulation_dtype='float32')"):
+                raise ConfigError(f"{what}.", fix=f"{fix}.")
         self._prepare()
 
     def _prepare(self) -> None:
@@ -315,6 +336,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         deepspeed = self.engines.deepspeed
         connect(deepspeed, backend="nccl" if self.device.type == "cuda" else "gloo", timeout=self.timeout)
         self.activations.configure(deepspeed.checkpointing, self.given_config, self.device.type)
+        from .deepspeed_pipeline_layers import build_in_order
+
+        build_in_order()
 
     def teardown(self) -> None:
         """Let go of engines, then give back devices and connections."""
@@ -331,29 +355,42 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return a context in which a module is built; in stage 3 each rank keeps its part of every parameter only.
+        """Return a context in which a module is built; in stage 3 without memory, until `setup_module` partitions it.
 
         Args:
-            empty_init: Accepted; a parameter has its first values while it is built.
+            empty_init: In stage 3, False builds it whole, on the CPU. True and None: its values will be those that the
+                constructors gave it, bit for bit. Below stage 3 see `Strategy.init_context`.
         """
         if self.stage < 3:
             with super().init_context(empty_init):
                 yield
             return
-        from .deepspeed_setup import cut_as_built
+        if empty_init is False:
+            yield
+            return
+        from .deferred import DeferredInit
 
-        with cut_as_built(self):
+        with DeferredInit():
             yield
 
     def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which a module may be changed before it is set up."""
-        return nullcontext()
+        """Return a context in which changes of a module without values are made when it gets them."""
+        from .deepspeed_partition import has_values
+
+        if self.stage < 3 or has_values(module):
+            return nullcontext()
+        from .deferred import DeferredInit
+
+        return DeferredInit()
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move what is whole; parameters that lie in parts stay."""
+        """Move what is whole; parameters that lie in parts, or have no values yet, stay."""
         from .deepspeed_fragments import is_partitioned
+        from .deepspeed_partition import has_values
         from .deepspeed_setup import move_buffers
 
+        if self.stage == 3 and not has_values(module):
+            return
         if any(is_partitioned(one) for one in module.parameters()):
             move_buffers(module, self.device)
         else:
@@ -367,6 +404,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             ConfigError: It has a PipelineModule that cannot be run.
         """
         from .deepspeed_engine import EngineRoot
+        from .deepspeed_partition import is_to_be_partitioned, partition
+        from .deepspeed_setup import check_shapes, make_contiguous
 
         self.look_at(module)
         is_automatic = self._plan.get("is_automatic", True)
@@ -375,8 +414,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
             return setup_stages(self, module, is_automatic=is_automatic)
         self.check_module(module)
+        check_shapes(module)
         root = EngineRoot(module, self.stage, is_stepped_by_hand=not is_automatic)
-        root.take_over()
+        if self.stage == 3 and is_to_be_partitioned(module):
+            root.__dict__["first"] = partition(self, module)
+            if self.world_size > 1:
+                broadcast_tensors(list(module.buffers()))
+        else:
+            make_contiguous(module)
+        root.take_over()  # an earlier engine looks at all parameters, and at those that it did not have
         self.engines.add(root)
         return root
 
@@ -564,6 +610,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return saved_module_state(module, original, state, is_frozen_left_out=self.exclude_frozen_parameters)
 
     get_module_state_dict = module_state_dict
+
+    def every_weight(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of a module as `module_state_dict` does, with frozen parameters in any case."""
+        from .deepspeed_saving import saved_module_state
+
+        original = self.unwrap(module)
+        return saved_module_state(module, original, super().module_state_dict(original), is_frozen_left_out=False)
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
         """Put back a state of whole tensors, of any strategy; masters get them in float32. On every rank."""

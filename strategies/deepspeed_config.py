@@ -95,6 +95,8 @@ class Facts:
         clip: Largest gradient norm, 0 for none; None where the loop is the user's own.
         micro_batch: Samples of one micro-batch of one process; None where nobody knows.
         dtype: "float32", "bfloat16" or "float16": of the parameters that the engine computes with.
+        global_batch: Samples of one step over all processes; None where nobody knows.
+        grad_dtype: "fp32" for sums of gradients in float32; None leaves it to the configuration.
     """
 
     world_size: int = 1
@@ -102,6 +104,8 @@ class Facts:
     clip: float | None = None
     micro_batch: int | None = None
     dtype: str = "float32"
+    global_batch: int | None = None
+    grad_dtype: str | None = None
 
 
 # --- arguments -----------------------------------------------------------------------------------------------------
@@ -286,15 +290,20 @@ def settle(config: Config, facts: Facts, where: str) -> Config:
         _write(result, path, value)
         return value
 
+    whole = _at(result, "train_batch_size")
+    if facts.global_batch is not None and whole not in (_ABSENT, "auto", facts.global_batch):
+        rows.append(("train_batch_size", whole, facts.global_batch))
+        raise differences(rows, where, "Trainer, Fabric and loaders")
     accumulate = put("gradient_accumulation_steps", facts.accumulate, 1)
     put("gradient_clipping", facts.clip, _NO_CLIPPING)
-    whole = _at(result, "train_batch_size")
     micro = facts.micro_batch
     is_open = _at(result, "train_micro_batch_size_per_gpu") in (_ABSENT, "auto")
     if micro is None and is_open and whole not in (_ABSENT, "auto"):
         micro = whole // (accumulate * facts.world_size) or 1
     micro = put("train_micro_batch_size_per_gpu", micro, 1)
     put("train_batch_size", micro * accumulate * facts.world_size, None)
+    if facts.grad_dtype is not None:
+        put("data_types.grad_accum_dtype", facts.grad_dtype, None)
     for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if _at(result, section) is not _ABSENT or facts.dtype == dtype:
             put(f"{section}.enabled", facts.dtype == dtype, None)

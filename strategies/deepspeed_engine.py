@@ -54,6 +54,7 @@ class EngineRoot(nn.Module):
         has_gradients: Whether a backward pass was made since the last step.
         grad_norm: Norm of the gradients of the last step, before clipping; None where nobody computed it.
         loaded: A state that was loaded before there was an engine, for its masters.
+        first: This rank's parts of float32 values of parameters that were cast before there was an engine, likewise.
         evaluated: What the last evaluation step has gathered; None before the first. In stage 3 with several ranks.
     """
 
@@ -68,6 +69,7 @@ class EngineRoot(nn.Module):
     has_gradients: bool
     grad_norm: Tensor | None
     loaded: dict[str, Any] | None
+    first: dict[str, Tensor]
     evaluated: list[Event] | None
 
     def __init__(self, module: nn.Module, stage: int, *, is_stepped_by_hand: bool = False) -> None:
@@ -78,7 +80,7 @@ class EngineRoot(nn.Module):
             engine=None, stage=stage, output=None, ends_window=True, has_gradients=False, grad_norm=None, loaded=None
         )
         self.__dict__.update(is_stepped_by_hand=is_stepped_by_hand, is_window_open=False, evaluated=None)
-        self.__dict__.update(_work=None, _clipped_norm=None)
+        self.__dict__.update(_work=None, _clipped_norm=None, first={})
 
     def forward(self) -> Any:
         """Run the call that was left, and return what a backward pass may begin at."""

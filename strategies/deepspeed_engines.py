@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..errors import ConfigError, DataError
+from .live_objects import LiveObjects
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,7 +29,7 @@ class Engines:
     def __init__(self, logging_level: int) -> None:
         self.logging_level = logging_level
         self._deepspeed: Any = None  # Any: deepspeed has no types
-        self._roots: list[weakref.ref[EngineRoot]] = []
+        self._roots: LiveObjects[EngineRoot] = LiveObjects()
         self._last: weakref.ref[EngineRoot] | None = None
 
     @property
@@ -45,12 +46,11 @@ class Engines:
 
     def add(self, root: EngineRoot) -> None:
         """Remember a root that was set up."""
-        self._roots = [one for one in self._roots if one() is not None]
-        self._roots.append(weakref.ref(root))
+        self._roots.add(root)
 
     def live(self) -> list[EngineRoot]:
-        """Return the roots that are in use, the newest last."""
-        return [root for root in (one() for one in self._roots) if root is not None]
+        """Return the roots that were not freed yet, the newest last; see `LiveObjects`."""
+        return list(self._roots)
 
     def newest(self) -> EngineRoot | None:
         """Return the root that was set up last; None where there is none."""
@@ -59,7 +59,8 @@ class Engines:
 
     def forget(self) -> None:
         """Let go of all roots."""
-        self._roots, self._last = [], None
+        self._last = None
+        self._roots.clear()
 
     def of(self, optimizer: Optimizer) -> EngineRoot:
         """Return the root whose module has a parameter of the optimizer.
@@ -110,7 +111,7 @@ class Engines:
         """
         from .deepspeed_engine import EngineRoot
 
-        known = [root for root in self.live() if root.evaluated is not None]
+        known = [root for root in self._roots.in_use() if root.evaluated is not None]
         if isinstance(module, EngineRoot):
             known = [root for root in known if root is module]
         if not known:
@@ -122,4 +123,4 @@ class Engines:
         return known
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_deepspeed": None, "_roots": [], "_last": None}
+        return {**self.__dict__, "_deepspeed": None, "_last": None}

@@ -74,4 +74,6 @@ def facts_of(plan: Mapping[str, Any], *, world_size: int, batch_size: int | None
         clip=None if not plan else float(clip) if is_norm else 0.0,
         micro_batch=plan.get("micro_batch_size") or batch_size,
         dtype=dtype,
+        global_batch=plan.get("global_batch_size"),
+        grad_dtype=plan.get("grad_accumulation_dtype"),
     )

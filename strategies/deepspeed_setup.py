@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ModuleError
 from . import deepspeed_config as configs
+from .materialise import made_of
 from .processes import broadcast_tensors
 
 if TYPE_CHECKING:
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from .deepspeed_engine import EngineOptimizer, EngineRoot
     from .deepspeed_pipeline import PipelineRoot
 
-__all__ = ["cut_as_built", "engine_config", "move_buffers", "setup_optimizer", "setup_stages", "several", "start"]
+__all__ = [
+    "check_shapes",
+    "engine_config",
+    "make_contiguous",
+    "move_buffers",
+    "setup_optimizer",
+    "setup_stages",
+    "several",
+    "start",
+]
 
 
 def engine_config(strategy: DeepSpeedStrategy) -> dict[str, Any]:  # Any: values of a JSON document
@@ -34,15 +43,26 @@ def engine_config(strategy: DeepSpeedStrategy) -> dict[str, Any]:  # Any: values
     return config
 
 
-def cut_as_built(strategy: DeepSpeedStrategy) -> AbstractContextManager[Any]:
-    """Return a context in which each rank keeps its part of every parameter only, as modules are built."""
-    from .deepspeed_ops import refusals
+def check_shapes(module: nn.Module) -> None:
+    """Refuse parameters of which DeepSpeed (0.19) would say that they cannot be viewed as bytes.
 
-    with refusals(strategy.where):
-        # The dtype comes from the configuration: DeepSpeed (0.19) does not listen to its argument for it.
-        return strategy.engines.deepspeed.zero.Init(  # type: ignore[no-any-return]  # deepspeed has no types
-            config_dict_or_path=engine_config(strategy), remote_device=strategy.remote_device
+    Raises:
+        ModuleError: Parameters have no dimension; names them.
+    """
+    names = [name for name, one in module.named_parameters() if one.ndim == 0 and not hasattr(one, "ds_id")]
+    if names:
+        raise ModuleError(
+            f"{type(module).__name__} has parameters of shape (): {', '.join(names)}. DeepSpeed expects at least one "
+            "dimension.",
+            fix="give them one: nn.Parameter(torch.ones(1)); or pass strategy='ddp' or 'fsdp'.",
         )
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Let parameters lie in the order of their dimensions, which the engine's flat buffers need."""
+    for one in module.parameters():
+        if not one.is_contiguous():
+            one.data = one.data.contiguous()
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -90,8 +110,9 @@ def setup_optimizer(strategy: DeepSpeedStrategy, optimizer: Optimizer, *, is_of_
     Raises:
         ConfigError: The module has an optimizer already, is not set up, or the optimizer cannot be used.
     """
-    from .deepspeed_state import set_masters, whole_parameters
+    from .deepspeed_state import set_masters, set_own_masters, whole_parameters
 
+    _replace_deferred(optimizer)
     if type(optimizer).__name__ == "LBFGS":
         raise ConfigError(
             "LBFGS cannot be used with DeepSpeedStrategy: it evaluates the model within its step, which the engine "
@@ -114,14 +135,28 @@ def setup_optimizer(strategy: DeepSpeedStrategy, optimizer: Optimizer, *, is_of_
     masters: Mapping[str, Any] = {}
     if has_masters:
         masters = {**whole_parameters(root.module), **(loaded or {})}
-    root.__dict__["loaded"] = None
+    parts = {name: one for name, one in root.first.items() if name not in masters}
+    root.__dict__.update(loaded=None, first={})
     if strategy.stage == 0 and strategy.world_size > 1 and not root.is_pipeline:
         broadcast_tensors(list(root.module.buffers()))
     made = start(strategy, root, optimizer)
     if masters:
         set_masters(root, masters)
+    if parts:
+        set_own_masters(root, parts)
     assert made is not None
     return made  # type: ignore[return-value]  # it says that it is one
+
+
+def _replace_deferred(optimizer: Optimizer) -> None:
+    """Let an optimizer that was made before its module had values have the parameters that got them."""
+    for group in optimizer.param_groups:
+        for number, old in enumerate(group["params"]):
+            new = made_of(old)
+            if new is not old:
+                group["params"][number] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
 
 
 def start(strategy: DeepSpeedStrategy, root: EngineRoot, optimizer: Optimizer | None) -> EngineOptimizer | None:

@@ -8,7 +8,7 @@ Reading adds up over ranks buffers that are zero where a rank has nothing; writi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .deepspeed_engine import EngineOptimizer, EngineRoot
 from .deepspeed_fragments import (
+    Fragment,
     flats_of,
     gathered,
     is_partitioned,
@@ -39,6 +40,7 @@ __all__ = [
     "module_state",
     "optimizer_state",
     "set_masters",
+    "set_own_masters",
     "state_entry",
     "whole_parameters",
 ]
@@ -259,6 +261,15 @@ def _is_first() -> bool:
 
 def set_masters(root: EngineRoot, values: Mapping[str, Tensor]) -> None:
     """Let the engine's float32 masters have these values, by names of parameters."""
+    _set_masters(root, values, lambda value, fragment: value.narrow(0, fragment.start, fragment.size))
+
+
+def set_own_masters(root: EngineRoot, parts: Mapping[str, Tensor]) -> None:
+    """Let the engine's float32 masters have these values, of which each rank gives its own part (stage 3)."""
+    _set_masters(root, parts, lambda part, fragment: part.narrow(0, 0, fragment.size))
+
+
+def _set_masters(root: EngineRoot, values: Mapping[str, Tensor], cut: Callable[[Tensor, Fragment], Tensor]) -> None:
     parameters = dict(root.module.named_parameters(remove_duplicate=False))
     for name, value in values.items():
         one = parameters.get(name)
@@ -269,8 +280,7 @@ def set_masters(root: EngineRoot, values: Mapping[str, Tensor]) -> None:
         if fragment.flat is None or fragment.flat is one or not fragment.size:
             continue
         with torch.no_grad():
-            part = value.detach().reshape(-1).narrow(0, fragment.start, fragment.size)
-            fragment.of(fragment.flat.data).copy_(part)
+            fragment.of(fragment.flat.data).copy_(cut(value.detach().reshape(-1), fragment))
     swap_out(root, writes=True)
 
 

@@ -82,12 +82,13 @@ def _bind_stages(strategy: DeepSpeedStrategy, step: Callable[..., Any]) -> Calla
 
 def _check_loss(strategy: DeepSpeedStrategy, output: Any) -> None:
     loss = loss_tensor(output)
-    if strategy.world_size > 1 and (loss is None or not loss.requires_grad):
+    has_no_pass = strategy.world_size > 1 if loss is None else not loss.requires_grad
+    if has_no_pass:
         raise ModuleError(
-            f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and the backward "
-            "passes of the other ranks' engines wait for this one.",
-            fix="return lw.Loss(loss_sum, weight=0) or the loss times 0 for a batch that is not to count; or train "
-            "with strategy='ddp', where None skips a batch.",
+            f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and DeepSpeed's engine "
+            "waits for a backward pass, on every rank.",
+            fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that is not to count; or "
+            "train with strategy='ddp', where None skips a batch.",
         )
 
 

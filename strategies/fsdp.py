@@ -20,6 +20,7 @@ from ..errors import ConfigError, ModuleError
 from .base import NoLoss, non_finite_norm
 from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
 from .fsdp_arguments import read_arguments
+from .live_objects import LiveObjects
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from .sharding_plan import ShardingPlan, check_mesh
 from .shards import gather_whole, is_sharded, local
@@ -97,6 +98,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     strategy_name = "fsdp"
     uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in gathering
     shards_parameters = True
+    sums_gradients_itself = True
+    has_module_hooks = True
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.plan = plan
         self._has_told = False
         self._mesh: DeviceMesh | None = None
-        self._roots: list[weakref.ref[ShardedRoot]] = []
+        self._roots: LiveObjects[ShardedRoot] = LiveObjects()
         # By the id of a parameter that was replaced: it (to know that the id is still its own) and the one that is
         # sharded. For optimizers that were made before.
         self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -252,9 +255,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             root = self._shard(module)
         else:
             self._check_mesh_of(root)
-        if all(one() is not root for one in self._roots):
-            self._roots = [one for one in self._roots if one() is not None]
-            self._roots.append(weakref.ref(root))
+        self._roots.add(root)
         return root
 
     place_module = setup_module
@@ -273,7 +274,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         ]
         root = shard(
             module,
-            replace(self.plan, auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module)),
+            replace(
+                self.plan,
+                auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
+                accumulate_dtype=self.accumulate_dtype,
+            ),
             self.mesh,
             device=self.device,
             precision=self.precision.policy,
@@ -296,6 +301,14 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"{mine}.",
                 fix="build the module anew and load its weights from a checkpoint.",
             )
+        new = [name for name, _ in root.module.named_parameters() if name not in root.names]
+        if new:
+            raise ModuleError(
+                f"{type(root.module).__name__} was sharded in an earlier run, and has got parameters since: "
+                f"{', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
+                fix="build all of the module before its first run; or build it anew, with them, and load its weights "
+                "from a checkpoint.",
+            )
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Let all ranks have rank 0's buffers."""
@@ -314,7 +327,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             from .gradients import average_gradients
 
             average_gradients(whole)
-        for root in self._live_roots():
+        for root in self._roots:
             root.average_gradients(parameters)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -356,9 +369,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             optimizer.state[sharded] = fit_state_of(sharded, state)
         return sharded
 
-    def _live_roots(self) -> list[ShardedRoot]:
-        return [root for root in (reference() for reference in self._roots) if root is not None]
-
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
@@ -396,7 +406,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         from .sharded_root import ShardedRoot, run_empty
 
-        roots = [module] if module is not None else self._live_roots()
+        roots = [module] if module is not None else self._roots.in_use()
         # A loop by hand may have set up modules that it does not evaluate.
         evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
         for root in evaluated or roots[:1]:
@@ -419,23 +429,26 @@ class FSDPStrategy(ProcessGroupStrategy):
 
             explain(error)
             raise
-        for root in self._live_roots():
+        for root in self._roots:
             if not root.synchronises:
                 root.has_unreduced = True
                 continue
             root.has_unreduced = root.waits_for_average()  # of parts that this pass did not reach
-            if root.replicated and not root.is_by_parts:
+            # Only of a module that this pass went through: one that is not in use any more may still be alive here,
+            # and not on the other ranks, which would wait for each other in different collectives.
+            if root.reached.is_set:
+                root.reached.is_set = False
                 self.average_gradients(root.replicated)
 
     def drop_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
-        for root in self._live_roots():
+        for root in self._roots:
             if root.has_unreduced and module in (None, root):
                 root.forget_gradients()
 
     def drop_gradients_of(self, optimizer: Optimizer) -> None:
         """Forget those of the optimizer's parameters; another optimizer's window goes on."""
-        for root in self._live_roots():
+        for root in self._roots:
             if root.has_unreduced:
                 root.forget_gradients(_parameters(optimizer))
 
@@ -445,7 +458,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         Raises:
             ModuleError: Gradients of its parameters were not averaged: it would step without them.
         """
-        for root in self._live_roots():
+        for root in self._roots:
             if root.has_unreduced and closure is None and root.waits_for_average(_parameters(optimizer)):
                 raise ModuleError(
                     f"{type(optimizer).__name__} steps, and gradients of its parameters were not averaged over ranks: "

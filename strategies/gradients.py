@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["average_gradients"]
+__all__ = ["average_gradients", "average_tensors"]
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -23,21 +23,36 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         parameters: The same ones in the same order on all ranks, with dense gradients.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
+    gradients = [parameter.grad for parameter in trained]
+    average_tensors(trained, gradients)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+
+
+def average_tensors(
+    parameters: Sequence[Tensor], gradients: list[Tensor | None], dtype: torch.dtype | None = None
+) -> None:
+    """Average tensors that belong to parameters over all ranks, in place; as `average_gradients` does.
+
+    Args:
+        parameters: The same ones in the same order on all ranks.
+        gradients: Of each parameter; None is replaced by zeros where other ranks have something.
+        dtype: Of such zeros; None is that of the parameter.
+    """
+    if not parameters:
         return
-    device = trained[0].device
-    there = torch.tensor([float(parameter.grad is not None) for parameter in trained]).to(device)
+    there = torch.tensor([float(gradient is not None) for gradient in gradients]).to(parameters[0].device)
     dist.all_reduce(there)
-    missing = [index for index, parameter in enumerate(trained) if parameter.grad is None]
+    missing = [index for index, gradient in enumerate(gradients) if gradient is None]
     if missing:
         counts = there.tolist()
         for index in missing:
             if counts[index]:
-                trained[index].grad = torch.zeros_like(trained[index])
+                gradients[index] = torch.zeros_like(parameters[index], dtype=dtype)
     # A rank without gaps does not know of parameters that nobody has a gradient for, but it has none of these.
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     size = dist.get_world_size()
-    for bucket in _buckets(gradients):
+    for bucket in _buckets([gradient for gradient in gradients if gradient is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat.div_(size)
         dist.all_reduce(flat)

@@ -16,8 +16,17 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModuleError
 from .deferred import changed_names, forget_marks, own_tensors
 from .replay import is_deferred, is_empty, replay, view_of
+from .shards import is_sharded
 
-__all__ = ["check_materialisable", "empty_names", "materialise", "materialise_from_rank_zero", "modules_of_unit"]
+__all__ = [
+    "check_materialisable",
+    "empty_names",
+    "made_of",
+    "materialise",
+    "materialise_from_rank_zero",
+    "modules_of_unit",
+    "update_attributes",
+]
 
 # Any in this file: process groups, and what modules keep in their attributes.
 
@@ -155,12 +164,28 @@ def materialise_from_rank_zero(
     first = 0 if group is None else dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in _distinct(modules):
+            if is_sharded(tensor):
+                continue  # by the user: each rank has a part of its own
             # As bytes, as a backend may not know the type.
             whole = tensor.detach().resolve_conj().contiguous()
             if whole.numel():
                 dist.broadcast(whole.reshape(-1).view(torch.uint8), first, group=group)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
+
+
+def made_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that took a deferred one's place; a tensor that was not replaced as it is."""
+    made: Tensor = tensor.__dict__.get(_MADE, tensor)
+    return made
+
+
+def update_attributes(module: nn.Module) -> None:
+    """Replace deferred tensors in the attributes of all modules by those that took their place.
+
+    For parameters of a submodule that had its turn in `materialise` after the one whose attribute holds them.
+    """
+    _put({}, list(module.modules()))
 
 
 # --- what cannot work -------------------------------------------------------------------------------------------------
@@ -384,7 +409,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def _replaced(value: Any, new: dict[int, Tensor], seen: set[int]) -> Any:
     """Return a value with new tensors in the place of old ones; lists and dicts are changed in place."""
     if isinstance(value, Tensor):
-        return new.get(id(value), value.__dict__.get(_MADE, value))
+        return new.get(id(value), made_of(value))
     if not isinstance(value, (list, tuple, dict)) or id(value) in seen:
         return value
     seen.add(id(value))

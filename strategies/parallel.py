@@ -154,6 +154,23 @@ class ParallelStrategy(Strategy):
 
     reduce = all_reduce
 
+    def reduce_scatter(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return this rank's part of a reduction over ranks; see `Strategy.reduce_scatter`.
+
+        Raises:
+            ConfigError: The operation is unknown, or dimension 0 does not divide.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; says which rank has what.
+        """
+        if isinstance(group, str):  # reduce_scatter(tensor, "sum")
+            group, reduce_op = None, group
+        from .comm import check_divides, op_name, reduce_scatter
+
+        if not self.is_connected:
+            op_name(reduce_op)
+            check_divides(tensor, 1)
+            return tensor
+        return reduce_scatter(tensor, group=group, reduce_op=reduce_op, device=self.device)
+
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
 

@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ FAILURE = "failure"
 """The key under which the first failure of a rank is posted, as JSON."""
 
 _FIRST_REPORT_S = 30.0
+_ANSWER_S = 60.0  # for a store, which has a thread of its own for it
 _SLOWEST_POLL_S = 0.25
 _DESTROY_S = 5.0
 _LINGER_S = 5.0
@@ -104,8 +106,12 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
         return _tcp_store(address, port, timeout or DEFAULT_TIMEOUT, is_master=True)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
+            from .port_owner import port_owner
+
+            owner = port_owner(port)
             raise LaunchError(
-                f"port {port} of this host is in use, so that rank 0 cannot wait for the other processes there.",
+                f"port {port} of this host is in use{f' by {owner}' if owner else ''}, so that rank 0 cannot wait for "
+                "the other processes there.",
                 fix="set MASTER_PORT to a free port, the same for all processes; on one machine, leave it out: then a "
                 "free one is taken. Or end the program that holds it, which may be an earlier run.",
             ) from error
@@ -159,11 +165,56 @@ def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
             fix="set MASTER_ADDR and MASTER_PORT, the same in every process; or let torchrun, `loopwright launch` or "
             "devices= start the processes.",
         )
+    began = time.monotonic()
     _wait_for_server(address, port, timeout.total_seconds(), cluster.global_rank())
-    try:
-        return _tcp_store(address, port, timeout, is_master=False)
-    except RuntimeError as error:
-        raise _unreachable(address, port, cluster.global_rank(), _first_line(error)) from error
+    left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
+    store = _join_server(address, port, min(_ANSWER_S, left_s), cluster.global_rank())
+    store.set_timeout(timeout)
+    return store
+
+
+def _join_server(address: str, port: int, timeout_s: float, rank: int) -> TCPStore:
+    """Return a connection to the store at a port where something listens.
+
+    torch tries several times, each as long as an operation may take: a program that takes connections and says nothing
+    would hold this process for a multiple of the time-out. So it tries in a thread, which is left behind then.
+
+    Raises:
+        LaunchError: What listens there is no store.
+    """
+    made: list[TCPStore] = []
+    errors: list[RuntimeError] = []
+
+    def join() -> None:
+        try:
+            made.append(_tcp_store(address, port, timedelta(seconds=timeout_s), is_master=False))
+        except RuntimeError as error:
+            errors.append(error)
+
+    joining = threading.Thread(target=join, name="loopwright-join-store", daemon=True)
+    joining.start()
+    joining.join(timeout_s)
+    if made:
+        return made[0]
+    if not errors:
+        raise _stranger(address, port, rank, f"it takes connections and did not answer within {timeout_s:.0f} s")
+    raise _stranger(address, port, rank, f"it answers {_answer(str(errors[0]))}") from errors[0]
+
+
+def _answer(said: str) -> str:
+    """Return what a stranger said, from torch's error: it shows the first four bytes as a number."""
+    number = re.search(r"invalid value returned from server.*Got: (\d+)", said)
+    return (
+        repr(int(number[1]).to_bytes(8, "little").rstrip(b"\0")) if number else f"with an error: {said.splitlines()[0]}"
+    )
+
+
+def _stranger(address: str, port: int, rank: int, how: str) -> LaunchError:
+    return LaunchError(
+        f"rank {rank} expected the store of rank 0 at {address}:{port}, got another program: {how}.",
+        fix=f"set MASTER_PORT to a free port, the same for all processes; or end the program that listens there "
+        f"(`ss -ltnp 'sport = :{port}'` on {address} names it). If it is rank 0, look at what that prints.",
+    )
 
 
 def _tcp_store(address: str, port: int, timeout: timedelta, *, is_master: bool) -> TCPStore:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from .replica import NOTHING, Call, loss_tensor, replace_loss
 from .shards import is_sharded
+from .tree import leaves
 from .unreduced import average, forget, holds_gradient
 
 if TYPE_CHECKING:
@@ -36,6 +38,19 @@ ROOT = "_loopwright_root"
 _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
+class Mark:
+    """A flag for hooks on tensors: one that held the module would keep it alive, in a cycle that Python cannot see."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self, _: Tensor) -> None:
+        """Set it."""
+        self.is_set = True
+
+
 class ShardedRoot(nn.Module):
     """The module that torch shards last.
 
@@ -44,11 +59,14 @@ class ShardedRoot(nn.Module):
         mesh: The processes.
 
     Attributes:
+        names: The parameters of the module that were sharded, or replicated, or ignored.
         replicated: Parameters that are whole on every rank, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         synchronises: Whether the next backward pass averages gradients.
         unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
         has_unreduced: Whether there may be gradients that no backward pass has averaged yet.
+        reached: Set when a backward pass went through this module, until the gradients of `replicated` are averaged;
+            never where there are none, or `is_by_parts`.
         is_by_parts: Whether the user's module is not run as a whole (manual optimization): each of its children is
             sharded for itself, and this object does nothing.
     """
@@ -59,9 +77,11 @@ class ShardedRoot(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.module = module
+        self.names = frozenset(name for name, _ in module.named_parameters())
         self.is_by_parts = is_by_parts
         self.synchronises = True
         self.has_unreduced = False
+        self.reached = Mark()
         self.output: Any = None
         # By name: parameters that were built with empty_init=True, and what their versions were then.
         self.unfilled: dict[str, tuple[nn.Parameter, int]] = {}
@@ -72,16 +92,34 @@ class ShardedRoot(nn.Module):
         """Run the `Call` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
         if call.__class__ is not Call:
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+            if self.replicated and torch.is_grad_enabled():
+                self._note_backward_from(output)
+            return output
         if isinstance(self.module, FSDPModule):  # sharded by the user, and a step is not its forward
             self.module.unshard()
         output = call.step(*args[1:], **kwargs)
+        if self.replicated and torch.is_grad_enabled():
+            self._note_backward_from(output)
         if not call.is_training or output.__class__ is Tensor:
             return output
         # torch looks for tensors in what is returned, to know when the backward pass begins; it knows no dataclass of
         # ours, and must not cast what the step returned beside its loss.
         self.output = NOTHING if output is None else output
         return loss_tensor(output)
+
+    def replicate(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember parameters that are whole on every rank, and note each backward pass that comes to them."""
+        self.replicated = tuple(parameters)
+        for one in self.replicated:
+            if one.requires_grad and not self.is_by_parts:
+                one.register_post_accumulate_grad_hook(self.reached.set)
+
+    def _note_backward_from(self, output: Any) -> None:
+        """Note a backward pass that begins at this output, also on a rank where it reaches no replicated parameter."""
+        results = [one for _, one in leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+        if results and not self.is_by_parts:
+            register_multi_grad_hook(results, self.reached.set, mode="any")
 
     def expect_values(self, names: Iterable[str]) -> None:
         """Remember parameters without values, for which a checkpoint is expected before the first step."""

@@ -46,8 +46,8 @@ def _check_loss(output: Any, strategy: str) -> None:
         raise ModuleError(
             f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and under "
             f"{strategy} the backward passes of the other ranks wait for this one.",
-            fix="return lw.Loss(loss_sum, weight=0) or the loss times 0 for a batch that is not to count; or train "
-            "with strategy='ddp', where None skips a batch.",
+            fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that is not to count; or "
+            "train with strategy='ddp', where None skips a batch.",
         )
 
 

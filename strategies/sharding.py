@@ -12,7 +12,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ..errors import ModuleError
-from .materialise import check_materialisable, empty_names, materialise, materialise_from_rank_zero
+from .materialise import (
+    check_materialisable,
+    empty_names,
+    materialise,
+    materialise_from_rank_zero,
+    modules_of_unit,
+)
 from .sharded_root import ROOT, ShardedRoot, groups_of, units_of
 from .shards import as_shards, is_sharded
 from .wrap_policy import choose_units
@@ -92,7 +98,7 @@ def shard(
         cast_root = plan.mixed_precision is not None and plan.mixed_precision.cast_root_forward_inputs
         policy = _of_root(settings["mp_policy"], cast_inputs=cast_root)
         fully_shard(root, **{**settings, "mp_policy": policy}, ignored_params=_named(module, kept))
-    root.replicated = tuple(
+    root.replicate(
         one
         for name, one in module.named_parameters()
         if name in names or (name not in kept and not is_sharded(one))  # beside the parts
@@ -194,6 +200,10 @@ def _give_values(
         materialise_from_rank_zero(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
     else:
         materialise(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+    for owner in modules_of_unit(unit, inner):
+        for one in owner.parameters(recurse=False):
+            if not (is_sharded(one) or one.is_contiguous()):
+                one.data = one.data.contiguous()  # fully_shard (torch 2.13) takes no other
 
 
 def _settings(
@@ -230,7 +240,7 @@ def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: tor
     is_mixed = precision.compute_dtype != precision.param_dtype and device.type != "cpu"
     return MixedPrecisionPolicy(
         param_dtype=precision.compute_dtype if is_mixed else None,
-        reduce_dtype=precision.reduce_dtype if is_mixed else None,
+        reduce_dtype=plan.accumulate_dtype or (precision.reduce_dtype if is_mixed else None),
         cast_forward_inputs=False,
     )
 

@@ -58,6 +58,7 @@ class ShardingPlan:
         offload: Whether parameters, gradients and optimizer state live in the host's memory.
         pin_memory: Whether that memory is pinned. None: where there is an accelerator.
         mixed_precision: What the user asked for; None: what follows from `precision=`.
+        accumulate_dtype: Of sums of gradients over a window and over ranks; None: what follows from these.
         auto_wrap_policy: See `choose_units`.
         activation_checkpointing: See `apply_activation_checkpointing`; None: none.
         backward_prefetch: How many units before the present one to gather ahead in the backward pass; 0: torch's way,
@@ -79,6 +80,7 @@ class ShardingPlan:
     offload: bool = False
     pin_memory: bool | None = None
     mixed_precision: MixedPrecisionPlan | None = None
+    accumulate_dtype: torch.dtype | None = None
     auto_wrap_policy: Any = None
     activation_checkpointing: Any = None
     backward_prefetch: int = 0

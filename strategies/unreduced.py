@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .shards import as_shards
+from .shards import as_shards, is_sharded, whole
 
 __all__ = ["average", "forget", "holds_gradient"]
 
@@ -56,9 +56,9 @@ def average(members: Sequence[Any]) -> None:
 
 def _average_one(one: Any) -> None:
     parameter = one.sharded_param
-    whole = _whole_gradient(one)
-    dist.all_reduce(whole.div_(dist.get_world_size()))
-    part = as_shards(whole.to(parameter.dtype), parameter)
+    gradient = _whole_gradient(one)
+    dist.all_reduce(gradient.div_(dist.get_world_size()))
+    part = as_shards(gradient.to(parameter.dtype), parameter)
     if parameter.grad is None:
         parameter.grad = part
     else:
@@ -77,7 +77,8 @@ def _whole_gradient(one: Any) -> Tensor:
     # Contiguous, as collectives need it, and a copy.
     total = torch.zeros(waiting[0].shape, dtype=dtype, device=waiting[0].device)
     for gradient in waiting:
-        total += gradient
+        # A parameter that tensor parallelism shards has a part of it here; its ranks read the same data.
+        total += whole(gradient) if is_sharded(gradient) else gradient
     return total
 
 

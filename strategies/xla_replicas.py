@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..accelerators.xla import import_xla, is_runtime_started
 from ..errors import LaunchError
-from .base import NoLoss
+from .base import NoLoss, Strategy
 from .processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
 from .replica import loss_tensor, replace_loss
 from .single_xla import SingleDeviceXLAStrategy
@@ -403,6 +403,8 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             return tensor
 
         return finish
+
+    reduce_scatter = Strategy.reduce_scatter  # by all_reduce: XLA's own would need a graph that differs by rank
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return a tensor, number, or structure of them, reduced over ranks; see ParallelStrategy's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -85,6 +86,8 @@ class FakeTrainer:
         self.default_root_dir = str(root)
         self.max_epochs, self.max_steps, self.windows = max_epochs, -1, windows
         self.accumulate_grad_batches = accumulate
+        self.global_batch_size = None
+        self.batches_until_max_samples = math.inf
         self.num_training_batches: float = windows * accumulate
         self.num_val_batches = self.num_sanity_val_batches = [val_batches] if val_batches else []
         self.num_test_batches = self.num_predict_batches = [val_batches]
@@ -119,6 +122,7 @@ class FakeTrainer:
         self.logged: list[tuple[dict[str, float], int | None]] = []
         self.save_failure: BaseException | None = None
         self.saves_in_background = False
+        self.saving = SimpleNamespace(keep_validated=lambda: None, has_score=False)
         self.batch_hook: Callable[[int], None] = lambda step: None
         self._in_exception = False
         self._start_window = 0
@@ -135,6 +139,9 @@ class FakeTrainer:
 
     def metric_step(self, name: str) -> int | None:
         return self.metric_steps.get(name)
+
+    def synchronize_metrics(self, *names: str) -> None:
+        """Do nothing: there is one process."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.logged.append((metrics, step))

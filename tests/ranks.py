@@ -6,11 +6,14 @@ The parent must not have used more than one OpenMP thread before (OMP_NUM_THREAD
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -95,7 +98,8 @@ def _run(
         ends = time.monotonic() + timeout_s
         for process in processes:
             process.join(max(0.0, ends - time.monotonic()))
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        hung = {rank: _stacks_of(processes[rank].pid, folder, rank) for rank in alive}
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -105,12 +109,38 @@ def _run(
             file = Path(folder, str(rank))
             kind, value = pickle.loads(file.read_bytes()) if file.exists() else ("died", process.exitcode)
             if rank in hung:
-                problems.append(f"rank {rank} hung for {timeout_s} s")
+                problems.append(f"rank {rank} hung for {timeout_s} s:\n{hung[rank]}")
+            elif kind == "died":
+                problems.append(f"rank {rank} died with exit code {value}:\n{_stacks_so_far(folder, rank)}")
             elif kind != "ok":
                 problems.append(f"rank {rank} {kind}: {value}")
             else:
                 results.append(value)
     return results, problems
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"{rank}.stacks")
+
+
+def _stacks_so_far(folder: str, rank: int) -> str:
+    file = _stack_file(folder, rank)
+    return file.read_text() if file.exists() else "(it had not begun)"
+
+
+def _stacks_of(pid: int | None, folder: str, rank: int) -> str:
+    """Return the stacks of a rank that hangs: Python's, and with LOOPWRIGHT_TEST_GDB set those of native threads."""
+    assert pid is not None
+    if _stack_file(folder, rank).exists():
+        os.kill(pid, signal.SIGUSR2)
+    ends = time.monotonic() + 5
+    while time.monotonic() < ends and "most recent call first" not in _stacks_so_far(folder, rank):
+        time.sleep(0.05)
+    text = _stacks_so_far(folder, rank)
+    if os.environ.get("LOOPWRIGHT_TEST_GDB"):
+        command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 25"]
+        text += subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return text
 
 
 def _child(rank: int, size: int, port: int, folder: str, connect: bool, function: Any, args: Any, kwargs: Any) -> None:
@@ -120,6 +150,9 @@ def _child(rank: int, size: int, port: int, folder: str, connect: bool, function
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOOPWRIGHT_STORE="hosted",
     )  # fmt: skip
+    stacks = _stack_file(folder, rank).open("w")
+    faulthandler.enable(stacks)  # a rank that dies of a signal says where
+    faulthandler.register(signal.SIGUSR2, stacks)
     code = 0
     try:
         if connect:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ..accelerators.matmul_precision import MATMUL_PRECISIONS
 from ..errors import ConfigError, LoopwrightError
 from .fit_loop import seconds_of
 from .loss_watch import POLICIES
@@ -50,6 +51,8 @@ class Arguments:
     min_epochs: int | None = None
     max_steps: int = -1
     min_steps: int | None = None
+    max_samples: int | None = None
+    max_tokens: int | None = None
     max_time: Interval | None = None
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
@@ -64,15 +67,20 @@ class Arguments:
     enable_progress_bar: bool | None = None
     enable_model_summary: bool | None = None
     accumulate_grad_batches: int = 1
+    global_batch_size: int | None = None
+    accumulate_across_epochs: bool = False
+    grad_accumulation_dtype: Any = None
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
     deterministic: bool | str | None = None
     benchmark: bool | None = None
+    matmul_precision: str | None = None
     inference_mode: bool = True
     detect_anomaly: bool = False
     barebones: bool = False
     reload_dataloaders_every_n_epochs: int = 0
     nonfinite_loss: str = "warn"
+    compile: Any = False
     profiler: Any = None
     logger: Any = None
 
@@ -92,6 +100,8 @@ class Arguments:
             self.nonfinite_loss = "ignore"
         if self.fast_dev_run:
             self._apply_fast_dev_run(int(self.fast_dev_run))
+        self.max_samples = None if self.max_samples == -1 else self.max_samples
+        self.max_tokens = None if self.max_tokens == -1 else self.max_tokens
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         self.num_sanity_val_steps = 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
@@ -149,8 +159,31 @@ class Arguments:
         algorithm = self.gradient_clip_algorithm
         if algorithm is not None and str(algorithm).lower() not in ("norm", "value"):
             problems.append(ConfigError(f"gradient_clip_algorithm={algorithm!r}.", fix="pass 'norm' or 'value'."))
+        if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
+            problems.append(
+                ConfigError(
+                    f"global_batch_size={self.global_batch_size!r} and accumulate_grad_batches="
+                    f"{self.accumulate_grad_batches!r} are both given, and the first decides the second.",
+                    fix="leave out one of the two.",
+                )
+            )
+        if not isinstance(self.accumulate_across_epochs, bool):
+            problems.append(
+                ConfigError(f"accumulate_across_epochs={self.accumulate_across_epochs!r}.", fix="pass True or False.")
+            )
         if self.deterministic not in (None, True, False, "warn"):
             problems.append(ConfigError(f"deterministic={self.deterministic!r}.", fix="pass True, False or 'warn'."))
+        if self.matmul_precision not in (None, *MATMUL_PRECISIONS):
+            problems.append(
+                ConfigError(
+                    f"matmul_precision={self.matmul_precision!r}.",
+                    fix=f"pass one of {', '.join(map(repr, MATMUL_PRECISIONS))}, or None.",
+                )
+            )
+        if self.compile is not False:
+            from ..fabric.compiling import compile_problems  # not imported where nothing is compiled
+
+            problems += compile_problems(self.compile)
         if self.nonfinite_loss not in POLICIES:
             problems.append(
                 ConfigError(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
@@ -161,7 +194,8 @@ class Arguments:
         rules: tuple[tuple[str, int, bool], ...] = (
             ("max_epochs", -1, True), ("min_epochs", 0, True), ("max_steps", -1, False), ("min_steps", 0, True),
             ("num_sanity_val_steps", -1, True), ("log_every_n_steps", 0, True), ("accumulate_grad_batches", 1, False),
-            ("reload_dataloaders_every_n_epochs", 0, False),
+            ("reload_dataloaders_every_n_epochs", 0, False), ("global_batch_size", 1, True),
+            ("max_samples", -1, True), ("max_tokens", -1, True),
         )  # fmt: skip
         problems: list[LoopwrightError] = []
         for name, least, may_be_none in rules:

@@ -23,7 +23,7 @@ from ..errors import ConfigError, DataError, ModuleError, nearest
 from .eval_loop import EvalLoader
 from .hooks import find_override
 from .run import Run, StepPlan
-from .step import step_schedules
+from .step import finish_window, step_schedules
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -126,7 +126,9 @@ def make_eval_loader(
         combined = loaders
     else:  # a list of batches is one loader
         combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
-    members = [share(member) for member in combined.flattened]
+    from ..data.in_order import in_order  # a program that only makes a Trainer reads no data
+
+    members = [share(in_order(member)) for member in combined.flattened]
     own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
     limits: list[int | float] = []
     for member, own_limit in zip(members, own, strict=True):
@@ -281,7 +283,10 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         zero_grad=_zero_grad(run, optimizer),
         clip=_clip(run, trainer, optimizer) if is_automatic else None,
         take_step=_take_step(run, optimizer),
-        deferred=lambda: fabric.no_backward_sync(run.model) if fabric.world_size > 1 else nullcontext(),
+        # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
+        deferred=(lambda: fabric.no_backward_sync(run.model))
+        if fabric.world_size > 1 or fabric.strategy.holds_gradients
+        else nullcontext,
         optimizer=optimizer,
         hears_batch_end=hears_batch_end,
         needs_loss=hears_batch_end or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,
@@ -289,6 +294,9 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         if optimizer is not None and fabric.precision.has_scaler
         else None,
         step_schedules=step_schedules,
+        begin_window=run.window_loss.begin,
+        finish_window=finish_window,
+        zeroes_early=_zeroes_early(run),
     )
 
 
@@ -318,6 +326,14 @@ def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], Any]:
             own(run.progress.epochs, run.batch_idx, optimizer)
 
     return zero_grad
+
+
+def _zeroes_early(run: Run) -> bool:
+    """Return whether nothing can tell that gradients are zeroed before the forward pass: no hook, no engine."""
+    strategy, life = run.fabric.strategy, run.lifecycle
+    is_heard = life.own("optimizer_zero_grad") is not None or life.is_heard("on_before_zero_grad")
+    has_engine = strategy.holds_gradients or getattr(strategy, "accelerator_kind", None) == "xla"
+    return not is_heard and not has_engine
 
 
 def _clip(run: Run, trainer: Trainer, optimizer: Optimizer | None) -> Callable[[], None] | None:

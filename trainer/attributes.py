@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .state import TrainerState
     from .timeline import Timeline
+    from .trainer import Trainer
 
 __all__ = ["TrainerAttributes"]
 
 _READABLE_ARGUMENTS = {
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
     "check_val_every_n_epoch", "log_every_n_steps", "overfit_batches", "fast_dev_run",
-    "reload_dataloaders_every_n_epochs", "num_sanity_val_steps", "barebones",
+    "reload_dataloaders_every_n_epochs", "num_sanity_val_steps", "barebones", "global_batch_size",
+    "max_samples", "max_tokens", "accumulate_across_epochs",
 }  # fmt: skip
 _LIMITS = {"max_epochs", "min_epochs", "max_steps", "min_steps"}
 _STAGES = {
@@ -104,6 +106,15 @@ class TrainerAttributes:
         return next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
 
     @property
+    def batches_until_max_samples(self) -> int | float:
+        """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where nobody knows."""
+        if self._arguments.max_samples is None:
+            return math.inf
+        from .data_limits import batches_until_limit  # not imported where samples are not limited
+
+        return batches_until_limit(cast("Trainer", self))
+
+    @property
     def val_check_batch(self) -> int | float:
         """Training batches between two validations; infinity where time or the epoch's end decides."""
         return self.loaders.interval_batches
@@ -132,7 +143,10 @@ class TrainerAttributes:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Latest value of everything logged: shape (), on the device. Reading one waits for the device."""
+        """Latest value of everything logged: shape (), on the device. Reading one waits for the device.
+
+        With several ranks the value of a step is this rank's own: see `synchronize_metrics`.
+        """
         return self._metrics.callback_metrics()
 
     @property

@@ -1,4 +1,6 @@
-"""`BackendModes` sets what `Trainer(deterministic=..., benchmark=...)` ask of torch for a run, and puts it back."""
+"""`BackendModes` sets what `Trainer(deterministic=, benchmark=, matmul_precision=)` ask of torch for a run, and puts it
+back.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,31 @@ import warnings
 
 import torch
 
+from ..accelerators.matmul_precision import (
+    State,
+    capture_matmul_precision,
+    restore_matmul_precision,
+    set_matmul_precision,
+)
+
 __all__ = ["BackendModes"]
 
 
 class BackendModes:
-    """torch's switches for deterministic algorithms and for cuDNN's choice of algorithms, during a run."""
+    """torch's switches during a run: deterministic algorithms, cuDNN's choice of algorithms, float32 products."""
 
     def __init__(self) -> None:
         self._algorithms: tuple[bool, bool] | None = None
         self._benchmark: bool | None = None
+        self._matmul: State | None = None
 
-    def set(self, *, deterministic: bool | str | None, benchmark: bool | None) -> None:
+    def set(
+        self, *, deterministic: bool | str | None, benchmark: bool | None, matmul_precision: str | None = None
+    ) -> None:
         """Set the switches that the arguments name; those that they leave open are not touched."""
+        if matmul_precision is not None:
+            self._matmul = capture_matmul_precision()
+            set_matmul_precision(matmul_precision)
         if deterministic:
             self._algorithms = (
                 torch.are_deterministic_algorithms_enabled(),
@@ -39,4 +54,6 @@ class BackendModes:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         if self._benchmark is not None:
             torch.backends.cudnn.benchmark = self._benchmark
-        self._algorithms = self._benchmark = None
+        if self._matmul is not None:
+            restore_matmul_precision(self._matmul)
+        self._algorithms = self._benchmark = self._matmul = None

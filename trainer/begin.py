@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,14 +35,13 @@ STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """Return the user's module; a compiled one keeps its compiled forward.
+    """Return the user's module, also from what torch.compile returned.
 
     Raises:
         ModuleError: It is no nn.Module.
     """
     if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
         original: nn.Module = model._orig_mod
-        original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
         return original
     if not isinstance(model, nn.Module):
         raise ModuleError(
@@ -98,6 +97,8 @@ def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
     wrong = []
     if trainer.accumulate_grad_batches != 1:
         wrong.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+    if trainer.global_batch_size is not None:
+        wrong.append(f"global_batch_size={trainer.global_batch_size}")
     if trainer.gradient_clip_val:
         wrong.append(f"gradient_clip_val={trainer.gradient_clip_val}")
     if trainer.accumulation_scheduler is not None:
@@ -115,6 +116,7 @@ def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
 def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
     """Attach module and data, compile the lifecycle, and run the hooks up to `configure_model`."""
     module = unwrapped(model)
+    trainer.note_compiler(model, module)
     check_hook_names(module, "module", hook_names("module"))
     if datamodule is not None:
         check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
@@ -125,6 +127,8 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
         _tell_plan(trainer, module)
     trainer.fabric.launch()
     trainer.connect_ranks()
+    if verb == "fit":
+        trainer.rng_course.begin_training(trainer.global_rank, trainer.world_size)
     trainer.output.set_rank(trainer.global_rank)
     if isinstance(module, Module):
         module.trainer = trainer
@@ -153,7 +157,10 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
         ranks.share_out(trainer)
     if verb == "fit":
         trainer.apply_layer_sync(module)
-    if run.has_ranks and not (verb == "fit" and run.is_automatic):
+    trainer.begin_compiling(run)
+    strategy = trainer.strategy
+    sums_after_backward = strategy.accumulate_dtype is not None and not strategy.sums_gradients_itself
+    if run.has_ranks and (verb != "fit" or not run.is_automatic or sums_after_backward):
         run.model = _place(trainer, module)
     else:
         run.model = trainer.fabric.prepare_module(module)
@@ -167,14 +174,22 @@ def _tell_plan(trainer: Trainer, module: nn.Module) -> None:
         return
     loader = trainer.loaders.given.get("train")
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    changes = trainer.accumulation_scheduler is not None
+    accumulate: int | None = trainer.accumulate_grad_batches
+    if trainer.accumulation_scheduler is not None:
+        accumulate = None
+    elif trainer.global_batch_size is not None:
+        from .global_batch import plan_accumulation
+
+        accumulate = plan_accumulation(trainer, size if isinstance(size, int) else None)
     read_plan(
         {
-            "accumulate_grad_batches": None if changes else trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": accumulate,
+            "global_batch_size": trainer.global_batch_size,
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             "micro_batch_size": size if isinstance(size, int) else None,
             "is_automatic": getattr(module, "automatic_optimization", True),
+            "grad_accumulation_dtype": "fp32" if trainer.strategy.accumulate_dtype is not None else None,
         }
     )
 
@@ -205,14 +220,29 @@ def _place(trainer: Trainer, module: nn.Module) -> nn.Module:
 
 
 def begin_fit(
-    trainer: Trainer, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool
+    trainer: Trainer,
+    run: Run,
+    ckpt_path: str | Path | None,
+    *,
+    is_trusted: bool,
+    before: dict[str, Any] | None = None,
 ) -> Callable[[], None] | None:
     """Restore, build optimizers, check the data.
+
+    Args:
+        trainer: The Trainer.
+        run: The run, attached.
+        ckpt_path: What to resume from; None without.
+        is_trusted: Whether objects that were marked as trusted are unpickled.
+        before: What the last fit left (`continuing.take`), where this one continues it.
 
     Returns:
         What puts back the random number generators of the checkpoint, to be called last; None without one.
     """
+    from .global_batch import report_global_batch  # not imported before a fit
+
     path = locate(trainer, ckpt_path, "fit", has_model=True)
+    trainer.adopt_callbacks()  # `locate` has asked them for files of another run
     content = None
     if path is not None:
         trainer.ckpt_path = path
@@ -221,7 +251,26 @@ def begin_fit(
         snapshot.restore_loggers(trainer, content)
     _agree_on_folders(trainer, "fit")
     build_optimizers(run)
+    monitored = [*run.schedulers, *trainer.callbacks]
+    run.metrics.decisive = frozenset(str(name) for one in monitored if (name := getattr(one, "monitor", None)))
+    if not (run.is_automatic and run.optimizers):
+        from .own_steps import OwnSteps  # not imported where the trainer makes every step
+
+        run.own_steps = OwnSteps(run)
     restore = snapshot.restore_training(trainer, run, content) if content is not None else None
+    if content is None and before is not None:
+        from .continuing import continue_training  # not imported in a first fit
+
+        continue_training(trainer, run, before)
+    trainer.fit_loop.is_used_up = False
+    if trainer.max_samples is not None or trainer.max_tokens is not None:
+        from .data_limits import is_reached  # not imported where steps or epochs are limited
+
+        progress = trainer.progress  # with several ranks, an interrupted fit has left each rank's own there
+        counts = (
+            (trainer.samples_before, trainer.tokens_before) if run.has_ranks else (progress.samples, progress.tokens)
+        )
+        trainer.fit_loop.is_used_up = is_reached(trainer, *counts)
     trainer.write_hyperparameters()
     trainer.state.stage = "train"
     run.lifecycle.on_fit_start()
@@ -234,7 +283,18 @@ def begin_fit(
     _place_stream(trainer, run, content)
     _check_limits(trainer, path)
     trainer.accumulation_for_epoch(trainer.progress.epochs)
+    report_global_batch(trainer, run)
     run.plan = assemble.make_plan(run, trainer)
+    if trainer.max_samples is not None or trainer.max_tokens is not None:
+        from .data_limits import DataLimits
+
+        limits = DataLimits(trainer, run)
+        run.plan.transfer, run.plan.count_window = limits.counting(run.plan.transfer), limits.end_window
+    if trainer.strategy.accumulate_dtype is not None:
+        from .float32_gradients import bind_float32_gradients  # not imported where nobody asks
+
+        run.undo = bind_float32_gradients(trainer, run)
+    _carry_window(trainer, run, trainer.carried_states if content is None else content.states)
     # A submodule that the user put into eval mode (a frozen batch norm) stays there.
     if not run.module.training:
         run.module.train()
@@ -245,6 +305,23 @@ def begin_fit(
 
         ranks.separate_generators(trainer.global_rank)
     return restore
+
+
+def _carry_window(trainer: Trainer, run: Run, states: Mapping[str, Any]) -> None:
+    """Go on with the window that an epoch's end had cut short, where windows go on in the next epoch."""
+    trainer.carried_states = {}
+    if trainer.accumulate_across_epochs:
+        from .carried_window import CarriedWindow  # not imported where windows end with the epoch
+
+        run.carried = CarriedWindow(trainer, run)
+        if "window" in states:
+            run.carried.load_states(states, trainer.ckpt_path or "the last fit")
+    elif "window" in states:
+        warnings.warn(
+            f"{trainer.ckpt_path} was taken within a window that goes on in the next epoch: the gradients of its "
+            f"{states['window']['count']} micro-batches are left out; pass accumulate_across_epochs=True to use them",
+            stacklevel=5,
+        )
 
 
 def _agree_on_folders(trainer: Trainer, verb: str) -> None:
@@ -267,7 +344,11 @@ def build_optimizers(run: Run) -> None:
     if returned is None and hasattr(run.fabric.strategy, "default_optimizers"):
         returned = run.fabric.strategy.default_optimizers(module)
     if returned is None:
-        warnings.warn("configure_optimizers returned None: the module is run without being trained", stacklevel=5)
+        warnings.warn(
+            "configure_optimizers returned None: the module is run without being trained, but by an optimizer that it "
+            "steps itself, whose state is in no checkpoint",
+            stacklevel=5,
+        )
     run.optimizers, run.schedulers = read_optimizers(
         returned,
         is_automatic=run.is_automatic,
@@ -310,7 +391,12 @@ def _check_limits(trainer: Trainer, path: str | None) -> None:
     if loop.is_done and (progress.steps or progress.epochs) and not progress.epoch_open:
         warnings.warn(
             f"trainer.fit has nothing to do: {progress.epochs} epochs and {progress.steps} steps are done, and the "
-            f"limits are max_epochs={limit} and max_steps={loop.max_steps}",
+            f"limits are max_epochs={limit} and max_steps={loop.max_steps}"
+            + "".join(
+                f", {name}={value}"
+                for name in ("max_samples", "max_tokens")
+                if (value := getattr(trainer, name)) is not None
+            ),
             stacklevel=5,
         )
 

@@ -31,6 +31,8 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
         problems.append(f"enable_progress_bar=False, and {bars[0]} is passed")
     if has(GradientAccumulationScheduler) and arguments.accumulate_grad_batches != 1:
         problems.append("accumulate_grad_batches and GradientAccumulationScheduler are both given")
+    if has(GradientAccumulationScheduler) and arguments.global_batch_size is not None:
+        problems.append("global_batch_size and GradientAccumulationScheduler are both given")
     if problems:
         raise ConfigError(f"Trainer: {'; '.join(problems)}.", fix="leave out one of each pair.")
     added: list[Callback] = []

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ from torch import nn
 from ..data.combined import CombinedLoader
 from ..data.move import move_to_device
 from .run import Run
+from .snapshot import note_row_of_validation
+
+if TYPE_CHECKING:
+    from ..data.batch_size import BatchSizes
 
 __all__ = ["EvalLoader", "EvalLoop"]
 
@@ -33,6 +37,15 @@ class EvalLoader:
     loaders: list[Any] = field(default_factory=list)
     limits: list[int | float] = field(default_factory=list)
     combined: CombinedLoader | None = None
+    _sizes: dict[int, BatchSizes] = field(default_factory=dict)
+
+    def sizes_of(self, index: int) -> BatchSizes:
+        """Return what is known of the sizes of a loader's batches."""
+        if index not in self._sizes:
+            from ..data.batch_size import BatchSizes  # not imported by a program that only makes a Trainer
+
+            self._sizes[index] = BatchSizes(self.loaders[index])
+        return self._sizes[index]
 
     @property
     def num_batches(self) -> int | float:
@@ -116,7 +129,7 @@ class EvalLoop:
             context = self._context() if data.loaders else nullcontext()
             with context:
                 self._batches(run, data, outputs if keep else None)
-            run.metrics.batch = None
+            run.metrics.batch = run.metrics.sized = None
             if run.agreement is not None:
                 run.agreement.end_evaluation()
             if stage != "predict":
@@ -141,16 +154,18 @@ class EvalLoop:
         cpu = torch.device("cpu")
         strategy = run.fabric.strategy
         windows_before = metrics.window
+        sizes_of_training = metrics.sizes
         is_together = run.has_ranks and strategy.shards_parameters
         for dataloader_idx, batches in data:
             metrics.select_loader(stage, dataloader_idx, several=several)
+            metrics.sizes = data.sizes_of(dataloader_idx)
             if is_together:
                 from .eval_together import in_step  # not imported where ranks evaluate for themselves
 
                 batches = in_step(batches, run, data.rounds_of(dataloader_idx))
             for batch_idx, host_batch in enumerate(batches):
                 batch = self._transfer(host_batch, dataloader_idx)
-                metrics.batch = batch
+                metrics.batch, metrics.sized = batch, None
                 metrics.window += 1
                 metrics.step = run.progress.steps
                 on_start(batch, batch_idx, dataloader_idx)
@@ -168,6 +183,7 @@ class EvalLoop:
                     run.agreement.within_segment()
                 elif run.guard.requested is not None:
                     run.guard.check()
+        metrics.sizes = sizes_of_training
         if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
             warnings.warn(f"the {stage} data gave no batches: nothing was evaluated", stacklevel=2)
 
@@ -180,6 +196,7 @@ class EvalLoop:
         if every and run.progress.eval_batches % every == 0 and run.metrics.has_step_values:
             row, _ = run.metrics.read_step(on_all_ranks=False)  # ranks may have different numbers of batches
             if row:
+                note_row_of_validation(trainer, run)
                 trainer.log_metrics(row, step=run.progress.eval_batches - 1)
 
 

@@ -30,6 +30,7 @@ class FitLoop:
 
     Attributes:
         max_epochs, min_epochs, max_steps, min_steps: The limits; may be changed between two fits.
+        is_used_up: Whether `max_samples` or `max_tokens` is reached; the same on all ranks.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class FitLoop:
         self.min_epochs = min_epochs
         self.max_steps = max_steps
         self.min_steps = min_steps
+        self.is_used_up = False
         self._step: Callable[[Run, int], bool] = automatic_step
         self._next_validation: int | float = math.inf
         self._look_at: int | float = 0
@@ -51,10 +53,12 @@ class FitLoop:
 
     @property
     def epoch_limit(self) -> int:
-        """`max_epochs` with its default: unbounded where steps or time are limited, else 1000."""
+        """`max_epochs` with its default: unbounded where steps, samples, tokens or time are limited, else 1000."""
         if self.max_epochs is not None:
             return self.max_epochs
-        return -1 if self.max_steps != -1 or self._trainer.has_time_limit else 1000
+        trainer = self._trainer
+        is_limited = self.max_steps != -1 or trainer.max_samples is not None or trainer.max_tokens is not None
+        return -1 if is_limited or trainer.has_time_limit else 1000
 
     @property
     def may_stop(self) -> bool:
@@ -67,9 +71,9 @@ class FitLoop:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether epochs or steps are used up."""
+        """Whether epochs, steps, samples or tokens are used up."""
         progress = self._trainer.progress
-        if self._trainer.limit_train_batches == 0:
+        if self._trainer.limit_train_batches == 0 or self.is_used_up:
             return True
         if self.max_steps != -1 and progress.steps >= self.max_steps:
             return True
@@ -97,6 +101,8 @@ class FitLoop:
             restore: Puts back the random number generators of a checkpoint; called last before training goes on.
         """
         self._step = self._choose_step(run)
+        if run.carried is not None:
+            self._step = run.carried.spanning(self._step)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
         self._asked_at = -1
         run.lifecycle.on_train_start()
@@ -106,6 +112,10 @@ class FitLoop:
             self._reopen_epoch(run)
         if restore is not None:
             restore()
+        if run.unfinished:
+            from .unfinished import finish  # not imported where nothing is due
+
+            finish(self._trainer, run)
         agreement = run.agreement
         if agreement is not None:
             agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
@@ -159,7 +169,9 @@ class FitLoop:
             elif run.guard.is_called:
                 run.guard.check()
                 trainer.wait_for_save()  # no signal: a save failed
-            if not size or progress.steps >= self.max_steps != -1 or (trainer.should_stop and self.stops_here):
+            if not size or progress.steps >= self.max_steps != -1 or self.is_used_up:
+                break
+            if trainer.should_stop and self.stops_here:
                 break
             is_skipped = not step(run, size)
             if timeline.is_open:
@@ -168,14 +180,16 @@ class FitLoop:
             timeline.drop(run)
         is_over = not size
         timeline.enter("epoch")
-        self._close_epoch(run, is_over=is_over, is_stuck=is_whole and progress.steps == steps_before)
+        is_stuck = is_whole and progress.steps == steps_before and not (run.carried is not None and run.carried.count)
+        self._close_epoch(run, is_over=is_over, is_stuck=is_stuck)
         timeline.leave()
 
     def _open_epoch(self, run: Run) -> None:
         progress = run.progress
         self._trainer.reload_loaders_if_due(run)
         progress.batches_in_epoch = 0
-        run.lifecycle.on_train_epoch_start()
+        if not progress.epoch_announced:  # a checkpoint may have been taken then
+            run.lifecycle.on_train_epoch_start()
         assert run.stream is not None
         if run.has_ranks:
             from . import ranks  # not imported where there is one process
@@ -183,17 +197,20 @@ class FitLoop:
             ranks.open_epoch(run)
         else:
             run.stream.open(progress.epochs)
-        progress.epoch_open = True
+        progress.epoch_open, progress.epoch_announced = True, False
 
     def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:
         """Fire the end of the epoch. One that a limit cut short stays open: more training goes on within it."""
         progress = run.progress
         run.watch.look(progress)
-        run.metrics.batch = None
+        run.metrics.batch = run.metrics.sized = None
         run.metrics.publish_epoch("train", progress.steps)
         run.is_epoch_over = is_over
         progress.epoch_paused = not is_over
         run.lifecycle.on_train_epoch_end()
+        run.validated = None
+        while run.after_epoch:
+            run.after_epoch.pop(0)()
         if is_over:
             progress.end_epoch()
         counts_steps = self._step not in (closure_step, manual_step)

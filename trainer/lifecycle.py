@@ -10,9 +10,10 @@ otherwise no bracket exists.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from .hooks import Hook, callback_bases, data_bases, find_override, module_bases
@@ -194,6 +195,12 @@ test, predict: as validation, with their own names (predict has no metrics and n
 """
 
 
+# Events in which a checkpoint may be taken, after everybody was told: see `Lifecycle.finish_event`.
+_FINISHED_EARLY = frozenset((
+    "on_train_epoch_start", "on_train_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end",
+))  # fmt: skip
+
+
 def hook_names(listener: str) -> set[str]:
     """Return the hooks that this kind of listener ("callbacks", "module", "datamodule") may define."""
     return {event.name for event in EVENTS if listener in event.listeners}
@@ -201,6 +208,15 @@ def hook_names(listener: str) -> set[str]:
 
 def _unheard(*_: object) -> None:
     """Stand where nobody listens."""
+
+
+class _Running:
+    """The event that is under way: its name, the listeners that were not told yet, its arguments; None for none."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event: tuple[str, Iterator[Hook], tuple[Any, ...]] | None = None
 
 
 class Lifecycle:
@@ -225,7 +241,7 @@ class Lifecycle:
         datamodule: DataModule | None,
         metrics: Metrics,
         profiler: Profiler | None,
-        system: Mapping[str, Callable[[], None]],
+        system: Mapping[str, Hook],
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -236,6 +252,7 @@ class Lifecycle:
         self._early = [callback for callback in callbacks if not callback.runs_last]
         self._late = [callback for callback in callbacks if callback.runs_last]
         self._heard: set[str] = set()
+        self._running = _Running()  # an object: the timeline times steps with a copy of this one
         for event in EVENTS:
             if event.kind == "event":
                 setattr(self, event.name, self._compile(event))
@@ -374,35 +391,72 @@ class Lifecycle:
         return self._fire(name, [*before, *own], system, after)
 
     def _fire(self, name: str, hooks: list[Hook], system: list[Hook], after: list[Hook]) -> Hook:
-        if not (hooks or system or after):
+        every = (*hooks, *system, *after)  # the trainer's own actions take the event's arguments, and read the run
+        if not every:
             return _unheard
         metrics = self._metrics
         table = metrics.table_of(name)
-        first = tuple(hooks)
-        # The trainer's own actions take no arguments: they read the run.
-        rest = tuple(after)
-        act = system[0] if system else None
-        if act is None:
-            every = (*first, *rest)
+        if name in _FINISHED_EARLY:
+            return self._fire_to_finish(name, every)
 
-            def fire(*args: Any) -> None:
-                outer, metrics.table = metrics.table, table
-                for hook in every:
-                    hook(*args)
-                metrics.table = outer
-
-            return fire
-
-        def fire_with_action(*args: Any) -> None:
+        def fire(*args: Any) -> None:
             outer, metrics.table = metrics.table, table
-            for hook in first:
-                hook(*args)
-            act()
-            for hook in rest:
+            for hook in every:
                 hook(*args)
             metrics.table = outer
 
-        return fire_with_action
+        return fire
+
+    def _fire_to_finish(self, name: str, every: tuple[Hook, ...]) -> Hook:
+        metrics, running = self._metrics, self._running
+        table = metrics.table_of(name)
+
+        def fire(*args: Any) -> None:
+            outer, metrics.table = metrics.table, table
+            outer_event = running.event
+            told = iter(every)
+            running.event = (name, told, args)
+            for hook in told:  # `finish_event` takes from the same iterator
+                hook(*args)
+            running.event = outer_event
+            metrics.table = outer
+
+        return fire
+
+    def finish_event(self) -> None:
+        """Tell everybody else of the running event now: a checkpoint is about to be taken in one of its hooks.
+
+        The checkpoint then holds everyone's state from after the event, as it does at its end: what follows in the
+        event is not repeated by a resumed run. The hook that saves goes on when the others have been told, and cannot
+        log any more. Where a checkpoint callback saves, those after it are told later, and `untold` names them.
+        """
+        if self._running.event is None:
+            return
+        name, told, args = self._running.event
+        if length_hint(told) == 0 or length_hint(told) < len(self._checkpoints(name)):
+            return
+        for hook in told:
+            hook(*args)
+        self._metrics.close_table(name)
+
+    def untold(self) -> dict[str, Any] | None:
+        """Return the running event and the state keys of the checkpoint callbacks that were not told; None for none."""
+        if self._running.event is None:
+            return None
+        name, told, _ = self._running.event
+        count = length_hint(told)
+        return {"event": name, "callbacks": [c.state_key for c in self._checkpoints(name)[-count:]]} if count else None
+
+    def _checkpoints(self, name: str) -> list[Callback]:
+        """Return the checkpoint callbacks that listen to an event; they come last."""
+        from ..callbacks import Checkpoint  # the table is read where no callback exists
+
+        bases = callback_bases()
+        return [
+            callback
+            for callback in self._late
+            if isinstance(callback, Checkpoint) and find_override(callback, name, bases) is not None
+        ]
 
     def _fire_with_result(self, name: str, before: list[Hook], own: list[Hook], after: list[Hook]) -> Hook:
         """Return a function that hands on what the module's own hook returned (-1 skips the rest of the epoch)."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from ..data.rng import capture_generators, find_generators, restore_generators
+from ..data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ..data.stream import BatchStream
 from ..errors import ConfigError, ModuleError
 from . import assemble
@@ -174,9 +175,12 @@ class Loaders:
 
     def open_validation(self) -> EvalLoader | None:
         """Return the loaders to validate with inside fit, None where it does not validate."""
-        if "validation" in self.eval:
-            return self.eval["validation"]
-        return self.open_eval("validation") if self.may_validate() else None
+        if "validation" in self.eval or not self.may_validate():
+            return self.eval.get("validation")
+        rng = capture_rng()  # a split at random, say, must not move training's numbers
+        data = self.open_eval("validation")
+        restore_rng(rng)
+        return data
 
     def drop_validation(self) -> None:
         """Ask for the validation loaders again at the next validation."""
@@ -209,6 +213,28 @@ class Loaders:
     def restore_generators(self, states: dict[str, Any]) -> None:
         """Put them back where `capture_generators` saw them."""
         restore_generators(self._generators(), states)
+
+    def restore_shared_generators(self, states: dict[str, Any]) -> None:
+        """Put those back that the training loaders hold, too: a validation must not change the order of training.
+
+        Args:
+            states: What `capture_generators` returned before the validation.
+        """
+        if states:
+            restore_generators(self._shared_generators(), states)
+
+    @contextmanager
+    def before_validation(self, states: dict[str, Any]) -> Iterator[None]:
+        """Let the generators that both hold be for a block where they were before the validation under way."""
+        shared = self._shared_generators() if states else {}
+        now = capture_generators(shared)
+        restore_generators(shared, states)
+        yield
+        restore_generators(shared, now)
+
+    def _shared_generators(self) -> dict[str, Any]:
+        trained = {id(one) for one in find_generators(train=self.train).values()}
+        return {path: one for path, one in self._generators().items() if id(one) in trained}
 
     def _generators(self) -> dict[str, Any]:
         data = self.eval.get("validation")

@@ -1,13 +1,16 @@
 """Where logged numbers go: all loggers of a Trainer, none of which may stop the training. One per Trainer.
 
 A logger with `writes_behind` gets its rows on a thread of its own, in order; anything else that it is told comes after
-the rows before it. With several ranks only rank 0's loggers are told anything; the others know in which folder it
-writes.
+the rows before it. What a logger cannot take now waits (loggers/write_behind.py). With several ranks only rank 0's
+loggers are told anything; the others know in which folder it writes.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +21,15 @@ from ..loggers import Logger, share_version
 from ..loggers.folder import FolderLogger
 
 if TYPE_CHECKING:
-    from ..loggers.write_behind import WriteBehind
+    from ..loggers.write_behind import WriteQueue
     from ..strategies import Strategy
 
 __all__ = ["LogOutput"]
 
 log = logging.getLogger(__name__)
+
+Row = tuple[dict[str, float], int, Mapping[str, float], float]
+"""Values, the step, where training stands otherwise, and the seconds since the row before."""
 
 
 class LogOutput:
@@ -43,8 +49,8 @@ class LogOutput:
     """
 
     def __init__(self, logger: Any, *, root: str, is_trial: bool) -> None:  # Any: checked here
-        self._broken: set[int] = set()
-        self._queues: dict[int, WriteBehind] = {}
+        self._queues: dict[int, WriteQueue] = {}
+        self._root = root
         self._is_running = False  # only then is there an end at which queues are drained
         self._clock_s = time.monotonic()
         self.is_silent = False
@@ -129,28 +135,36 @@ class LogOutput:
     def tell(self, logger: Logger, action: Callable[[], Any]) -> None:
         """Let a logger do something, on rank 0, after the rows that it was given.
 
-        One that fails is said once and left out from then on.
+        Where these cannot be written now, or the action fails for a reason that may pass, it is done later.
         """
-        if not (self.is_silent or id(logger) in self._broken):
-            self._try(logger, lambda: self._after_rows(logger, action))
+        if self.is_silent:
+            return
+        queue = self._queue(logger)
+        if queue.settle():
+            failure = queue.try_now(action)
+            if failure is not None:
+                queue.put(action)
+        else:
+            queue.put(action)
+        self._say(logger, queue)
 
-    def _after_rows(self, logger: Logger, action: Callable[[], Any]) -> None:
-        queue = self._queues.get(id(logger))
-        if queue is not None:
-            queue.settle()
-        action()
+    def ask(self, logger: Logger, action: Callable[[], Any]) -> None:
+        """Let a logger answer something, on rank 0, if all rows that it was given are written; else leave it out."""
+        if self.is_silent:
+            return
+        queue = self._queue(logger)
+        failure = queue.try_now(action) if queue.settle() else None
+        if failure is not None:
+            warnings.warn(f"{type(logger).__name__} failed: {type(failure).__name__}: {failure}", stacklevel=4)
+        self._say(logger, queue)
 
-    def _try(self, logger: Logger, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        # Loggers are other people's code and services: anything may come, and none of it is worth a training.
-        except Exception as error:
-            self._broken.add(id(logger))
-            log.exception("%s failed and is left out from now on; training goes on", type(logger).__name__)
-            warnings.warn(
-                f"{type(logger).__name__} failed and is left out from now on: {type(error).__name__}: {error}",
-                stacklevel=4,
-            )
+    def _say(self, logger: Logger, queue: WriteQueue) -> None:
+        for is_failure, text in queue.news():
+            message = f"{type(logger).__name__} {text}"
+            if is_failure:
+                warnings.warn(f"{message}; training goes on", stacklevel=4)
+            else:
+                log.warning("%s", message)
 
     def write(self, row: Mapping[str, float], step: int, *, samples: int = 0) -> None:
         """Send a row of host numbers to every logger.
@@ -167,34 +181,54 @@ class LogOutput:
             return
         axes = {"samples": samples, **self.latest} if self._loggers else {}
         for logger in self._loggers:
-            if id(logger) in self._broken:
-                continue
-            write = lambda logger=logger: _write(logger, row, step, axes, passed_s)  # noqa: E731
-            if self._is_running and isinstance(logger, Logger) and logger.writes_behind:
-                self._try(logger, lambda logger=logger, write=write: self._queue(logger).put(write))  # type: ignore[misc]
-            else:
-                self.tell(logger, write)
+            queue = self._queue(logger)
+            queue.put((dict(row), step, axes, passed_s))
+            self._say(logger, queue)
 
-    def _queue(self, logger: Logger) -> WriteBehind:
+    def _queue(self, logger: Logger) -> WriteQueue:
         queue = self._queues.get(id(logger))
         if queue is None:
-            from ..loggers.write_behind import WriteBehind  # not imported before the first row
+            from ..loggers.write_behind import WriteBehind, WriteInPlace  # not imported before the first row
 
-            queue = logger.queue = self._queues[id(logger)] = WriteBehind()
+            writer = RowWriter(logger)
+            if self._is_running and isinstance(logger, Logger) and logger.writes_behind:
+                queue = logger.queue = WriteBehind(perform=writer)
+            else:
+                queue = WriteInPlace(perform=writer)
+            if self._is_running:
+                self._queues[id(logger)] = queue
         return queue
 
     def finalize(self, status: str) -> None:
-        """Write what waits and close every logger: "success" or "failed"."""
+        """Write what waits and close every logger: "success" or "failed". Rows that cannot be written go to a file."""
         for logger in self._loggers:
             self.tell(logger, lambda logger=logger: logger.finalize(status))  # type: ignore[misc]
         self._is_running = False
-        # Settled by now, but for loggers that have failed.
         queues, self._queues = self._queues, {}
         for logger in self._loggers:
+            queue = queues.get(id(logger))
+            if queue is None:
+                continue
+            undone = queue.close()
+            self._say(logger, queue)
+            rows = [item for item in undone if not callable(item)]
+            if rows:
+                self._keep(logger, rows)
             if isinstance(logger, Logger):
                 logger.queue = None
-        for queue in queues.values():
-            queue.abandon()
+
+    def _keep(self, logger: Logger, rows: Sequence[Row]) -> None:
+        """Write rows that a logger did not take into a file."""
+        name = type(logger).__name__
+        root = tempfile.gettempdir() if "://" in self._root else self._root
+        path = os.path.join(root, f"unwritten_rows_{name}.jsonl")
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
+        except (OSError, TypeError) as error:
+            warnings.warn(f"{name} did not take {len(rows)} rows, nor could they be kept: {error}", stacklevel=4)
+            return
+        warnings.warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines", stacklevel=4)
 
     def write_hyperparameters(self, owners: Sequence[Any], graph_of: Any) -> None:
         """Send the hyperparameters of module and data module, and the module's graph.
@@ -225,10 +259,31 @@ class LogOutput:
                 self.tell(logger, lambda logger=logger: logger.log_graph(graph_of))  # type: ignore[misc]
 
 
-def _write(logger: Logger, row: Mapping[str, float], step: int, axes: Mapping[str, float], passed_s: float) -> None:
-    if isinstance(logger, Logger):
-        logger.wall_s += passed_s
-        logger.log_row(dict(row), step, axes)
-    else:
-        logger.log_metrics(dict(row), step=step)
-    logger.save()
+class RowWriter:
+    """Gives rows to a logger; a row that is tried again goes on with what failed.
+
+    Args:
+        logger: Any object with `log_metrics`, and whatever else of a Logger it has.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._row: Row | None = None
+        self._is_logged = False
+
+    def __call__(self, item: Row) -> None:
+        """Log the row and save."""
+        row, step, axes, passed_s = item
+        logger = self._logger
+        if item is not self._row:
+            self._row, self._is_logged = item, False
+            if isinstance(logger, Logger):
+                logger.wall_s += passed_s
+        if not self._is_logged:
+            if isinstance(logger, Logger):
+                logger.log_row(dict(row), step, axes)
+            else:
+                logger.log_metrics(dict(row), step=step)
+            self._is_logged = True
+        logger.save()
+        self._row = None

@@ -12,6 +12,7 @@ reference is the planned size of the window, which makes a full window bit-equal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class WindowLoss:
     """
 
     __slots__ = ("count", "device", "planned", "reference", "total")
+    has_nothing = False  # whether a window that other ranks skip, too, is skipped because nothing counts on any of them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -132,7 +134,10 @@ class WindowLoss:
             )
         if self.reference is None:
             if isinstance(weight, Tensor):
-                self.reference = torch.where(weight > 0, weight, torch.ones_like(weight))
+                if self.planned == 1:  # no factor comes after it: a sum that weighs nothing gets its gradient of 0 here
+                    self.reference = torch.where(weight > 0, weight.to(total.dtype), math.inf)
+                else:
+                    self.reference = torch.where(weight > 0, weight, torch.ones_like(weight))
             else:
                 self.reference = float(weight) if weight > 0 else 1.0
         self.total = self.total + weight
@@ -140,10 +145,11 @@ class WindowLoss:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing in this window counts, as far as the host knows: every batch skipped, or all weights 0."""
-        if self.reference is None:
-            return self.count == 0
-        return not isinstance(self.total, Tensor) and self.total == 0
+        """Whether no micro-batch of this window had a loss, so that there is nothing to step with.
+
+        A loss of weight 0 is a loss: its gradient is 0. Whether a weight is 0 may be known to the device only.
+        """
+        return self.reference is None and self.count == 0
 
     def gradient_factor(self) -> Tensor | float | None:
         """Return what the accumulated gradients are to be multiplied with, or None where they are right as they are."""
@@ -155,6 +161,8 @@ class WindowLoss:
             # Counts are integers, and torch would divide those in float32.
             total = self.total.to(accumulation_dtype(self.device))
             return torch.where(total > 0, self.reference / total, torch.zeros_like(total))
+        if not self.total:
+            return 0.0
         return None if self.total == self.reference else self.reference / self.total
 
 

@@ -9,7 +9,7 @@ have: trainer/ranks_metrics.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from .loss import Loss
 from .slots import MetricSlot, ScalarSlot, accumulation_dtype, version_of
 
 if TYPE_CHECKING:
+    from ..data.batch_size import BatchSizes
     from .ranks_metrics import RanksMetrics
 
 __all__ = ["HookTable", "Metrics", "is_metric", "load_metric_states", "metric_states"]
@@ -71,14 +72,17 @@ class Metrics:
         device: Where sums live.
         table: Table of the hook that is running now.
         batch: The micro-batch at hand, which tells the weight of a value; None outside of batches.
+        sized: The batch whose size is known; whoever sets another `batch` sets it to None, or it would live on.
+        sizes: How many samples the batches of the loader at hand have; None before there is one.
         window: Number of the present window (or evaluation batch); step values of older ones are not logged again.
         step: `global_step` after the present window.
         is_weighing_steps: Whether a window has several micro-batches, so that step values need weights.
         is_muted: Whether `log` does nothing now (a closure that evaluates a batch again).
         results: Latest epoch value of each key: shape (), on the device.
         result_steps: `global_step` at which each of them was computed.
-        loaders_of_keys: Key -> the loaders whose batches logged it, of the last evaluation with several.
+        loaders_of_keys: Key -> the loaders whose batches logged it on any rank, of the last evaluation with several.
         progress_bar: Host values for the bar, as of the last log boundary.
+        decisive: Keys on which schedules and callbacks decide: with several ranks their step values need weights.
         late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
 
@@ -88,7 +92,8 @@ class Metrics:
         self.nowhere = HookTable("", None)
         self.table = self.nowhere
         self.batch: Any = None  # Any: whatever the loader gives
-        self._sized: Any = None
+        self.sized: Any = None  # Any: as batch
+        self.sizes: BatchSizes | None = None
         self._size: int | None = None
         self.window = 0
         self.step = 0
@@ -103,6 +108,8 @@ class Metrics:
         self._replaced: dict[str, tuple[Tensor | None, int]] = {}
         self.progress_bar: dict[str, float] = {}
         self._step_slots: list[ScalarSlot] = []
+        self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
+        self.decisive: frozenset[str] = frozenset()
         self.late_listeners: dict[str, bool] = {}
         self._ranks: RanksMetrics | None = None
 
@@ -143,6 +150,10 @@ class Metrics:
     def table_of(self, hook: str) -> HookTable:
         """Return the table of a hook."""
         return self._tables[hook]
+
+    def close_table(self, hook: str) -> None:
+        """Refuse `log` until the running hook ends: its values were read, because a checkpoint was taken in it."""
+        self.table = HookTable(f"{hook} after trainer.save_checkpoint", None)
 
     def log(
         self,
@@ -227,9 +238,10 @@ class Metrics:
         batch = self.batch
         if batch is None:
             return 1.0
-        if self._sized is not batch:
-            self._size = find_batch_size(batch)
-            self._sized = batch
+        if self.sized is not batch:
+            found, sizes = find_batch_size(batch), self.sizes
+            self._size = found if sizes is None or found == sizes.expected else sizes.resolve(batch, found)
+            self.sized = batch
         if self._size is not None:
             return self._size
         # The batch does not tell its size. As long as all batches look the same they weigh the same.
@@ -250,17 +262,16 @@ class Metrics:
         rule = table.rule
         if rule is None:
             where = f"in {table.hook}" if table.hook else "outside of the trainer's hooks"
+            is_after_save = table.hook.endswith("save_checkpoint")
             raise ModuleError(
                 f"log({name!r}) was called {where}, where nothing can be logged.",
-                fix="log in a step, a batch hook or an epoch hook; `python -m loopwright lifecycle` lists them.",
+                fix="log first, then save: a checkpoint holds what was logged at the event."
+                if is_after_save
+                else "log in a step, a batch hook or an epoch hook; `python -m loopwright lifecycle` lists them.",
             )
         existing = table.slots.get(name)
         if existing is not None and existing.asked is not None:
-            raise ModuleError(
-                f"log({name!r}) was called in {table.hook} with other arguments than before: "
-                f"{_difference(existing.asked, asked)}.",
-                fix="log one key with the same arguments each time, or use another key.",
-            )
+            raise self._other_arguments(name, existing, asked)
         step = rule.on_step if on_step is None else on_step
         epoch = rule.on_epoch if on_epoch is None else on_epoch
         if step and not rule.may_step:
@@ -271,25 +282,42 @@ class Metrics:
         if not epoch and not rule.may_step:
             raise ModuleError(f"log({name!r}, on_epoch=False) in {table.hook}.", fix="leave on_epoch out.")
         slot = existing or (None if add_dataloader_idx else self._shared_slot(name, asked))
-        slot = slot or self._new_slot(name, value, reduce_fx, step, epoch, add_dataloader_idx)
+        if slot is None:
+            slot, where = self._new_slot(name, value, reduce_fx, step, epoch, add_dataloader_idx), _calling_line()
+            self._refuse_conflict(slot, where)
+            slot.where = where
         slot.asked = asked
         slot.prog_bar = bool(prog_bar)
         slot.logger = logger is not False
         slot.sync_dist = bool(sync_dist) and not isinstance(slot, MetricSlot)
         slot.rank_zero_only = bool(rank_zero_only)
-        slot.weighs = slot.on_epoch or (slot.sync_dist and self._ranks is not None)
+        is_joined = slot.sync_dist or not self.decisive.isdisjoint((slot.name, slot.step_key))
+        slot.weighs = slot.on_epoch or (is_joined and self._ranks is not None)
         if slot.on_step and slot not in self._step_slots:
             self._step_slots.append(slot)
         table.slots[name] = slot
         return slot
 
     def _shared_slot(self, name: str, asked: tuple[Any, ...]) -> ScalarSlot | None:
-        """Return the slot that another loader opened for a key without the loader's number: all count into one."""
+        """Return the slot that another loader opened for a key without the loader's number: all count into one.
+
+        Raises:
+            ModuleError: It was opened with other arguments.
+        """
         for slots in self.table.by_loader.values():
             slot = slots.get(name)
             if slot is not None and slot.asked in (asked, None):
                 return slot
+            if slot is not None and slot.asked is not None and slot.name == name:
+                raise self._other_arguments(name, slot, asked)
         return None
+
+    def _other_arguments(self, name: str, slot: ScalarSlot, now: tuple[Any, ...]) -> ModuleError:
+        return ModuleError(
+            f"log({name!r}) was called in {self.table.hook} ({_calling_line()}) with other arguments than before "
+            f"({slot.where}): {_difference(slot.asked or (), now)}.",
+            fix="log one key with the same arguments each time, or use another key.",
+        )
 
     def _new_slot(
         self, name: str, value: Any, reduce_fx: Any, on_step: bool, on_epoch: bool, add_dataloader_idx: bool
@@ -306,7 +334,6 @@ class Metrics:
         is_per_loader = table.stage != "train" and _is_of_batches(table.hook)
         if self.several_loaders and add_dataloader_idx and is_per_loader:
             full = f"{name}/dataloader_idx_{self.loader_index}"
-        self._refuse_conflict(full)
         reduce = _REDUCE.get(reduce_fx)
         if is_metric(value):
             return MetricSlot(full, table.hook, value, on_step=on_step, on_epoch=on_epoch)
@@ -332,17 +359,33 @@ class Metrics:
             slot.dtype = accumulation_dtype(self.device)
         return slot
 
-    def _refuse_conflict(self, full: str) -> None:
-        stage = self.table.stage
-        for table in self._tables.values():
-            if table is self.table or table.stage != stage:
-                continue
-            for slots in table.by_loader.values():
-                if any(slot.name == full and not slot.is_empty for slot in slots.values()):
-                    raise ModuleError(
-                        f"log({full!r}) was called in {table.hook} and in {self.table.hook}.",
-                        fix="log a key in one hook only, or use two keys.",
+    def _refuse_conflict(self, new: ScalarSlot, where: str) -> None:
+        """Refuse a key of which another key that is in use would take or give the values.
+
+        The same name in training and in validation is one key with two sources, as in the field: the latest counts.
+        """
+        table = self.table
+        for other in self._tables.values():
+            for slot in (slot for slots in other.by_loader.values() for slot in slots.values()):
+                if slot.is_empty and not (slot.on_step and slot.window == self.window):
+                    continue
+                is_same_name = slot.name == new.name
+                if is_same_name and other.stage != table.stage:
+                    continue
+                shared = slot.keys & new.keys
+                if not shared:
+                    continue
+                key = min(shared)
+                if is_same_name:
+                    what = f"log({new.name!r}) was called in {slot.hook} ({slot.where}) and in {new.hook} ({where})."
+                    fix = "log a key in one hook only, or use two keys."
+                else:
+                    what = (
+                        f"log({slot.name!r}) in {slot.hook} ({slot.where}) and log({new.name!r}) in {new.hook} "
+                        f"({where}) both give {key!r}: on_step=True with on_epoch=True adds '_step' and '_epoch'."
                     )
+                    fix = "rename one of the two."
+                raise ModuleError(what, fix=fix)
 
     # --- windows and loaders -------------------------------------------------------------------------------------
 
@@ -420,6 +463,7 @@ class Metrics:
     def put(self, value: Tensor, step: int, *keys: str) -> None:
         """Make an epoch's value readable under these keys, remembering what was there before."""
         for key in keys:
+            self._synchronized.pop(key, None)
             self._replaced.setdefault(key, (self.results.get(key), self.result_steps.get(key, 0)))
             self.results[key] = value
             self.result_steps[key] = step
@@ -431,9 +475,9 @@ class Metrics:
             Key -> value for the loggers, and key -> value of everything; the same on every rank.
         """
         slots = list(self.filled_slots(stage))
-        self.loaders_of_keys = self._find_loaders(stage) if self.several_loaders else {}
+        self.loaders_of_keys = self.find_loaders(stage)
         if self._ranks is not None:
-            finished = self._ranks.finish_epoch(stage, step)
+            finished, self.loaders_of_keys = self._ranks.finish_epoch(stage, step)
         else:
             self.publish_epoch(stage, step)
             finished = [
@@ -452,9 +496,14 @@ class Metrics:
         self._replaced = {}
         return row, everything
 
-    def _find_loaders(self, stage: str) -> dict[str, set[int]]:
-        """Return which loaders' batches have logged each key; what hooks of an epoch log is of none."""
+    def find_loaders(self, stage: str) -> dict[str, set[int]]:
+        """Return which loaders' batches have logged each key on this rank; what hooks of an epoch log is of none.
+
+        Empty where there is one loader.
+        """
         found: dict[str, set[int]] = {}
+        if not self.several_loaders:
+            return found
         for table in self._tables.values():
             if table.stage == stage and _is_of_batches(table.hook):
                 for index, slots in table.by_loader.items():
@@ -499,8 +548,8 @@ class Metrics:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of each key: shape (), on the device; nothing is read.
 
-        With several ranks, epoch values are the same on all of them; those of a step are this rank's own, and with
-        sync_dist=True all ranks' once they were read at a log boundary.
+        With several ranks, epoch values are the same on all of them; those of a step are this rank's own, and all
+        ranks' once they were joined: by `synchronize`, or with sync_dist=True at a log boundary.
         """
         values = dict(self.results)
         for slot in self._step_slots:
@@ -509,18 +558,47 @@ class Metrics:
                 if not isinstance(value, Tensor):
                     value = torch.tensor(value, dtype=slot.dtype)
                 values[slot.step_key] = value.reshape(())
-                if slot.window > slot.finished_window:
+                if slot.is_ahead:
                     values[slot.name] = values[slot.step_key]
+        for name in self._synchronized:
+            if (joint := self._joint(name)) is not None:
+                values[name] = joint[0]
         return values
 
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which the value of `callback_metrics[name]` was computed; None without one."""
+        if (joint := self._joint(name)) is not None:
+            return joint[1]
+        slot = self.step_slot(name)
+        return self.result_steps.get(name) if slot is None else slot.step
+
+    def step_slot(self, name: str) -> ScalarSlot | None:
+        """Return the slot whose step value `callback_metrics[name]` is; None where that is an epoch's, or nothing."""
         for slot in self._step_slots:
-            if slot.step_values and name == slot.step_key:
-                return slot.step
-            if slot.window > slot.finished_window and name == slot.name:
-                return slot.step
-        return self.result_steps.get(name)
+            if slot.step_values and (name == slot.step_key or (name == slot.name and slot.is_ahead)):
+                return slot
+        return None
+
+    def _joint(self, name: str) -> tuple[Tensor, int] | None:
+        """Return all ranks' value of a key and its step, unless this rank has logged a newer one since."""
+        found = self._synchronized.get(name)
+        if found is None:
+            return None
+        value, step, window = found
+        slot = self.step_slot(name)
+        return None if slot is not None and slot.window > window else (value, step)
+
+    def synchronize(self, names: Iterable[str]) -> None:
+        """Let `callback_metrics` and `metric_step` hold the same on all ranks for these keys, until they log them anew.
+
+        For what is about to be decided on them. On every rank with the same keys: with several, it communicates; the
+        value of a step is reduced over the ranks that have logged the newest one, as that of an epoch is.
+        """
+        if self._ranks is not None:
+            from .ranks_latest import latest_values  # not imported before something is decided
+
+            for name, (value, step) in latest_values(self, names, self._ranks.gather).items():
+                self._synchronized[name] = (value, step, self.window)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -585,6 +663,7 @@ class Metrics:
             state_dict = {**state_dict, "slots": []}
         self.results = {name: value.to(self.device) for name, value in state_dict["results"].items()}
         self.result_steps = dict(state_dict["result_steps"])
+        self._synchronized = {}
         self.window = state_dict["window"]
         self.progress_bar = dict(state_dict["progress_bar"])
         for state in state_dict["slots"]:
@@ -671,6 +750,15 @@ def _shapes(batch: Any) -> Any:
     if isinstance(batch, str | bytes) or not hasattr(batch, "__len__"):
         return type(batch).__name__
     return len(batch)
+
+
+def _calling_line() -> str:
+    """Return file and line of the code outside of this package that is logging."""
+    frame = sys._getframe(1)
+    package = __name__.partition(".")[0] + "."
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(package):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _bad_value(name: str, value: Any) -> ModuleError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..data.hparams import HyperParameters, save_hyperparameters
 from ..data.move import move_to_device
-from ..errors import ConfigError, MissingDependency, ModuleError
+from ..errors import ModuleError
 from .optimizers import ManagedOptimizer, toggled
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Module(nn.Module):
         example_input_array: Input for summaries and graphs: what `forward` takes, a tensor, tuple or dict.
         prepare_data_per_node: Whether `prepare_data` runs on each node, or on global rank 0 only.
         allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batch.
+        compile_blocks: Submodules that `compile=` compiles one by one, with a graph that they share: classes, names of
+            classes, or a function of a module. None: what is repeated in a ModuleList or Sequential; (): none.
     """
 
     automatic_optimization: bool = True
@@ -45,6 +48,17 @@ class Module(nn.Module):
     example_input_array: Any = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
+    compile_blocks: Any = None
+
+    # For torch.jit.script: what belongs to a run is no part of the program.
+    __jit_unused_properties__ = [
+        "current_epoch", "device", "device_mesh", "dtype", "fabric", "global_rank", "global_step", "hparams",
+        "hparams_initial", "local_rank", "logger", "loggers", "on_gpu", "trainer",
+    ]  # fmt: skip
+    __jit_ignored_attributes__ = [
+        "example_input_array", "compile_blocks", "_trainer", "_fabric", "_log", "_hparams", "_hparams_initial",
+        "_compile_options",
+    ]  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +74,7 @@ class Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
+        state.pop("_compiled_call_impl", None)  # it would call this object; torch's own modules drop it as well
         state.update(_trainer=None, _fabric=None, _log=None)
         return state
 
@@ -70,6 +85,16 @@ class Module(nn.Module):
         memo[id(self)] = twin
         twin.__dict__.update(deepcopy(self.__getstate__(), memo))
         return twin
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as `nn.Module.compile`: calls of the module and, in a Trainer, its steps.
+
+        Args:
+            args: Of torch.compile.
+            kwargs: Of torch.compile.
+        """
+        super().compile(*args, **kwargs)
+        self.__dict__["_compile_options"] = kwargs
 
     # --- steps and configuration: override these -------------------------------------------------------------------
 
@@ -309,6 +334,15 @@ class Module(nn.Module):
         """Clip gradients before the optimizer step; an override calls `self.clip_gradients`."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    def count_tokens(self, batch: Any) -> int:
+        """Return the number of tokens in a training batch, for `Trainer(max_tokens=)`, which calls it on the host.
+
+        By default each position of `batch["input_ids"]`, or of the batch's first tensor of integers, padding included.
+        """
+        from ..data.tokens import count_tokens  # not imported where nobody counts
+
+        return count_tokens(batch)
+
     # --- what a module calls ---------------------------------------------------------------------------------------
 
     def log(
@@ -412,16 +446,19 @@ class Module(nn.Module):
         """Return the optimizer, or the list of them when there are several.
 
         Args:
-            use_pl_optimizer: Return the wrapper whose `step` counts training steps, scales and fires hooks; False
-                returns torch's own object.
+            use_pl_optimizer: Return the wrapper whose `step` scales and fires hooks; False returns torch's own object.
+                Steps of either count.
         """
         managed = self.trainer.managed_optimizers
         chosen: list[Any] = list(managed) if use_pl_optimizer else [m.optimizer for m in managed]
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """Return None, the schedule, or the list of them when there are several."""
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        """Return None, the schedule, or the list of them when there are several.
+
+        With several ranks, `step(metric)` of a plateau schedule takes the mean over ranks; call it on every rank.
+        """
+        schedulers = self.trainer.managed_schedulers()
         if not schedulers:
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
@@ -548,18 +585,24 @@ class Module(nn.Module):
         )  # fmt: skip
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export with torch.onnx; the sample defaults to `example_input_array`."""
-        sample = self._sample("to_onnx", input_sample)
-        try:
-            import onnxscript  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError:
-            raise MissingDependency("onnxscript", needed_for="Module.to_onnx") from None
-        was_training = self.training
-        self.eval()
-        try:
-            return torch.onnx.export(self, sample, file_path, **kwargs)
-        finally:
-            self.train(was_training)
+        """Export `forward` as it is in evaluation with torch.onnx; needs `pip install 'loopwright[onnx]'`.
+
+        Args:
+            file_path: Where the model is written; None only returns it.
+            input_sample: What `forward` takes: a tensor, a tuple of arguments, or a dict of them by name. None takes
+                `example_input_array`.
+            kwargs: Further arguments of torch.onnx.export, such as `dynamic_shapes`.
+
+        Returns:
+            The torch.onnx.ONNXProgram; None with `dynamo=False`.
+
+        Raises:
+            ConfigError: There is no sample.
+            MissingDependency: The exporter's package is not installed.
+        """
+        from .exporting import export_onnx
+
+        return export_onnx(self, file_path, input_sample, kwargs)
 
     def to_torchscript(
         self,
@@ -568,29 +611,37 @@ class Module(nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Compile to TorchScript by "script" or "trace", and save it when a path is given."""
-        was_training = self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                if method == "script":
-                    script = torch.jit.script(self, **kwargs)
-                elif method == "trace":
-                    script = torch.jit.trace(self, self._sample("to_torchscript", example_inputs), **kwargs)
-                else:
-                    raise ConfigError(f"to_torchscript got method={method!r}.", fix="use 'script' or 'trace'.")
-        finally:
-            self.train(was_training)
-        if file_path is not None:
-            torch.jit.save(script, str(file_path))
-        return script
+        """Return `forward` as it is in evaluation as TorchScript.
 
-    def _sample(self, name: str, sample: Any) -> Any:
-        sample = self.example_input_array if sample is None else sample
-        if sample is None:
-            raise ConfigError(f"{name} needs an input.", fix="pass one, or set self.example_input_array.")
-        sample = move_to_device(sample, self.device)
-        return sample if isinstance(sample, tuple) else (sample,)
+        Args:
+            file_path: Where the program is written, for torch.jit.load; None only returns it.
+            method: "script" reads the source of `forward`, with its branches and loops; "trace" records one call.
+            example_inputs: For "trace", what `forward` takes: a tensor, a tuple of arguments, or a dict of them by
+                name. None takes `example_input_array`.
+            kwargs: Further arguments of torch.jit.script or torch.jit.trace.
+
+        Raises:
+            ConfigError: The method is another one, or "trace" has no sample.
+        """
+        from .exporting import export_script
+
+        return export_script(self, file_path, method, example_inputs, kwargs)
+
+    def to_export(self, file_path: str | Path | None = None, example_inputs: Any = None, **kwargs: Any) -> Any:
+        """Return `forward` as it is in evaluation as a torch.export.ExportedProgram.
+
+        Args:
+            file_path: Where the program is written, for torch.export.load; None only returns it.
+            example_inputs: What `forward` takes: a tensor, a tuple of arguments, or a dict of them by name. None takes
+                `example_input_array`.
+            kwargs: Further arguments of torch.export.export, such as `dynamic_shapes`.
+
+        Raises:
+            ConfigError: There is no sample.
+        """
+        from .exporting import export_program
+
+        return export_program(self, file_path, example_inputs, kwargs)
 
     # --- where it is -----------------------------------------------------------------------------------------------
 
@@ -602,6 +653,8 @@ class Module(nn.Module):
             RuntimeError: It is attached to none (a ModuleError would be a TypeError, which `hasattr` lets through).
         """
         if self._trainer is None:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.jit.", "torch._jit_internal")):
+                return None  # type: ignore[return-value]  # torch.jit.script looks at every attribute of the class
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(module) first.")
         return self._trainer
 

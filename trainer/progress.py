@@ -14,19 +14,25 @@ class Progress:
 
     Attributes:
         epochs: Epochs that ended, their end hooks included.
-        batches_in_epoch: Micro-batches of the present epoch that are part of a finished window.
+        batches_in_epoch: Micro-batches of the present epoch that are part of a finished window, or of one that goes on
+            in the next epoch.
         total_batches: Micro-batches of finished windows since the start of training.
         steps: Training steps that really stepped (`trainer.global_step`).
         skipped_steps: Windows without a step: every batch skipped, no weight, or gradients that were not finite.
+        nonfinite_steps: Those of them that `nonfinite_loss="skip"` dropped.
         samples: Samples in finished windows, as far as batches tell their size.
+        tokens: Tokens in finished windows; counted where `max_tokens` is given.
         validated_at: `total_batches` when the last validation inside fit ended, -1 before the first.
         validated_s: Training time in seconds at that moment (for a validation interval in time).
-        epoch_open: Whether on_train_epoch_start has fired for the present epoch.
+        epoch_announced: Whether on_train_epoch_start has fired for an epoch that is not open yet.
+        epoch_open: Whether on_train_epoch_start has fired for the present epoch, and its data have begun.
         epoch_left: Whether on_train_batch_start asked to skip the rest of the present epoch.
         epoch_paused: Whether a limit cut the present epoch short and its end hooks have fired; more training goes on
             within it.
         is_closing_epoch: Whether the present epoch's end hooks are done but for the checkpoints; a state taken now
             says that the epoch is over.
+        validation_ending: Whether on_validation_epoch_end is done in a validation within fit, and on_validation_end is
+            due.
         eval_batches: Evaluation batches ever seen, by stage: the x axis of step values logged there.
     """
 
@@ -35,14 +41,18 @@ class Progress:
     total_batches: int = 0
     steps: int = 0
     skipped_steps: int = 0
+    nonfinite_steps: int = 0
     samples: int = 0
     validated_at: int = -1
     validated_s: float = 0.0
+    epoch_announced: bool = False
     epoch_open: bool = False
     epoch_left: bool = False
     epoch_paused: bool = False
     is_closing_epoch: bool = False
+    validation_ending: bool = False
     eval_batches: int = 0
+    tokens: int = 0
 
     def end_epoch(self) -> None:
         """Count the present epoch as done."""

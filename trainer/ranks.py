@@ -21,7 +21,7 @@ from torch import nn
 
 from .. import __version__
 from ..data.rng import capture_rng, derive_key, restore_rng, seed_global_generators
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError, ModuleError
 
 if TYPE_CHECKING:
     from ..strategies import Strategy
@@ -37,6 +37,7 @@ __all__ = [
     "open_epoch",
     "ordered",
     "plain",
+    "require_skip_everywhere",
     "require_whole",
     "restore_rng_of",
     "separate_generators",
@@ -76,8 +77,13 @@ def _digest(parts: list[str]) -> str:
     return f"{zlib.crc32('|'.join(parts).encode()):08x}"
 
 
-def compare(strategy: Strategy, facts: dict[str, str]) -> None:
+def compare(strategy: Strategy, facts: dict[str, str], where: str = "") -> None:
     """Compare facts over ranks.
+
+    Args:
+        strategy: Communicates.
+        facts: Name -> fact as a short text.
+        where: When it is, for the message.
 
     Raises:
         ConfigError: On every rank: names each fact that differs, its values, and the ranks that have them.
@@ -95,9 +101,10 @@ def compare(strategy: Strategy, facts: dict[str, str]) -> None:
     if lines:
         listed = "".join(f"\n  - {line}" for line in lines)
         raise ConfigError(
-            f"the ranks do not agree on what they are about to run:{listed}",
+            f"the ranks do not agree on what they are about to run{where}:{listed}",
             fix="start the same script with the same arguments, packages and seed everywhere; code that depends on the "
-            "rank belongs after the Trainer's verbs or in hooks.",
+            "rank belongs after the Trainer's verbs or in hooks; what depends on chance, a clock or a file is decided "
+            "on rank 0 and sent with trainer.strategy.broadcast(...).",
         )
 
 
@@ -138,10 +145,31 @@ def open_epoch(run: Run) -> None:
     from ..data.dealt import drawn_alike
 
     assert run.stream is not None
+    _compare_steps(run)
     topology = run.fabric.strategy.topology
     rng = run.fabric.broadcast(capture_rng())
     with drawn_alike(topology.global_rank, topology.data_rank, rng):
         run.stream.open(run.progress.epochs, rng)
+
+
+def _compare_steps(run: Run) -> None:
+    """Compare what the steps of an epoch are made with: callbacks may have changed it, by chance or by a clock.
+
+    Raises:
+        ConfigError: On every rank: names each fact that differs.
+    """
+    strategy = run.fabric.strategy
+    if getattr(strategy, "has_stages", False):  # each stage has parameters and groups of its own
+        return
+    names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    facts = {
+        "micro-batches of a window": str(run.trainer.accumulation_for_epoch(run.progress.epochs)),
+        "trained parameters": f"{len(names)} (names {_digest(names)})",
+    }
+    for number, optimizer in enumerate(run.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
+    compare(strategy, facts, where=f" in epoch {run.progress.epochs}")
 
 
 def check_first_batch(run: Run, batch: Any) -> None:
@@ -161,6 +189,16 @@ def check_first_batch(run: Run, batch: Any) -> None:
     if stream.is_dealt:
         orders = run.fabric.strategy.gather_objects(stream.describe_order())
         if len(set(orders)) > 1:
+            from ..data.sharded_iterable import ShardedIterable
+
+            data = getattr(stream.loader, "dataset", None)
+            if isinstance(data, ShardedIterable):
+                raise DataError(
+                    f"Expected the {type(data.dataset).__name__} in ShardedIterable to give the same samples on every "
+                    "rank, got different ones: samples would be read twice or not at all.",
+                    fix="do not split it by rank, sort what it lists, and let the order depend on the global "
+                    "generators, on set_epoch, or on a generator in an attribute with the same seed everywhere.",
+                )
             raise DataError(
                 f"the sampler of {type(stream.loader).__name__} gives another order on each rank, so that samples "
                 "would be read twice or not at all.",
@@ -224,6 +262,49 @@ def meet(trainer: Trainer, what: str) -> None:
     Raises:
         CheckpointError: A rank has gone past this place without calling it, or did not come at all.
     """
+    left = _wait_for_all(trainer, _is_past)
+    if left is not None:
+        missing, waited_s = left
+        why = "has gone on without it" if waited_s is None else f"did not come within {waited_s:.0f} s"
+        raise CheckpointError(
+            f"{what} was called on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
+            fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file.",
+        )
+
+
+def require_skip_everywhere(trainer: Trainer) -> None:
+    """Wait until every rank skips the rest of the epoch, outside of any collective. On each rank that does.
+
+    Raises:
+        ModuleError: Another rank trains on, or did not come at all.
+    """
+    from ..strategies.rendezvous import store
+
+    if store() is None or trainer.fabric.watch is None:  # processes of XLA talk by collectives only
+        return
+    left = _wait_for_all(trainer, _is_training_on)
+    if left is not None:
+        missing, waited_s = left
+        why = "trains on" if waited_s is None else f"did not come within {waited_s:.0f} s"
+        raise ModuleError(
+            f"on_train_batch_start returned -1 on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
+            fix="return -1 on every rank for the same batch_idx: decide on what all ranks have alike, or on rank 0, "
+            "with self.trainer.strategy.broadcast(...).",
+        )
+
+
+def _wait_for_all(
+    trainer: Trainer, has_left: Callable[[dict[str, Any], dict[str, Any]], bool]
+) -> tuple[list[int], float | None] | None:
+    """Wait until every rank has called this.
+
+    Args:
+        trainer: Knows the other ranks.
+        has_left: Whether a rank that is at the first place will not come to the second, which is this rank's.
+
+    Returns:
+        None when all are here; else the ranks that are not, and the seconds waited, None where they have left.
+    """
     global _last_meeting
     from ..strategies.rendezvous import store
 
@@ -237,6 +318,7 @@ def meet(trainer: Trainer, what: str) -> None:
     shared.set(keys[trainer.global_rank], "here")
     began = last_look = time.monotonic()
     pause_s = 0.0005
+    left_before: set[int] = set()
     while not shared.check(keys):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
@@ -249,13 +331,19 @@ def meet(trainer: Trainer, what: str) -> None:
         if failure is not None:
             raise failure.to_error()
         places = watch.places()
-        passed = [rank for rank in missing if _is_past(places.get(rank, {}), trainer.place())]
-        if passed or now - began > watch.stall_timeout_s:
-            why = "has gone on without it" if passed else f"did not come within {now - began:.0f} s"
-            raise CheckpointError(
-                f"{what} was called on rank {trainer.global_rank}, but {_ranks(passed or missing)} {why}.",
-                fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file.",
-            )
+        left = {rank for rank in missing if has_left(places.get(rank, {}), trainer.place())}
+        if left & left_before:  # seen twice: a place is what a rank said up to a second ago
+            return sorted(left & left_before), None
+        left_before = left
+        if now - began > watch.stall_timeout_s:
+            return missing, now - began
+    return None
+
+
+def _is_training_on(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+    """Whether a rank at the same batch is past on_train_batch_start, or at a later one."""
+    is_there = all(theirs.get(name) == mine.get(name) for name in ("stage", "epoch", "batch"))
+    return _is_past(theirs, mine) or (is_there and theirs.get("hook") != "on_train_batch_start")
 
 
 def _is_past(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:

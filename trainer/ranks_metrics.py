@@ -9,7 +9,7 @@ their states. What a hook logs at the end of the epoch takes another one, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from .slots import MetricSlot, ScalarSlot
 if TYPE_CHECKING:
     from .metrics import Metrics
 
-__all__ = ["RanksMetrics", "state_of_rank"]
+__all__ = ["RanksMetrics", "joined", "state_of_rank"]
 
 
 _HOW = ("hook", "reduce", "on_step", "rank_zero_only", "epoch_key", "logger", "prog_bar", "dtype")
@@ -38,6 +38,7 @@ class _Share:
         total: Sum (of value times weight, for a mean), minimum or maximum; 0 for a metric object.
         weight: Weight of a mean.
         shapes: Sizes of batches that do not tell how much they weigh.
+        loaders: Whose batches logged it, where there are several loaders.
         path: Where a metric object is in the module; None where it is not, or for other values.
         updates: Updates of a metric object.
     """
@@ -53,6 +54,7 @@ class _Share:
     total: float = 0.0
     weight: float = 0.0
     shapes: Any = None  # Any: nested sizes
+    loaders: frozenset[int] = frozenset()
     path: str | None = None
     updates: int = 0
 
@@ -129,7 +131,7 @@ class RanksMetrics:
         metrics = self._metrics
         epoch = self._epochs.setdefault(stage, _Epoch([{} for _ in range(self.size)]))
         slots = {slot.name: slot for slot in metrics.filled_slots(stage)}
-        mine = self._shares(slots.values())
+        mine = self._shares(slots.values(), metrics.find_loaders(stage))
         changed = {name: share for name, share in mine.items() if epoch.sent.get(name) != share}
         epoch.sent = mine
         everywhere = self.gather((changed, metrics.late_listeners.get(stage, True)))
@@ -148,19 +150,28 @@ class RanksMetrics:
         for slot in slots.values():
             slot.finished_window = slot.window
 
-    def finish_epoch(self, stage: str, step: int) -> list[tuple[str, str | None, bool, bool]]:
+    def finish_epoch(
+        self, stage: str, step: int
+    ) -> tuple[list[tuple[str, str | None, bool, bool]], dict[str, set[int]]]:
         """Publish what was logged since, and begin anew.
 
         Returns:
-            For each key of any rank: the epoch's key, the bar's second key, and whether loggers and bar get it.
+            For each key of any rank: the epoch's key, the bar's second key, and whether loggers and bar get it. And by
+            the epoch's key the loaders whose batches logged it on any rank.
         """
         epoch = self._epochs.get(stage)
         if epoch is None or epoch.may_change:
             self.publish_epoch(stage, step)
-        return [
+        loaders: dict[str, set[int]] = {}
+        for known in self._epochs[stage].known:
+            for share in known.values():
+                if share.loaders:
+                    loaders.setdefault(share.epoch_key, set()).update(share.loaders)
+        finished = [
             (share.epoch_key, name if share.on_step else None, share.logger, share.prog_bar)
             for name, share in self.discard_epoch(stage).items()
         ]
+        return finished, loaders
 
     def discard_epoch(self, stage: str) -> dict[str, _Share]:
         """Forget what was exchanged, and return one share of each key."""
@@ -178,8 +189,8 @@ class RanksMetrics:
                 metric.reset()
         return logged
 
-    def _shares(self, slots: Iterable[ScalarSlot]) -> dict[str, _Share]:
-        """Return this rank's shares, read in one packed copy."""
+    def _shares(self, slots: Iterable[ScalarSlot], loaders: Mapping[str, set[int]]) -> dict[str, _Share]:
+        """Return this rank's shares, read in one packed copy; `loaders` are those of each epoch's key."""
         metrics = self._metrics
         slots = list(slots)
         sums = [None if isinstance(slot, MetricSlot) else slot.sums(metrics.device) for slot in slots]
@@ -196,7 +207,7 @@ class RanksMetrics:
                 own = {"total": next(numbers), "shapes": slot.shapes}
                 own["weight"] = next(numbers) if pair[1] is not None else 0.0
             how = {name: getattr(slot, name) for name in _HOW}
-            shares[slot.name] = _Share(**how, **own)
+            shares[slot.name] = _Share(**how, **own, loaders=frozenset(loaders.get(slot.epoch_key, ())))
         return shares
 
     def _counting(self, name: str, epoch: _Epoch) -> dict[int, _Share]:
@@ -292,9 +303,9 @@ class RanksMetrics:
             # A rank where nothing counts has no mean: 0 / 0.
             pairs_of_key = [(share.value * share.weight if share.weight else 0.0, share.weight) for share in shares]
             if is_joined and first.reduce == "mean":
-                value = _joined("mean", pairs_of_key)
+                value = joined("mean", pairs_of_key)
             elif is_joined:
-                value = _joined(first.reduce, [(share.value, 0.0) for share in shares])
+                value = joined(first.reduce, [(share.value, 0.0) for share in shares])
             else:
                 value = first.value
             values[key] = value
@@ -374,11 +385,12 @@ def _merged(name: str, shares: dict[int, _Share]) -> Tensor:
                 fix=f"pass it: self.log({name!r}, value, batch_size=n), or log lw.Loss(sum, weight).",
             )
     dtype = torch.float64 if any(share.dtype == torch.float64 for share in shares.values()) else first.dtype
-    value = _joined(first.reduce, [(share.total, share.weight) for share in shares.values()])
+    value = joined(first.reduce, [(share.total, share.weight) for share in shares.values()])
     return torch.tensor(value, dtype=torch.float64).to(dtype)
 
 
-def _joined(reduce: str, pairs: list[tuple[float, float]]) -> float:
+def joined(reduce: str, pairs: list[tuple[float, float]]) -> float:
+    """Return the mean of (total, weight) pairs, NaN where they weigh nothing; or sum, minimum or maximum of totals."""
     total, weight = _sums(reduce, pairs)
     if reduce != "mean":
         return total

@@ -19,7 +19,7 @@ from .loss import Loss, read_loss
 from .ranks import check_first_batch
 from .ranks_loss import RanksWindowLoss
 from .run import Run
-from .step import detached_mean, drop_window, finish_window, outputs_of
+from .step import detached_mean, drop_window, outputs_of
 
 __all__ = ["ranks_step"]
 
@@ -37,11 +37,12 @@ def ranks_step(run: Run, size: int) -> bool:
         False when on_train_batch_start asked to skip the rest of the epoch, which it must do on all ranks alike.
     """
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    window, watch, strategy = run.window_loss, run.watch, run.fabric.strategy
+    window, watch, strategy, sizes = run.window_loss, run.watch, run.fabric.strategy, metrics.sizes
     assert plan is not None
     assert stream is not None
+    assert sizes is not None
     assert isinstance(window, RanksWindowLoss)
-    window.begin(size)
+    plan.begin_window(size)
     metrics.window += 1
     metrics.step = progress.steps + 1
     run.at_boundary = run.has_stepped = False
@@ -57,9 +58,12 @@ def ranks_step(run: Run, size: int) -> bool:
         batch = output = None
         if has_batch:
             batch = metrics.batch = plan.transfer(host_batch)
+            metrics.sized = None
             if life.on_train_batch_start(batch, index) == -1:
                 drop_window(run)
                 return False
+        if index == first and plan.zeroes_early:
+            plan.zero_grad()
         with _SYNCHRONISED if is_last else plan.deferred():
             if has_batch:
                 metrics.table = plan.table
@@ -71,7 +75,7 @@ def ranks_step(run: Run, size: int) -> bool:
             if output.__class__ is NoLoss:
                 zero, output = output.zero, None
             loss = output if output.__class__ is Tensor else read_loss(output)
-            if index == first:
+            if index == first and not plan.zeroes_early:
                 plan.zero_grad()
             if window.form is None:  # the first batch of the run
                 check_first_batch(run, batch)
@@ -95,13 +99,16 @@ def ranks_step(run: Run, size: int) -> bool:
             if seen is not None and watch.keeps:
                 watch.losses.append(seen)
         if has_batch:
-            samples += find_batch_size(batch) or 0
+            found = find_batch_size(batch)
+            samples += (found if found == sizes.expected else sizes.resolve(batch, found)) or 0
         if is_last:
             is_good = not (run.skips_bad_steps and window.is_to_be_skipped())
-            run.has_stepped = finish_window(run, seen, is_plain=False, is_finite=is_good)
+            run.has_stepped = plan.finish_window(run, seen, is_plain=False, is_finite=is_good)
             progress.batches_in_epoch = index + 1
             progress.total_batches += index + 1 - first
             progress.samples += samples
+            if plan.count_window is not None:
+                plan.count_window(samples)
             if run.schedulers:
                 plan.step_schedules(run)
             run.at_boundary = True

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from ..data.stream import BatchStream
     from ..fabric import Fabric
     from .agreement import Agreement
+    from .carried_window import CarriedWindow
     from .guard import Guard
     from .lifecycle import Lifecycle
     from .metrics import HookTable, Metrics
     from .optimizers import ManagedOptimizer
+    from .own_steps import OwnSteps
     from .progress import Progress
     from .schedule import LRSchedulerConfig
     from .trainer import Trainer
+    from .validated_weights import ValidatedWeights
 
 __all__ = ["BeforeValidation", "Run", "StepPlan"]
 
@@ -44,6 +47,8 @@ class StepPlan:
         table: Where `self.log` in training_step goes.
         backward: Backward pass, scaled where the precision scales.
         zero_grad: Zeroes the gradients.
+        zeroes_early: Whether that comes before a window's first forward pass, so that gradients and activations are not
+            there at the same time; else after it, where hooks listen that are promised so.
         clip: Clips the gradients, None where nothing clips.
         take_step: Steps the optimizer: `(loss) -> whether it stepped`.
         deferred: Opens the context of a micro-batch whose gradients are not synchronised yet.
@@ -52,6 +57,9 @@ class StepPlan:
         needs_loss: Whether the loss's value is wanted by anybody.
         unscale: Unscales gradients before clipping, None where nothing scales.
         step_schedules: Steps the schedules that are due.
+        begin_window: Starts the loss of a window of so many micro-batches.
+        finish_window: Scales, clips and steps after the last micro-batch; see `step.finish_window`.
+        count_window: Counts a finished window's samples, and its tokens, where these are limited; else None.
     """
 
     transfer: Callable[[Any], Any]
@@ -67,9 +75,13 @@ class StepPlan:
     needs_loss: bool
     unscale: Callable[[], None] | None
     step_schedules: Callable[[Run], None]
+    begin_window: Callable[[int], None]
+    finish_window: Callable[..., bool]
+    count_window: Callable[[int], None] | None = None
+    zeroes_early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BeforeValidation:
     """What a validation changes and a resumed run must not see: a validation that has not ended is repeated.
 
@@ -80,6 +92,8 @@ class BeforeValidation:
         evaluating: Paths of the modules that were in eval mode.
         eval_batches: Evaluation batches ever seen.
         window: Number of the window before.
+        is_over: Whether on_validation_epoch_end is done.
+        loggers: States of the loggers before the first row of the validation; None while there is no row.
     """
 
     rng: dict[str, Any]
@@ -88,6 +102,8 @@ class BeforeValidation:
     evaluating: list[str]
     eval_batches: int
     window: int
+    is_over: bool = False
+    loggers: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -107,11 +123,17 @@ class Run:
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
         unreduced: Manual optimization on several ranks: the optimizers whose gradients are not averaged yet.
-        stepped: Manual optimization: the optimizers that stepped since the batch began.
+        stepped: The optimizers that the module has stepped itself since the batch began.
+        own_steps: Watches for such steps; None where the trainer makes every one.
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
+        unfinished: What was due at the event in which the resumed checkpoint was taken; see trainer/unfinished.py.
         configured: What `configure_optimizers` gave, as plain values; see trainer/optimizer_record.py.
+        validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
+        after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
         has_ranks: Whether there are several processes.
         agreement: Lets all ranks stop at the same point; None with one process.
+        undo: Takes back, when the run ends, what it changed on parameters; None where nothing was.
+        carried: The window that goes on in the next epoch; None without `accumulate_across_epochs`.
     """
 
     trainer: Trainer
@@ -135,13 +157,19 @@ class Run:
     has_stepped: bool = False
     is_epoch_over: bool = False
     stepped: list[Optimizer] = field(default_factory=list)
+    own_steps: OwnSteps | None = None
     unreduced: list[Optimizer] = field(default_factory=list)
     is_automatic: bool = True
     skips_bad_steps: bool = False
     before_validation: BeforeValidation | None = None
+    unfinished: dict[str, Any] = field(default_factory=dict)
     configured: dict[str, list[Any]] = field(default_factory=dict)
+    validated: ValidatedWeights | None = None
+    after_epoch: list[Callable[[], None]] = field(default_factory=list)
     has_ranks: bool = False
     agreement: Agreement | None = None
+    carried: CarriedWindow | None = None
+    undo: Callable[[], None] | None = None
 
     @property
     def device(self) -> torch.device:

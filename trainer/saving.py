@@ -30,12 +30,27 @@ class Saving:
     Attributes:
         is_after_error: Whether on_exception is being called: a checkpoint is taken wherever the run stopped, and other
             ranks may be elsewhere.
+        has_score: Whether what is saved now bears the score of the latest validation, and so the weights of then.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._pending: PendingSave | None = None
         self.is_after_error = False
+        self.has_score = False
+
+    def keep_validated(self) -> None:
+        """Keep the weights of now until the epoch has ended, if a hook may change them before the score is saved.
+
+        On every rank, at the end of a validation.
+        """
+        run = self._trainer.present_run()
+        if run is None or run.validated is not None:
+            return
+        from .validated_weights import ValidatedWeights, may_change_weights  # not imported where nobody scores
+
+        if may_change_weights(self._trainer.callbacks, run.module):
+            run.validated = ValidatedWeights(self._trainer.strategy.module_state_dict(run.model))
 
     @property
     def is_in_background(self) -> bool:
@@ -46,8 +61,8 @@ class Saving:
         """Take a checkpoint and write it to each path.
 
         Raises:
-            CheckpointError: Called between two micro-batches of one window; or it cannot be written; or an earlier one
-                could not be written in the background.
+            CheckpointError: Called between two micro-batches of one window, or within a validation that a callback
+                keeps a state of; or it cannot be written; or an earlier one could not be written in the background.
         """
         trainer = self._trainer
         if not run.at_boundary and not self.is_after_error:
@@ -56,11 +71,29 @@ class Saving:
                 "checkpoint could not be resumed exactly.",
                 fix="save in on_train_batch_end when trainer.at_step_boundary is true, or at the end of an epoch.",
             )
+        if not self.is_after_error and not is_weights_only and run is trainer.present_run():
+            self._reach_end_of_event(run)
         if not is_weights_only and not self.is_after_error and run.watch.policy == "raise":
             run.watch.look(trainer.progress)
         trainer.timeline.timed("checkpoint", run.lifecycle.bracketed(self._collect_and_write, "save_checkpoint"))(
             run, filepaths, is_weights_only=is_weights_only, storage_options=storage_options
         )
+
+    def _reach_end_of_event(self, run: Run) -> None:
+        """Let everybody hear of the running event, so that nothing of it is lost on a resume."""
+        run.lifecycle.finish_event()
+        validation = run.before_validation
+        if validation is None or validation.is_over:
+            return
+        counting = [
+            type(callback).__name__ for callback in self._trainer.callbacks if snapshot.counts_batches(callback)
+        ]
+        if counting:
+            raise CheckpointError(
+                "trainer.save_checkpoint was called within a validation, which a resumed run repeats: what "
+                f"{', '.join(counting)} has in its state of it would count twice.",
+                fix="save in on_validation_epoch_end or on_validation_end; or pass weights_only=True.",
+            )
 
     def _collect_and_write(
         self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any

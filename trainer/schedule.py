@@ -248,9 +248,10 @@ def step_plateaus(run: Run, epochs: int) -> None:
 
 
 def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[Any, Any], None] | None) -> None:
-    """Step a plateau schedule with its metric, unless it has had this very value before."""
+    """Step a plateau schedule with its metric, unless it has had this very value before. On every rank."""
     name = config.monitor
     assert name is not None
+    run.metrics.synchronize([name])  # ranks with rates of their own would part ways
     at = run.metrics.metric_step(name)
     if at is None:
         if run.trainer.enable_validation and run.progress.validated_at < 0:

@@ -54,6 +54,7 @@ class ScalarSlot:
         name: Key as the user gave it, with the data loader's suffix.
         hook: Hook that logged it.
         asked: Arguments of the `log` call that made it; a later call must repeat them.
+        where: File and line of that call.
         reduce: "mean", "sum", "min" or "max".
         sync_dist: Whether the value of a step is that of all ranks, at log boundaries.
         rank_zero_only: Whether rank 0's values are the only ones that count.
@@ -70,7 +71,8 @@ class ScalarSlot:
     __slots__ = (
         "agreed", "agreed_window", "asked", "dtype", "finished_window", "hook", "is_empty", "logger", "look_at", "name",
         "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce", "shapes", "step", "step_values", "step_version",
-        "step_weights", "sync_dist", "total", "total_weight", "values", "version", "weighs", "weights", "window",
+        "step_weights", "sync_dist", "total", "total_weight", "values", "version", "weighs", "weights", "where",
+        "window",
     )  # fmt: skip
 
     def __init__(self, name: str, hook: str, *, reduce: str, on_step: bool, on_epoch: bool) -> None:
@@ -87,6 +89,7 @@ class ScalarSlot:
         self.agreed = 0.0
         self.agreed_window = -1
         self.asked: tuple[Any, ...] | None = None  # Any: the raw arguments, compared by ==
+        self.where = "a line of the run that was resumed"
         self.dtype = torch.float32
         self.shapes: Any = None  # Any: nested sizes of an ambiguous batch, compared by ==
         self.window = -1
@@ -119,6 +122,17 @@ class ScalarSlot:
     def epoch_key(self) -> str:
         """Key of the value of an epoch."""
         return f"{self.name}_epoch" if self.on_step else self.name
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step value is newer than the latest value of an epoch."""
+        return self.window > self.finished_window
+
+    @property
+    def keys(self) -> set[str]:
+        """Every key under which its values can be read."""
+        of_epoch = {self.epoch_key, self.name} if self.on_epoch else set()
+        return of_epoch | {self.step_key} if self.on_step else of_epoch
 
     def inspect(self, device: torch.device) -> None:
         """Find a value that was changed since it was logged: at the second value, then at each full chunk, to fold it.

@@ -12,7 +12,6 @@ from .. import __version__
 from ..callbacks import Callback
 from ..checkpoint import content as contents
 from ..checkpoint.content import Content
-from ..checkpoint.plain import to_plain
 from ..data.rng import capture_rng, restore_rng
 from ..errors import CheckpointError
 from . import manual
@@ -27,8 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "before_validation",
     "collect",
-    "count_samples",
+    "count_data",
+    "counts_batches",
     "logger_states",
+    "note_row_of_validation",
+    "parameter_names",
     "put_back_loggers",
     "read",
     "restore_frozen",
@@ -54,6 +56,10 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         "module": fabric.strategy.module_state_dict(run.model),
         "progress": _progress(trainer, run),
     }
+    if run.validated is not None and trainer.saving.has_score:
+        states["module"], after = run.validated.split(states["module"], lambda names: _union(trainer, names))
+        if after and not is_weights_only:
+            states["after_validation"] = after
     extra: dict[str, Any] = _hyperparameters(run.module, "")
     if run.datamodule is not None:
         extra.update(_hyperparameters(run.datamodule, "datamodule_"))
@@ -62,9 +68,11 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
         if run.configured:
-            states["optimizer_record"] = {"configured": run.configured, "names": _parameter_names(run)}
+            states["optimizer_record"] = {"configured": run.configured, "names": parameter_names(run)}
         if not run.is_automatic:
             states["gradients"] = manual.waiting_gradients(run)
+        if run.carried is not None:
+            states.update(run.carried.states())
         states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
         states["metrics"] = run.metrics.state_dict(run.module, alone=not trainer.ranks_answer)
         states["metric_objects"] = metric_states(run.module)
@@ -74,11 +82,12 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
             "parameters": [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad],
             "modules": _evaluating(run.module),
         }
+        states["unfinished"] = _unfinished(trainer, run)
+        states["loggers"] = logger_states(trainer)
         _leave_validation(run, states)
         if trainer.ranks_answer:
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
             states["rng_of_ranks"] = trainer.strategy.gather_objects(states["rng"])
-        states["loggers"] = logger_states(trainer)
         if run.stream is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
             states["data"] = stream_state(run) if run is trainer._run else trainer.stream_state
@@ -116,6 +125,12 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
     return checkpoint
 
 
+def _union(trainer: Trainer, names: list[str]) -> list[str]:
+    if not trainer.ranks_answer:
+        return names
+    return list(dict.fromkeys(name for theirs in trainer.strategy.gather_objects(names) for name in theirs))
+
+
 def before_validation(trainer: Trainer, run: Run) -> BeforeValidation:
     """Return what a validation is about to change, for a checkpoint that is taken during it."""
     return BeforeValidation(
@@ -126,6 +141,28 @@ def before_validation(trainer: Trainer, run: Run) -> BeforeValidation:
         eval_batches=run.progress.eval_batches,
         window=run.metrics.window,
     )
+
+
+def note_row_of_validation(trainer: Trainer, run: Run) -> None:
+    """Remember where the loggers were before a validation's first row: one that is repeated logs its rows again."""
+    before = run.before_validation
+    if before is not None and before.loggers is None:
+        before.loggers = logger_states(trainer)
+
+
+# Hooks that a repeated validation calls again.
+_OF_A_VALIDATION = tuple(f"on_validation_{what}" for what in ("start", "epoch_start", "batch_start", "batch_end"))
+
+
+def counts_batches(callback: Callback) -> bool:
+    """Whether a callback of the user's may have in its state what a repeated validation would bring again.
+
+    Loopwright's own keep nothing of a validation that has not ended.
+    """
+    if type(callback).__module__.startswith(__name__.partition(".")[0] + "."):
+        return False
+    hears = any(find_override(callback, name, (Callback,)) is not None for name in _OF_A_VALIDATION)
+    return hears and find_override(callback, "state_dict", (Callback,)) is not None
 
 
 def _leave_validation(run: Run, states: dict[str, Any]) -> None:
@@ -140,6 +177,22 @@ def _leave_validation(run: Run, states: dict[str, Any]) -> None:
         states["metric_objects"] = before.metric_objects
         states["progress"]["eval_batches"] = before.eval_batches
         states["metrics"]["window"] = before.window
+        if before.loggers is not None:
+            states["loggers"] = before.loggers
+
+
+def _unfinished(trainer: Trainer, run: Run) -> dict[str, Any]:
+    """Return what is still due at the event that is under way; see trainer/unfinished.py."""
+    due: dict[str, Any] = {}
+    untold = run.lifecycle.untold() if run is trainer.present_run() else None
+    if untold is not None:
+        due["told_later"] = untold
+    if trainer.progress.validation_ending:
+        own = capture_rng()
+        due["validation_end"] = {
+            "rng_of_ranks": trainer.strategy.gather_objects(own) if trainer.ranks_answer else [own]
+        }
+    return due
 
 
 def _evaluating(module: nn.Module) -> list[str]:
@@ -150,7 +203,11 @@ def _evaluating(module: nn.Module) -> list[str]:
 def stream_state(run: Run) -> dict[str, Any]:
     """Return where the data are: within a step that an error broke off, where it began, for it will be repeated."""
     assert run.stream is not None
-    return run.stream.state_dict(None if run.at_boundary else run.progress.batches_in_epoch)
+    position = None if run.at_boundary else run.progress.batches_in_epoch
+    if run.before_validation is None:
+        return run.stream.state_dict(position)
+    with run.trainer.loaders.before_validation(run.before_validation.generators):
+        return run.stream.state_dict(position)
 
 
 def _progress(trainer: Trainer, run: Run) -> dict[str, Any]:
@@ -158,17 +215,17 @@ def _progress(trainer: Trainer, run: Run) -> dict[str, Any]:
     if trainer.state.fn == "fit":
         state["validated_s"] = trainer.fit_loop.seconds_since_validation()
     if trainer.ranks_answer:
-        state["samples"] = count_samples(trainer)
+        state["samples"], state["tokens"] = count_data(trainer)
     return state
 
 
-def count_samples(trainer: Trainer) -> int:
-    """Return the samples that all ranks have trained on. Each counts its own since fit began or was resumed."""
-    before = trainer.samples_before
-    counts: list[int] = trainer.strategy.gather_objects(trainer.progress.samples)
-    topology = trainer.strategy.topology
+def count_data(trainer: Trainer) -> tuple[int, int]:
+    """Return the samples and tokens that all ranks have trained on; each counts its own since fit began or resumed."""
+    progress, topology = trainer.progress, trainer.strategy.topology
+    own = (progress.samples - trainer.samples_before, progress.tokens - trainer.tokens_before)
     copies = topology.world_size // topology.data_size  # ranks that train on the same samples
-    return before + sum(count - before for count in counts) // copies
+    samples, tokens = (sum(column) // copies for column in zip(*trainer.strategy.gather_objects(own), strict=True))
+    return trainer.samples_before + samples, trainer.tokens_before + tokens
 
 
 def logger_states(trainer: Trainer) -> dict[str, Any]:
@@ -176,7 +233,7 @@ def logger_states(trainer: Trainer) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for index, item in enumerate(trainer.loggers):
         # A logger writes here what it has pending; one that cannot must not cost the checkpoint.
-        trainer.output.tell(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
+        trainer.output.ask(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
             {f"{index}-{type(item).__name__}": item.state_dict()}
         ))  # fmt: skip
     return {key: state for key, state in states.items() if state}
@@ -195,15 +252,18 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
     hparams = getattr(owner, "hparams", None)
     if not hparams:
         return {}
-    plain, dropped = to_plain(dict(hparams))
-    if dropped:
+    from ..checkpoint import arguments_to_pass  # not imported where none are saved
+
+    plain, to_pass = arguments_to_pass.split(hparams, owner=type(owner).__name__)
+    if to_pass:
         logger.warning(
             "hyperparameters that are no plain values are not saved: %s; pass them to load_from_checkpoint",
-            ", ".join(dropped),
+            ", ".join(to_pass),
         )
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
     value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
-    return {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: plain}
+    found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: plain}
+    return {**found, arguments_to_pass.to_pass_key(prefix): to_pass} if to_pass else found
 
 
 # --- in ------------------------------------------------------------------------------------------------------------
@@ -211,6 +271,7 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
 
 def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
     """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
+    from ..checkpoint import arguments_to_pass
     from ..checkpoint.reading import Ranks, read_on_all_ranks  # not imported where nothing is resumed
 
     strategy = trainer.fabric.strategy
@@ -227,6 +288,7 @@ def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
         is_safe=not is_trusted,
         by_parts=strategy.shards_parameters,
     )
+    arguments_to_pass.put_back(checkpoint)
     content = contents.read(checkpoint, source=path)
     content.extra["__checkpoint__"] = checkpoint
     return content
@@ -235,6 +297,9 @@ def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
 def restore_module(trainer: Trainer, run: Run, content: Content) -> None:
     """Put back module, data module and callbacks; the hooks first."""
     checkpoint = content.extra["__checkpoint__"]
+    after = content.states.get("after_validation")
+    if after and trainer.state.fn == "fit":  # what training goes on with; the rest is for whoever evaluates
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **after}
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
         own(checkpoint)
@@ -300,7 +365,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
                 fix="resume with the optimizers and schedules of the run that saved it.",
             )
     trainer.progress.load_state_dict(states["progress"])
-    trainer.samples_before = trainer.progress.samples
+    trainer.samples_before, trainer.tokens_before = trainer.progress.samples, trainer.progress.tokens
     record = states.get("optimizer_record", {})
     names = record.get("names", [None] * len(run.optimizers))
     put_back = [
@@ -323,6 +388,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
         run.metrics.load_state_dict(states["metrics"], run.module)
     if content.is_foreign:
         logger.warning("%s was not written by Loopwright: random number generators and data order start anew", path)
+    run.unfinished = states.get("unfinished", {})
     rng = states.get("rng")
     if rng is None:
         return None
@@ -352,7 +418,7 @@ def restore_frozen(run: Run, content: Content) -> None:
         logger.info("frozen or not as in the checkpoint: %s", ", ".join(changed))
 
 
-def _parameter_names(run: Run) -> list[list[list[str]] | None]:
+def parameter_names(run: Run) -> list[list[list[str]] | None]:
     """Return the names of each optimizer's parameters by group; None where they are not all known here."""
     if getattr(run.fabric.strategy, "has_stages", False):
         return [None for _ in run.optimizers]

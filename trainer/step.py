@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..data.move import find_batch_size
 from ..strategies import NoLoss
-from .loss import Loss, WindowLoss, read_loss
+from .loss import Loss, read_loss
 from .run import Run
 from .schedule import step_due_schedules
+from .slots import accumulation_dtype
 
 __all__ = [
     "automatic_step",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from .ranks_loss import RanksWindowLoss
 
 _SYNCHRONISED = nullcontext()
@@ -48,8 +51,9 @@ def automatic_step(run: Run, size: int) -> bool:
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
     assert plan is not None
     assert stream is not None
-    window, watch = run.window_loss, run.watch
-    window.begin(size)
+    window, watch, sizes = run.window_loss, run.watch, metrics.sizes
+    assert sizes is not None
+    plan.begin_window(size)
     metrics.window += 1
     metrics.step = progress.steps + 1
     run.at_boundary = run.has_stepped = False
@@ -58,22 +62,24 @@ def automatic_step(run: Run, size: int) -> bool:
     samples = 0
     is_finite = True
     # A plain mean in a window of one needs no bookkeeping: it is its own share, and its gradient is right as it is.
-    is_single = size == 1
+    is_single = window.planned == 1
     is_plain = False
     while True:
         batch = plan.transfer(stream.next_batch())
-        metrics.batch = batch
+        metrics.batch, metrics.sized = batch, None
         run.batch_idx = index
         is_last = index == last or not stream.has_next()
         if life.on_train_batch_start(batch, index) == -1:
             drop_window(run)
             return False
+        if index == first and plan.zeroes_early:
+            plan.zero_grad()
         with _SYNCHRONISED if is_last else plan.deferred():
             metrics.table = plan.table
             output = plan.training_step(batch, index)
             metrics.table = metrics.nowhere
             loss = output if output.__class__ is Tensor else read_loss(output)
-            if index == first:
+            if index == first and not plan.zeroes_early:
                 plan.zero_grad()
             seen = None
             if loss is not None:
@@ -89,14 +95,19 @@ def automatic_step(run: Run, size: int) -> bool:
                     life.on_before_backward(share)
                     plan.backward(share)
                     life.on_after_backward()
+                else:
+                    _fill_gradients(plan.optimizer)
                 if watch.keeps:
                     watch.losses.append(seen)  # type: ignore[arg-type]  # needs_loss holds wherever losses are kept
-        samples += find_batch_size(batch) or 0
+        found = find_batch_size(batch)
+        samples += (found if found == sizes.expected else sizes.resolve(batch, found)) or 0
         if is_last:
-            run.has_stepped = finish_window(run, seen, is_plain=is_plain, is_finite=is_finite)
+            run.has_stepped = plan.finish_window(run, seen, is_plain=is_plain, is_finite=is_finite)
             progress.batches_in_epoch = index + 1
             progress.total_batches += index + 1 - first
             progress.samples += samples
+            if plan.count_window is not None:
+                plan.count_window(samples)
             if run.schedulers:
                 plan.step_schedules(run)
             run.at_boundary = True
@@ -112,8 +123,12 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
     assert plan is not None
     window = run.window_loss
     optimizer = plan.optimizer
+    if optimizer is None and run.stepped:  # the module steps one of its own
+        run.stepped.clear()
+        progress.steps += 1
+        return True
     if (not is_plain and window.is_empty) or not is_finite:
-        progress.skipped_steps += 1
+        run.watch.note_skipped(run, "empty" if is_finite or window.has_nothing else "nonfinite")
         if optimizer is not None:
             optimizer.zero_grad()
         return False
@@ -127,21 +142,43 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
         if plan.clip is not None:
             plan.clip()
         if not plan.take_step(loss):
-            progress.skipped_steps += 1
+            run.watch.note_skipped(run, "refused")
             return False
     progress.steps += 1
     return True
 
 
+def _fill_gradients(optimizer: Optimizer | None) -> None:
+    """Give parameters without a gradient one of 0: what a sum without a graph adds, such as one over no elements."""
+    for group in () if optimizer is None else optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 def drop_window(run: Run) -> None:
-    """Forget the window under way: the epoch ends here, and the schedules that count epochs are stepped."""
+    """Forget the window under way: the epoch ends here, and the schedules that count epochs are stepped.
+
+    Raises:
+        ModuleError: Other ranks train on.
+    """
     assert run.plan is not None
+    _check_skip(run)
+    run.watch.note_left(run)
     if run.plan.optimizer is not None:
         run.plan.optimizer.zero_grad()
         run.fabric.strategy.drop_gradients(run.model)
     if run.schedulers:
         step_due_schedules(run, "epoch", run.progress.epochs + 1)
     run.at_boundary = run.progress.epoch_left = True
+
+
+def _check_skip(run: Run) -> None:
+    """Let the rest of an epoch be skipped on all ranks or on none."""
+    if run.has_ranks:
+        from .ranks import require_skip_everywhere  # not imported where there is one process
+
+        require_skip_everywhere(run.trainer)
 
 
 def step_schedules(run: Run) -> None:
@@ -168,6 +205,10 @@ def outputs_of(output: Any, seen: Tensor | None) -> Any:  # Any: extras of the u
     return {"loss": seen}
 
 
+class _NothingToStepWithError(Exception):
+    """Leaves an optimizer in whose first evaluation no micro-batch of any rank had a loss."""
+
+
 def closure_step(run: Run, size: int) -> bool:
     """Train on the next window with an optimizer that evaluates the model several times (LBFGS).
 
@@ -178,6 +219,7 @@ def closure_step(run: Run, size: int) -> bool:
     assert plan is not None
     assert stream is not None
     assert plan.optimizer is not None
+    assert metrics.sizes is not None
     optimizer = plan.optimizer
     metrics.window += 1
     metrics.step = progress.steps + 1
@@ -186,8 +228,9 @@ def closure_step(run: Run, size: int) -> bool:
     batches: list[Any] = []
     while len(batches) < size and stream.has_next():
         batch = plan.transfer(stream.next_batch())
-        metrics.batch = batch
-        if life.on_train_batch_start(batch, first + len(batches)) == -1:
+        metrics.batch, metrics.sized = batch, None
+        run.batch_idx = first + len(batches)
+        if life.on_train_batch_start(batch, run.batch_idx) == -1:
             drop_window(run)
             return False
         batches.append(batch)
@@ -201,7 +244,7 @@ def closure_step(run: Run, size: int) -> bool:
         means: list[Tensor] = []
         plan.zero_grad()
         for offset, batch in enumerate(batches):
-            metrics.batch = batch
+            metrics.batch, metrics.sized = batch, None
             metrics.table = plan.table
             output = plan.training_step(batch, first + offset)
             metrics.table = metrics.nowhere
@@ -209,15 +252,16 @@ def closure_step(run: Run, size: int) -> bool:
             if output.__class__ is NoLoss:
                 zero, output = output.zero, None
             loss = read_loss(output)
-            if run.has_ranks:
-                _agree(window, loss, is_last=offset == len(batches) - 1)
             seen = None
-            if loss is not None:
-                share = window.share(loss)
+            share = _shared_with_ranks(run, loss, is_last=offset == len(batches) - 1)
+            if loss is not None and share is not None:
                 seen = detached_mean(loss)
-                life.on_before_backward(share)
-                plan.backward(share)
-                life.on_after_backward()
+                if share.requires_grad or loss.__class__ is not Loss:
+                    life.on_before_backward(share)
+                    plan.backward(share)
+                    life.on_after_backward()
+                else:
+                    _fill_gradients(optimizer)
                 means.append(share.detach())
             elif zero is not None and zero.requires_grad:
                 plan.backward(zero)
@@ -225,10 +269,13 @@ def closure_step(run: Run, size: int) -> bool:
                 outputs.append((output, seen))
                 if seen is not None:
                     run.watch.losses.append(seen)
-        factor = window.gradient_factor() if means or run.has_ranks else None
+        if window.is_empty:
+            raise _NothingToStepWithError
+        factor = window.gradient_factor()
         total = torch.stack(means).sum() if means else torch.zeros((), device=run.device)
         if run.has_ranks:
-            total = run.fabric.all_reduce(total)  # the optimizer must decide alike on all ranks
+            # The optimizer must decide alike on all ranks; one without a loss does not know the others' dtype.
+            total = run.fabric.all_reduce(total.to(accumulation_dtype(total.device)))
         if factor is not None:
             run.fabric.strategy.scale_gradients(optimizer, factor)
             total = total * factor
@@ -237,16 +284,21 @@ def closure_step(run: Run, size: int) -> bool:
             plan.clip()
         return total
 
-    # Without any loss the gradients were zero, which a closure optimizer takes as its end: no step was made.
-    run.has_stepped = run.fabric.optimizer_step(optimizer, evaluate) and not run.window_loss.is_empty
+    try:
+        run.has_stepped = run.fabric.optimizer_step(optimizer, evaluate)
+    except _NothingToStepWithError:
+        optimizer.zero_grad()
     metrics.is_muted = False
     if run.has_stepped:
         progress.steps += 1
     else:
-        progress.skipped_steps += 1
+        run.watch.note_skipped(run, "empty" if run.window_loss.is_empty else "refused")
     progress.batches_in_epoch = first + len(batches)
     progress.total_batches += len(batches)
-    progress.samples += sum(find_batch_size(batch) or 0 for batch in batches)
+    samples = sum(metrics.sizes.of(batch) or 0 for batch in batches)
+    progress.samples += samples
+    if plan.count_window is not None:
+        plan.count_window(samples)
     if run.schedulers:
         plan.step_schedules(run)
     for offset, (batch, (output, seen)) in enumerate(zip(batches, outputs, strict=True)):
@@ -255,13 +307,15 @@ def closure_step(run: Run, size: int) -> bool:
     return True
 
 
-def _agree(window: WindowLoss, loss: Tensor | Loss | None, *, is_last: bool) -> None:
-    """Let all ranks know what this micro-batch weighs."""
-    ranks_window = cast("RanksWindowLoss", window)
-    if ranks_window.form is None:
-        ranks_window.agree(loss)
-    if is_last:
-        ranks_window.reduce(is_finite=True)
+def _shared_with_ranks(run: Run, loss: Tensor | Loss | None, *, is_last: bool) -> Tensor | None:
+    """Return this micro-batch's share, None without a loss; after the last, let ranks know what the window weighs."""
+    window = run.window_loss
+    if run.has_ranks and cast("RanksWindowLoss", window).form is None:
+        cast("RanksWindowLoss", window).agree(loss)
+    share = None if loss is None else window.share(loss)
+    if run.has_ranks and is_last:
+        cast("RanksWindowLoss", window).reduce(is_finite=True)
+    return share
 
 
 def manual_step(run: Run, size: int) -> bool:
@@ -272,14 +326,16 @@ def manual_step(run: Run, size: int) -> bool:
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
     assert plan is not None
     assert stream is not None
+    assert metrics.sizes is not None
     metrics.window += 1
     metrics.step = progress.steps + 1
     run.at_boundary = run.has_stepped = False
     run.stepped.clear()
-    index = progress.batches_in_epoch
+    index = run.batch_idx = progress.batches_in_epoch
     batch = plan.transfer(stream.next_batch())
-    metrics.batch = batch
+    metrics.batch, metrics.sized = batch, None
     if life.on_train_batch_start(batch, index) == -1:
+        _check_skip(run)
         run.at_boundary = progress.epoch_left = True
         return False
     metrics.table = plan.table
@@ -290,13 +346,15 @@ def manual_step(run: Run, size: int) -> bool:
         progress.steps += 1
     progress.batches_in_epoch = index + 1
     progress.total_batches += 1
-    progress.samples += find_batch_size(batch) or 0
+    samples = metrics.sizes.of(batch) or 0
+    progress.samples += samples
+    if plan.count_window is not None:
+        plan.count_window(samples)
     run.at_boundary = True
     seen = _loss_of_manual(output)
     if seen is not None and run.watch.keeps:
         run.watch.losses.append(seen)
-    if plan.hears_batch_end:
-        life.on_train_batch_end(outputs_of(output, seen), batch, index)
+    life.on_train_batch_end(outputs_of(output, seen) if plan.hears_batch_end else None, batch, index)
     return True
 
 

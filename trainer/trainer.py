@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks import Callback
+from ..checkpoint import content as contents
 from ..data.hparams import without_omegaconf
-from ..data.rng import capture_rng, restore_rng
+from ..data.move import find_batch_size
+from ..data.rng import restore_rng
 from ..errors import ConfigError, LoopwrightError, ModuleError, StopBySignal
 from ..fabric import Fabric
 from ..loggers import Logger
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
     from ..data.module import DataModule
     from .agreement import Agreement
+    from .rng_course import RngCourse
     from .timeline import Timeline
 
 __all__ = ["Trainer"]
@@ -80,6 +83,9 @@ class Trainer(TrainerAttributes):
         min_epochs: Ignore requests to stop before.
         max_steps: Stop after so many training steps; -1 for no limit.
         min_steps: Ignore requests to stop before.
+        max_samples: Stop at the first training step after which so many samples were trained on, over all ranks; -1 or
+            None for no limit.
+        max_tokens: The same for tokens, which `Module.count_tokens` counts.
         max_time: Stop after "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
         limit_train_batches: Batches per epoch: a number, or a fraction from 0.0 to 1.0.
         limit_val_batches: See limit_train_batches.
@@ -94,11 +100,21 @@ class Trainer(TrainerAttributes):
         enable_progress_bar: Whether to add a progress bar.
         enable_model_summary: Whether to print a summary of the model.
         accumulate_grad_batches: Micro-batches per optimizer step.
+        accumulate_across_epochs: Whether a window that the epoch's end cuts short continues in the next epoch, rather
+            than ending in a step with fewer micro-batches. The last epoch ends its window.
+        grad_accumulation_dtype: "float32" sums gradients of 16-bit parameters in float32, over the micro-batches of a
+            window and over ranks; None in the parameters' dtype.
+        global_batch_size: Samples per optimizer step, over all ranks, in the place of `accumulate_grad_batches`: that
+            follows from the loader's batch size and the number of ranks, which must divide it.
         gradient_clip_val: Largest gradient norm, or value; None or 0 for no clipping.
         gradient_clip_algorithm: "norm" or "value".
         deterministic: True, or "warn": use deterministic algorithms.
         benchmark: Value for torch.backends.cudnn.benchmark.
-        inference_mode: Evaluate under torch.inference_mode rather than no_grad.
+        matmul_precision: How float32 matrices are multiplied during a run: "highest" (in float32), "high" (tf32 where
+            the device has it), "medium" (bfloat16); None leaves torch's setting. See
+            `torch.set_float32_matmul_precision`.
+        inference_mode: Run validate, test and predict under torch.inference_mode rather than no_grad. Validations
+            inside fit always run under no_grad: what they leave in the module can be trained with.
         use_distributed_sampler: Whether to shard the data over ranks.
         profiler: "simple", "advanced", "pytorch", "xla", or a Profiler.
         detect_anomaly: Whether autograd looks for NaN in fit.
@@ -109,8 +125,11 @@ class Trainer(TrainerAttributes):
         default_root_dir: Where logs and checkpoints go; the working directory by default.
         enable_autolog_hparams: Whether hyperparameters go to the loggers.
         model_registry: Not supported; None only.
+        compile: Compile the module's steps with torch.compile, or its repeated blocks where it has some: True, or a
+            dict of arguments of torch.compile such as {"mode": "max-autotune"}. See docs/compile.md.
         nonfinite_loss: What to do about a NaN or infinite loss: "warn" (once, with the step), "raise" (at the next log
-            boundary and before any checkpoint is written), "skip" (drop the step; reads each loss), or "ignore".
+            boundary and before any checkpoint is written), "skip" (drop the step, which is said once and counted in
+            `trainer.progress.nonfinite_steps` and the rows of the loggers; reads each loss), or "ignore".
 
     Raises:
         ConfigError: Names every argument that cannot work.
@@ -161,9 +180,16 @@ class Trainer(TrainerAttributes):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
         nonfinite_loss: str = "warn",
+        global_batch_size: int | None = None,
+        max_samples: int | None = None,
+        max_tokens: int | None = None,
+        accumulate_across_epochs: bool = False,
+        grad_accumulation_dtype: str | torch.dtype | None = None,
+        matmul_precision: str | None = None,
+        compile: bool | dict[str, Any] = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        given = from_environment(without_omegaconf(given), dict(Trainer.__init__.__kwdefaults__ or {}))
+        given = self._read_environment(without_omegaconf(given))
         if given["model_registry"] is not None:
             raise ConfigError(
                 f"model_registry={given['model_registry']!r}: there is no model registry.",
@@ -172,7 +198,7 @@ class Trainer(TrainerAttributes):
         names = Arguments.__dataclass_fields__
         self._arguments = arguments = Arguments(**{n: v for n, v in given.items() if n in names}).resolve()
         machine = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
-        self.fabric = Fabric(**{name: given[name] for name in machine})
+        self.fabric = self._make_fabric({name: given[name] for name in machine})
         self.state = TrainerState()
         self.progress = Progress()
         profiler = resolve_profiler(arguments.profiler)
@@ -199,18 +225,26 @@ class Trainer(TrainerAttributes):
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
         self.stream_state: dict[str, Any] | None = None
-        self.samples_before = 0
+        self.samples_before = self.tokens_before = 0
         self.records_at = (0, 0)
+        # The window that was under way when the last fit ended, after an epoch that cut it short.
+        self.carried_states: dict[str, Any] = {}
         self._metrics = Metrics(self.fabric.device)
         self._metrics.is_disabled = arguments.barebones
         self._watch_losses = LossWatch(arguments.nonfinite_loss)
         self._run: Run | None = None
         self._last_run: Run | None = None
+        self.last_fit: Run | None = None
         self._guard = Guard()
         self._timeline: Timeline | None = None
         self._toggles = manual.Toggles()
+        self._rng_course: RngCourse | None = None
+        # The module that the user compiled last, with what compiles as the user did; and what ends compiling in a run.
+        self._own_compiler: tuple[nn.Module, Any] | None = None
+        self._compiling: ExitStack | None = None
         self._results: Mapping[str, float] = {}
         self.saving = Saving(self)
+        self._identity = os.urandom(8).hex()  # the same in processes that this one starts
         self.is_in_child = False
         self._revert_layer_sync: Callable[[], Any] | None = None
         self._spawned_module: nn.Module | None = None
@@ -219,6 +253,18 @@ class Trainer(TrainerAttributes):
         self._same_everywhere = own
         self._backend_modes = BackendModes()
         self.callbacks: list[Callback] = self._make_callbacks(given["callbacks"])
+
+    def _read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
+        return from_environment(given, dict(Trainer.__init__.__kwdefaults__ or {}))
+
+    def _make_fabric(self, machine: dict[str, Any]) -> Fabric:
+        fabric = Fabric(**machine)
+        fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
+        if self._arguments.grad_accumulation_dtype is not None:
+            from ..fabric.grad_accumulation import set_grad_accumulation_dtype  # not imported where nobody asks
+
+            set_grad_accumulation_dtype(fabric.strategy, self._arguments.grad_accumulation_dtype)
+        return fabric
 
     def _make_callbacks(self, callbacks: Any) -> list[Callback]:
         own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
@@ -268,13 +314,19 @@ class Trainer(TrainerAttributes):
             return
         with self._running("fit"):
             loaders = {"train": train_dataloaders, "validation": val_dataloaders}
+            before = self._take_before(model) if ckpt_path is None else None
             run = attach(self, "fit", model, datamodule, loaders)
-            restore = begin_fit(self, run, ckpt_path, is_trusted=weights_only is False)
+            restore = begin_fit(self, run, ckpt_path, is_trusted=weights_only is False, before=before)
             with torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly):
                 self.fit_loop.run(run, restore)
+            self.carried_states = run.carried.states() if run.carried is not None else {}
+            if self.is_global_zero:
+                run.watch.conclude(self.progress)
             run.lifecycle.on_fit_end()
             if run.has_ranks:
-                self.progress.samples = self.samples_before = snapshot.count_samples(self)
+                samples, tokens = snapshot.count_data(self)
+                self.progress.samples = self.samples_before = samples
+                self.progress.tokens = self.tokens_before = tokens
             self._finish(run)
 
     def validate(
@@ -405,8 +457,12 @@ class Trainer(TrainerAttributes):
         self.ckpt_path = None
         self._guard = Guard(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
         modes = self._arguments
-        self._backend_modes.set(deterministic=modes.deterministic, benchmark=modes.benchmark)
+        self._backend_modes.set(
+            deterministic=modes.deterministic, benchmark=modes.benchmark, matmul_precision=modes.matmul_precision
+        )
+        course = self.rng_course
         with self._guard:
+            course.enter()
             try:
                 yield
             except BaseException as error:
@@ -421,8 +477,18 @@ class Trainer(TrainerAttributes):
                     raise cause from None
                 raise
             finally:
+                course.leave(has_trained=verb == "fit")
                 self._detach()
         self.state.end()
+
+    @property
+    def rng_course(self) -> RngCourse:
+        """Where training is in its random numbers."""
+        if self._rng_course is None:
+            from .rng_course import RngCourse  # a program that only makes a Trainer draws nothing
+
+            self._rng_course = RngCourse()
+        return self._rng_course
 
     @property
     def can_be_requeued(self) -> bool:
@@ -499,8 +565,10 @@ class Trainer(TrainerAttributes):
             system={
                 # Barebones logs nothing, so there is nothing to do after a batch.
                 **({} if self._arguments.barebones else {"on_train_batch_end": self._after_batch}),
+                "on_train_epoch_start": self._after_epoch_start,
                 "on_train_epoch_end": self._after_train_epoch,
                 "on_validation_epoch_end": self._after_validation,
+                "on_validation_end": self._after_validation_end,
                 "on_test_epoch_end": self._after_test,
             },
         )
@@ -549,6 +617,28 @@ class Trainer(TrainerAttributes):
             if isinstance(child, Module):
                 child.__dict__["_log"] = log
 
+    def note_compiler(self, model: nn.Module, module: nn.Module) -> None:
+        """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
+        if model is not module or "_compile_options" in vars(module):
+            from ..fabric.compiling import without_wrapper  # not imported where nothing is compiled
+
+            self._own_compiler = without_wrapper(model)
+
+    def begin_compiling(self, run: Run) -> None:
+        """Compile what the run will call, if the user asked for it; until `_detach`."""
+        own, options = self._own_compiler, self._arguments.compile
+        given = own[1] if own is not None and own[0] is run.module else None
+        if given is None and options is False:
+            return
+        from .compiling import begin_compiling  # not imported where nothing is compiled
+
+        if given is not None and options is not False:
+            logger_.warning(
+                "the module was compiled with torch.compile: it keeps those options, and compile= of the Trainer is "
+                "not used"
+            )
+        self._compiling = begin_compiling(run, given, {} if isinstance(options, bool) else dict(options))
+
     def _on_failure(self, error: BaseException) -> None:
         """Tell callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
         run = self._run
@@ -556,6 +646,12 @@ class Trainer(TrainerAttributes):
             return
         if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
             add_place(error, self._place(run))
+            if isinstance(error, RuntimeError) and self.state.fn == "fit":
+                from .inference_tensors import advice_on  # not imported where nothing fails
+
+                advice = advice_on(error, run.module)
+                if advice is not None:
+                    add_place(error, advice)
         self.saving.is_after_error = True
         try:
             self.saving.wait_after(error)
@@ -596,6 +692,30 @@ class Trainer(TrainerAttributes):
                 self.print(self.profiler.summary())
             self.profiler.describe()
 
+    def adopt_callbacks(self) -> None:
+        """Let callbacks that another Trainer has trained with forget that run."""
+        for callback in self.callbacks:
+            if vars(callback).setdefault("_adopted_by", self._identity) != self._identity:
+                callback.forget_run()
+                vars(callback)["_adopted_by"] = self._identity
+
+    def _take_before(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return what the last fit left for one that continues it; None where there is none."""
+        if not self.progress.total_batches:
+            return None
+        from .begin import unwrapped
+        from .continuing import take  # not imported in a first fit
+
+        return take(self, unwrapped(model))
+
+    def spawned_states(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return the states with which the last fit in other processes ended; {} if it was of another module."""
+        if self._spawned_checkpoint is None:
+            return None
+        if self._spawned_module is not module:
+            return {}
+        return contents.read(self._spawned_checkpoint, source="the last fit").states
+
     def _describe_run(self) -> None:
         """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
         folder = getattr(self.logger, "log_dir", None)
@@ -610,21 +730,30 @@ class Trainer(TrainerAttributes):
     def _detach(self) -> None:
         """Undo what beginning the run attached; the module stays on its device."""
         run, self._run = self._run, None
+        if self._compiling is not None:
+            self._compiling.close()
+            self._compiling = None
         if self._timeline is not None:
             self._timeline.end(run)
         if run is not None:
             # What a fit built stays readable, and can be saved, after the same module was evaluated.
             if self.state.fn == "fit" or self._last_run is None or self._last_run.module is not run.module:
                 self._last_run = run
+            if self.state.fn == "fit" and run.configured:
+                self.last_fit = run
+            if run.own_steps is not None:
+                run.own_steps.remove()
             if run.stream is not None:
                 if self.state.fn == "fit":
                     self.stream_state = snapshot.stream_state(run)
                 run.stream.shut_down()
         self.loaders.shut_down()
         self._metrics.table = self._metrics.nowhere
-        self._metrics.batch = None
+        self._metrics.batch = self._metrics.sized = None
         self._backend_modes.put_back()
         if run is not None:
+            if run.undo is not None:
+                run.undo()
             for child in run.module.modules():
                 if isinstance(child, Module):
                     child.__dict__["_log"] = None
@@ -656,7 +785,14 @@ class Trainer(TrainerAttributes):
 
     def _take_stream(self, run: Run) -> None:
         stream = run.stream = self.loaders.open_training()
+        from ..data.batch_size import BatchSizes  # not imported by a program that only makes a Trainer
+
+        self._metrics.sizes = BatchSizes(stream.loader)
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
+        if self._arguments.global_batch_size is not None:
+            from .global_batch import derive_accumulation  # not imported where the accumulation is given
+
+            self.accumulate_grad_batches = derive_accumulation(self, run)
 
     def sanity_check(self, run: Run) -> None:
         """Validate a few batches, to find mistakes before an epoch has been spent. Leaves no trace."""
@@ -664,7 +800,8 @@ class Trainer(TrainerAttributes):
         if data is None or data.num_batches == 0:
             return
         self._share_buffers(run)
-        rng, window = capture_rng(), run.metrics.window
+        generators, window = self.loaders.capture_generators(), run.metrics.window
+        before = run.before_validation = snapshot.before_validation(self, run)
         self.state.stage = "sanity_check"
         run.lifecycle.on_sanity_check_start()
         self._eval_loop(run, "validation", data).run(run, data)
@@ -672,7 +809,9 @@ class Trainer(TrainerAttributes):
         run.metrics.window = window
         run.lifecycle.on_sanity_check_end()
         self.state.stage = "train"
-        restore_rng(rng)
+        run.before_validation = None
+        self.loaders.restore_generators(generators)
+        restore_rng(before.rng)
 
     def _share_buffers(self, run: Run) -> None:
         """Let all ranks evaluate the same module: running statistics are of each rank's own data until now."""
@@ -683,24 +822,36 @@ class Trainer(TrainerAttributes):
         """Validate between two training steps. Training's random number generators are untouched by it."""
         self._share_buffers(run)
         data = self.loaders.eval["validation"]
+        run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
         self.state.stage = "validate"
         before = run.before_validation = snapshot.before_validation(self, run)
         own = run.lifecycle.own("on_validation_model_zero_grad")
         if own is not None:
             own()
-        elif run.is_automatic:  # else the module may be accumulating
+        # Else the module may be accumulating, or the window goes on after the epoch's end.
+        elif run.is_automatic and not (run.carried is not None and run.carried.count):
             run.module.zero_grad()
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
         self.timeline.timed("validation", validate)(run, data)
+        self.loaders.restore_shared_generators(before.generators)
         restore_rng(before.rng)
         run.before_validation = None
+        if run.validated is not None and self._has_more_to_train(run):
+            run.validated = None
         self.state.stage = "train"
 
+    def _has_more_to_train(self, run: Run) -> bool:
+        """Whether more batches of this epoch follow."""
+        return run.stream is not None and run.stream.has_next() and not self.fit_loop.is_done
+
     def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
-        # What a compiled module, or one that gathers parameters, keeps of a step in inference mode cannot be trained.
+        # What a step in inference mode leaves behind cannot be trained: a buffer or a cache of the user, what a
+        # compiled module keeps, gathered parameters. So training's own validations do without.
         keeps_tensors = (
-            self.strategy.shards_parameters
+            self.state.fn == "fit"
+            or self.strategy.shards_parameters
             or not self.strategy.has_inference_mode
+            or self._compiling is not None
             or any(getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules())
         )
         return EvalLoop(
@@ -720,7 +871,7 @@ class Trainer(TrainerAttributes):
 
     # --- what the trainer does at events, between everybody's hooks and the checkpoints -------------------------------
 
-    def _after_batch(self) -> None:
+    def _after_batch(self, *_: Any) -> None:
         run = self._run
         assert run is not None
         if not run.at_boundary or not run.has_stepped:
@@ -731,6 +882,8 @@ class Trainer(TrainerAttributes):
         if every and (self.progress.steps % every == 0 or stops or self._arguments.fast_dev_run):
             self.timeline.enter("logging")
             row, probed = run.metrics.read_step(run.watch.probe())
+            if self.progress.skipped_steps:
+                row = {**run.watch.counts(self.progress), **row}
             if row:
                 self.log_metrics(row)
             self.timeline.leave()
@@ -738,10 +891,15 @@ class Trainer(TrainerAttributes):
         elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
 
+    def _after_epoch_start(self) -> None:
+        self.progress.epoch_announced = True
+
     def _after_train_epoch(self) -> None:
         run = self._run
         assert run is not None
         row, _ = run.metrics.finish_epoch("train", self.progress.steps)
+        if self.progress.skipped_steps:
+            row = {**run.watch.counts(self.progress), **row}
         if row:
             self.log_metrics(row)
         if run.is_epoch_over:
@@ -749,10 +907,16 @@ class Trainer(TrainerAttributes):
         self.progress.is_closing_epoch = run.is_epoch_over
 
     def _after_validation(self) -> None:
+        if self._run is not None and self._run.before_validation is not None:
+            self._run.before_validation.is_over = True
         if not self.sanity_checking:
             self._finish_evaluation("validation")
             if self.state.fn == "fit" and self._run is not None:
                 self.fit_loop.mark_validated(self._run)
+                self.progress.validation_ending = True
+
+    def _after_validation_end(self) -> None:
+        self.progress.validation_ending = False
 
     def _after_test(self) -> None:
         self._finish_evaluation("test")
@@ -814,10 +978,10 @@ class Trainer(TrainerAttributes):
             at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self.records_at
             row.setdefault("epoch", at[1])
             step = max(at[0] - 1, 0)
-        self.timeline.timed("logging", self.output.write)(row, step, samples=self._samples_of_all_ranks())
+        self.timeline.timed("logging", self.output.write)(row, step, samples=self.samples_of_all_ranks())
 
-    def _samples_of_all_ranks(self) -> int:
-        # Without asking the other ranks: rank 0 takes as many samples as each of them, but for an uneven last batch.
+    def samples_of_all_ranks(self) -> int:
+        """Return the samples trained on, without asking the other ranks: each is taken to have as many as this one."""
         before = self.samples_before
         return before + (self.progress.samples - before) * self.strategy.topology.data_size
 
@@ -827,6 +991,32 @@ class Trainer(TrainerAttributes):
             module = self._run.module
             graph_of = module if isinstance(module, Module) else None
             self.output.write_hyperparameters([module, self._run.datamodule], graph_of)
+
+    def synchronize_metrics(self, *names: str) -> None:
+        """Let `callback_metrics` and `metric_step` hold the same for these keys on all ranks, until they log them anew.
+
+        Call it before a decision that follows from a value that is logged in steps. Each gets the newest value, reduced
+        over the ranks that have logged it, as at the end of an epoch: a mean by its weights. Nothing happens with one
+        process, nor on a rank that is alone after an error. Otherwise on every rank with the same keys: it
+        communicates, once for all keys.
+
+        Args:
+            names: Keys of `callback_metrics`; those that were not logged on any rank are left out.
+        """
+        if self.ranks_answer:
+            self._metrics.synchronize(names)
+
+    def managed_schedulers(self) -> list[Any]:
+        """Return the schedules that a module steps itself; `Module.lr_schedulers` hands them out."""
+        if self.world_size == 1:
+            return [config.scheduler for config in self.lr_scheduler_configs]
+        from .ranks_schedule import RanksPlateau  # not imported where there is one process
+
+        gather = self.strategy.gather_objects
+        return [
+            RanksPlateau(config.scheduler, gather) if config.reduce_on_plateau else config.scheduler
+            for config in self.lr_scheduler_configs
+        ]
 
     @property
     def should_log(self) -> bool:
@@ -854,6 +1044,9 @@ class Trainer(TrainerAttributes):
     ) -> None:
         """Write a checkpoint, atomically. On every rank.
 
+        In a hook, everybody else hears of the event first (other callbacks, the module, loggers), so that the
+        checkpoint holds the state after the event and a resumed run misses nothing of it. The hook cannot log after it.
+
         With `AsyncCheckpointIO` it returns during a run as soon as the state is copied: see `wait_for_save`.
 
         Args:
@@ -862,8 +1055,9 @@ class Trainer(TrainerAttributes):
             storage_options: Handed to the checkpoint plugin.
 
         Raises:
-            CheckpointError: Called between two micro-batches of one window; or it cannot be written, in which case
-                what was at the path before is whole; or an earlier one could not be written in the background.
+            CheckpointError: Called between two micro-batches of one window, or between the start and the last batch of
+                a validation that a callback keeps a state of; or it cannot be written, in which case what was at the
+                path before is whole; or an earlier one could not be written in the background.
         """
         self.save_checkpoint_to([filepath], weights_only, storage_options)
 
@@ -911,6 +1105,15 @@ class Trainer(TrainerAttributes):
         """
         self.saving.then(done, failed)
 
+    def batch_size_of(self, batch: Any) -> int | None:
+        """Return how many samples a batch of the present loader has; None where nobody can know."""
+        sizes = self._metrics.sizes
+        return find_batch_size(batch) if sizes is None else sizes.of(batch)
+
+    def after_epoch_end(self, action: Callable[[], None]) -> None:
+        """Call `action` after this epoch's end and its checkpoints; for callbacks, in `on_train_epoch_end`."""
+        self._present("after_epoch_end").after_epoch.append(action)
+
     @property
     def ranks_answer(self) -> bool:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
@@ -943,9 +1146,10 @@ class Trainer(TrainerAttributes):
         """Take what a verb that ran in other processes changed there; called by trainer/spawned.py."""
         checkpoint = result.get("checkpoint")
         if checkpoint is not None:
-            self.fabric.precision.convert_module(module).load_state_dict(checkpoint["state_dict"])
             self.progress.load_state_dict(result["progress"])
+            self.samples_before, self.tokens_before = self.progress.samples, self.progress.tokens
             self.stream_state = result["stream"]
+            self.rng_course.note_left(result["rng_of_ranks"])
             self._timeline = result["timeline"]
             self._spawned_checkpoint = checkpoint
         self._spawned_module = module
@@ -958,6 +1162,8 @@ class Trainer(TrainerAttributes):
         self.output.join_versions(result["versions"])
         snapshot.put_back_loggers(self, result["loggers"])
         for callback in self.callbacks:
+            if self.state.fn == "fit":
+                vars(callback)["_adopted_by"] = self._identity
             state = result["callbacks"].get(callback.state_key)
             if state:
                 callback.load_state_dict(state)
@@ -973,11 +1179,17 @@ class Trainer(TrainerAttributes):
         self.open_training(run)
         assert run.stream is not None
         num_batches, limit = run.stream.num_batches, self.fit_loop.epoch_limit
-        max_steps = self.fit_loop.max_steps if self.fit_loop.max_steps != -1 else math.inf
+        max_steps: int | float = self.fit_loop.max_steps if self.fit_loop.max_steps != -1 else math.inf
+        if self.max_samples is not None:
+            from .data_limits import steps_until_max_samples  # not imported where steps are limited
+
+            max_steps = min(max_steps, steps_until_max_samples(self, num_batches, limit))
         if limit == -1 or math.isinf(num_batches):
             return max_steps
         scheduler = self.accumulation_scheduler
-        if scheduler is None:
+        if scheduler is None and self.accumulate_across_epochs:
+            total = math.ceil(num_batches * limit / self.accumulate_grad_batches)
+        elif scheduler is None:
             total = math.ceil(num_batches / self.accumulate_grad_batches) * limit
         else:
             total = sum(math.ceil(num_batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(limit))

@@ -114,6 +114,9 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
     global_batch = None
     if search.keep_global_batch and method == "fit":
         global_batch = int(before) * accumulate
+    if subject.trainer.global_batch_size is not None and method == "fit":
+        global_batch = max(1, subject.trainer.global_batch_size // subject.trainer.strategy.topology.data_size)
+    if global_batch is not None:
         most = min(most, global_batch)
     with isolated(subject):
         trials = Trials(subject, method, search)

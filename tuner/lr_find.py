@@ -14,7 +14,7 @@ from ..errors import ConfigError, DataError
 from ..trainer.begin import build_optimizers
 from .lr_curve import SMOOTHING, LearningRateCurve
 from .setting import find_setting, write_setting
-from .trial import Subject, isolated, make_trainer
+from .trial import Subject, accumulation_of, isolated, make_trainer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -146,16 +146,16 @@ def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: fl
     sweep = RisingRate(curve, threshold, subject.check_signals)
     with isolated(subject), subject.lent() as (module, datamodule):
         scheduler = trainer.accumulation_scheduler
-        accumulate = trainer.accumulate_grad_batches
+        accumulation = accumulation_of(trainer)
         if scheduler is not None:
-            accumulate = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+            accumulation = {"accumulate_grad_batches": scheduler.get_accumulate_grad_batches(trainer.current_epoch)}
         trial = make_trainer(
             subject,
             trainer.fabric,
             [sweep],
             max_epochs=-1,
             max_steps=curve.num_training,
-            accumulate_grad_batches=accumulate,
+            **accumulation,
         )
         trial.fit(module, subject.given.get("train"), datamodule=datamodule)
         del trial, module, datamodule

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError
 from ..trainer.begin import split_datamodule, unwrapped
 from .plots import open_axes, show_figure
-from .trial import Subject, isolated, make_trainer, single_device_fabric
+from .trial import Subject, accumulation_of, isolated, make_trainer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,6 +70,14 @@ class Rehearsal(Callback):
         self.preview = preview
         self.num_steps = num_steps
         self.source = source
+
+    # A trial in processes that were started for it comes back by these.
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.preview)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            setattr(self.preview, name, value)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         total = trainer.estimated_stepping_batches if self.num_steps is None else self.num_steps
@@ -148,7 +156,7 @@ def preview_schedule(
     """Return the learning rate of each optimizer step of a training from the start, without training.
 
     A copy of the module makes its optimizers and schedules, which are stepped as the Trainer steps them. With several
-    ranks, each counts the steps of a training on one: pass `num_steps`.
+    ranks it is called on all of them, and all get the same result.
 
     Args:
         trainer: Its limits say how long training is.
@@ -165,15 +173,14 @@ def preview_schedule(
     subject = Subject(trainer, unwrapped(model), datamodule, given)
     preview = SchedulePreview()
     callbacks: list[Callback] = [Rehearsal(preview, num_steps, trainer)]
-    accumulation: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+    accumulation: dict[str, Any] = dict(accumulation_of(trainer))
     if trainer.accumulation_scheduler is not None:
         accumulation = {}
         callbacks.append(trainer.accumulation_scheduler)
-    with isolated(subject):
-        module, twin = subject.twins()
+    with isolated(subject), subject.lent() as (module, twin):
         trial = make_trainer(
             subject,
-            single_device_fabric(trainer),
+            trainer.fabric,
             callbacks,
             max_epochs=trainer.max_epochs,
             max_steps=trainer.max_steps,

@@ -26,7 +26,6 @@ from ..data.stateful import is_stateful
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import DataError, ModuleError
 from ..loggers import DummyLogger
-from ..strategies import SingleDeviceStrategy
 from ..strategies.shards import is_sharded
 from ..trainer.trainer import Trainer
 
@@ -35,7 +34,15 @@ if TYPE_CHECKING:
     from ..fabric import Fabric
     from ..trainer.run import Run
 
-__all__ = ["Subject", "free_memory", "isolated", "kept_weights", "make_trainer", "single_device_fabric"]
+__all__ = [
+    "Subject",
+    "accumulation_of",
+    "free_memory",
+    "isolated",
+    "kept_weights",
+    "make_trainer",
+    "single_device_fabric",
+]
 
 _SETUP_HOOKS = ("prepare_data", "setup", "teardown", "configure_model", "configure_sharded_model")
 
@@ -247,22 +254,48 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
         "callbacks": list(callbacks),
         **limits,
     }
-    trial = Trainer(accelerator="cpu", strategy=SingleDeviceStrategy("cpu"), devices=1, **plan)
-    trial.fabric = fabric
+    trial = _TrialTrainer(fabric, **plan)
     trial.is_in_child = trainer.is_in_child
     return trial
 
 
-_SAME = ("limit_train_batches", "overfit_batches", "deterministic", "benchmark", "inference_mode", "detect_anomaly")
+def accumulation_of(trainer: Trainer) -> dict[str, int]:
+    """Return the argument that lets a trial accumulate as the trainer does, where no callback schedules it."""
+    if trainer.global_batch_size is not None:
+        return {"global_batch_size": trainer.global_batch_size}
+    return {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+
+
+class _TrialTrainer(Trainer):
+    """A trainer on a Fabric that is there already; it takes nothing from the environment.
+
+    What `PL_TRAINER_...`, `LT_...` and launchers say in the environment is meant for the original, which has read it.
+    """
+
+    def __init__(self, fabric: Fabric, **plan: Any) -> None:
+        self._present_fabric = fabric
+        super().__init__(**plan)
+
+    def _read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
+        return given
+
+    def _make_fabric(self, machine: dict[str, Any]) -> Fabric:
+        return self._present_fabric
+
+
+_SAME = (
+    "limit_train_batches", "overfit_batches", "deterministic", "benchmark", "matmul_precision", "inference_mode",
+    "detect_anomaly",
+)  # fmt: skip
 
 
 def single_device_fabric(trainer: Trainer) -> Fabric:
     """Return a fabric for this process alone, on its device, with the trainer's precision."""
     from ..fabric import Fabric
 
-    device = trainer.fabric.device
-    precision = copy.deepcopy(trainer.fabric.precision)
-    return Fabric(accelerator=device.type, strategy=SingleDeviceStrategy(device), devices=1, plugins=[precision])
+    fabric = Fabric.of_this_process(trainer.fabric.device, copy.deepcopy(trainer.fabric.precision))
+    fabric.strategy.accumulate_dtype = trainer.strategy.accumulate_dtype
+    return fabric
 
 
 @contextmanager

@@ -68,11 +68,11 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Micro-batches in this epoch, which `max_steps` may cut short; inf if neither says how many."""
+        """Micro-batches in this epoch, which `max_steps` or `max_samples` may cut short; inf if none says how many."""
         trainer = self.trainer
-        if trainer.max_steps == -1:
-            return trainer.num_training_batches
-        left: int = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        left: int | float = trainer.batches_until_max_samples
+        if trainer.max_steps != -1:
+            left = min(left, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
         return min(trainer.num_training_batches, trainer.progress.batches_in_epoch + left)
 
     @property

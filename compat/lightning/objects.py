@@ -6,11 +6,12 @@ import logging
 import pickle
 from typing import Any
 
+from ...checkpoint import arguments_to_pass
 from ...checkpoint.plain import require_plain, to_plain
 from ...checkpoint.trusted import Trusted
 from ...errors import CheckpointError
 
-__all__ = ["keep_hyperparameters", "trust_objects"]
+__all__ = ["keep_hyperparameters", "part_hyperparameters", "trust_objects"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,6 @@ def keep_hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: a m
         elif _can_pickle(value):
             kept[name] = value
         else:
-            kept.update(plain)
             dropped += left_out
     if dropped:
         logger.warning(
@@ -62,7 +62,29 @@ def keep_hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: a m
         )
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
     value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
-    return {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: kept}
+    found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: kept}
+    lost = {name: arguments_to_pass.describe(hparams[name]) for name in dict(hparams) if name not in kept}
+    return {**found, arguments_to_pass.to_pass_key(prefix): lost} if lost else found
+
+
+def part_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:  # Any: a checkpoint
+    """Return a checkpoint whose hyperparameters are plain; objects stand beside them, marked as trusted.
+
+    Other readers would take the mark for the argument: see checkpoint/arguments_to_pass.py.
+    """
+    parted = dict(checkpoint)
+    for prefix in ("", "datamodule_"):
+        hparams = checkpoint.get(f"{prefix}hyper_parameters")
+        if not isinstance(hparams, dict):
+            continue
+        key = arguments_to_pass.to_pass_key(prefix)
+        plain, objects = arguments_to_pass.split(hparams, owner="load_from_checkpoint", lost=checkpoint.get(key, {}))
+        trusted = {name: Trusted(hparams[name]) for name in objects if name in hparams}
+        if objects:
+            parted.update({f"{prefix}hyper_parameters": plain, key: objects})
+        if trusted:
+            parted[arguments_to_pass.trusted_key(prefix)] = trusted
+    return parted
 
 
 def _can_pickle(value: object) -> bool:

@@ -34,7 +34,7 @@ from .enums import TrainerFn, TrainerState
 from .finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
 from .module import LightningDataModule, LightningModule
-from .objects import keep_hyperparameters, trust_objects
+from .objects import keep_hyperparameters, part_hyperparameters, trust_objects
 from .overrides import check_overrides
 
 __all__ = ["Trainer"]
@@ -156,7 +156,7 @@ class _Saving(Saving):
     def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
-            checkpoint = trust_objects(checkpoint)
+            checkpoint = trust_objects(part_hyperparameters(checkpoint))
             checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
             checkpoint.setdefault("loops", {"fit_loop": lightning_loop(own.get("progress", {}))})
         super()._write(checkpoint, filepaths, storage_options)
@@ -192,10 +192,10 @@ class _Metrics(Metrics):
     """Weighs a value by the first tensor of a batch whose tensors disagree about its size, as Lightning does."""
 
     def _weight(self, slot: Any) -> float:  # Any: see the base class
-        if self.batch is not None and self._sized is not self.batch:
+        if self.batch is not None and self.sized is not self.batch:
             size = find_batch_size(self.batch)
             self._size = _first_size(self.batch) if size is None else size
-            self._sized = self.batch
+            self.sized = self.batch
         return super()._weight(slot)
 
 

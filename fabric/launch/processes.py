@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...accelerators.matmul_precision import get_matmul_precision, set_matmul_precision
+from ...accelerators.matmul_precision import State as MatmulState
+from ...accelerators.matmul_precision import capture_matmul_precision, restore_matmul_precision
 from ...errors import ConfigError, LaunchError, StopBySignal
 from ...strategies import rendezvous
 from ..failure import Failure, describe_exit
@@ -329,7 +330,7 @@ class _Settings:
     warns_only: bool
     benchmark: bool
     cudnn_deterministic: bool
-    matmul_precision: str
+    matmul_precision: MatmulState
 
     @classmethod
     def current(cls) -> _Settings:
@@ -340,7 +341,7 @@ class _Settings:
             warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             benchmark=torch.backends.cudnn.benchmark,
             cudnn_deterministic=torch.backends.cudnn.deterministic,
-            matmul_precision=get_matmul_precision(),
+            matmul_precision=capture_matmul_precision(),
         )
 
     def apply(self) -> None:
@@ -348,7 +349,7 @@ class _Settings:
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.warns_only)
         torch.backends.cudnn.benchmark = self.benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        set_matmul_precision(self.matmul_precision)
+        restore_matmul_precision(self.matmul_precision)
         set_rng_state(self.rng)
 
 
@@ -409,7 +410,15 @@ class _Plan:
                 "; it never got as far as its work. Its own message stands above; often the script lacks "
                 'an `if __name__ == "__main__":`'
             )
-        return Failure(self.rank(local), socket.gethostname(), pid, how, when=time.time())
+        trace = ""
+        for file in Path(self.folder).glob(f"loopwright-crash-{pid}-*"):
+            from ..watch.crash_file import crash_text, describe_crash
+
+            text = crash_text(str(file))
+            if text:
+                crash, trace = describe_crash(text, 0)
+                how = f"{how}: {crash}"
+        return Failure(self.rank(local), socket.gethostname(), pid, how, trace=trace, when=time.time())
 
 
 def _write_call(call: Any, plan: _Plan, start_method: str) -> None:
@@ -493,6 +502,7 @@ def _prepare(local: int, plan: _Plan) -> Any:
             "WORLD_SIZE": str(plan.num_processes * plan.num_nodes),
             "LOCAL_WORLD_SIZE": str(plan.num_processes),
             rendezvous.HOSTED: "hosted",
+            "LOOPWRIGHT_CRASH_FOLDER": plan.folder,  # read by fabric/watch/crash_file.py
         }
     )
     torch.set_num_threads(plan.num_threads)

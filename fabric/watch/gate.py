@@ -92,6 +92,7 @@ class StopGate:
         self._error: RankFailure | None = None
         self._missing: list[int] = []
         self._next_look_s = 0.0
+        self._has_new_generation = False  # whether a request of this generation may have been overheard
 
     # --- the main thread ---------------------------------------------------------------------------------------------
 
@@ -215,13 +216,14 @@ class StopGate:
             if unanswered is not None and _strength(unanswered) <= _strength(self.reason):
                 unanswered = None
             self._generation += 1
+            self._has_new_generation = True
             self._is_asked = self._has_posted = self.has_stopped = False
             self._is_held = self._error is not None
             self._cut = self._wanted = self.reason = None
             if unanswered is not None:
                 self._wanted = unanswered
                 self._ask()
-        if unanswered is not None and self.wake is not None:
+        if self.wake is not None:
             self.wake()
 
     def fail(self, error: RankFailure) -> None:
@@ -247,6 +249,15 @@ class StopGate:
         """Whether an agreement has begun and has not ended, so that `poll` is to be called often."""
         return self._is_asked and self._cut is None and self._error is None
 
+    @property
+    def needs_poll(self) -> bool:
+        """Whether `poll` is to be called although no other rank rang.
+
+        A rank that was reset earlier may have requested a stop and rung while this one was still in the generation
+        before, whose `poll` does not look for it.
+        """
+        return self._has_new_generation or self.is_under_way
+
     # --- the thread that polls ---------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
@@ -260,6 +271,7 @@ class StopGate:
         with self._lock:
             # A reset comes only after the cut, so that what is read here stays true until there is one.
             key = str(self._generation)
+            self._has_new_generation = False
             if self._cut is not None or self._error is not None:
                 return False
             asks, has_posted = self._is_asked, self._has_posted

@@ -42,6 +42,7 @@ class Peer:
         trace_signal: Makes it write its Python stack to `trace_file`, even if it holds the interpreter's lock; 0: none.
         trace_file: Where the stack is written to.
         thread: The thread that trains, as `threading.get_ident` calls it.
+        crash_file: Where its Python stacks are written to if a fatal signal ends it; "": nowhere.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Peer:
     trace_signal: int = 0
     trace_file: str = ""
     thread: int = 0
+    crash_file: str = ""
 
     @classmethod
     def of_this_process(

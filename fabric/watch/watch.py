@@ -48,6 +48,7 @@ from typing import Any, Protocol
 from ...errors import RankFailure, StopBySignal
 from ..failure import Failure, describe_exit
 from .board import Board, Record
+from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
 from .errors import is_communication_error, is_timeout
 from .far_ranks import FarRanks
 from .gate import StopGate
@@ -151,6 +152,7 @@ class Watch:
         self._settled = 0
         self._is_in_run = False
         self._last_error: BaseException | None = None
+        self._has_told_crash = False  # that of a loader worker
         self._late: BaseException | None = None  # a time-out that the main thread tries to explain
         self._is_explaining = False
         # The thread's own.
@@ -162,6 +164,7 @@ class Watch:
         self._place: dict[str, Any] = {}
         self._far = FarRanks(self._board, rank=rank, size=size)
         self._rank_zero_is_done = False
+        self._may_have_question = False
         self._seen_end = False
         self._inquiry = Inquiry(self._board, rank=rank, size=size)
 
@@ -260,9 +263,31 @@ class Watch:
                 return
             self._tell("own")
             run = max(self._run, self._settled + 1)
+        try:
+            self._post_own(error, run)
+        except RuntimeError as late:
+            # torch raises it for a loader worker that died, from the handler of SIGCHLD: wherever this thread is.
+            error.add_note(str(late))
+            self._post_own(error, run)
+
+    def _post_own(self, error: BaseException, run: int) -> None:
         failure = Failure.of(error, rank=self._rank, place=self._where())
+        crashed = self._crash_of_worker()
+        if crashed:
+            failure = replace(failure, trace=f"{failure.trace.rstrip()}\n{crashed}")
+            error.add_note(crashed)
         failure = replace(failure, exit_code=_exit_code(error))
         self._do(lambda: self._post(failure, run), wait_s=2.0)
+
+    def _crash_of_worker(self) -> str:
+        """Return the stack of a process of this rank that crashed, such as a loader worker; "" without one."""
+        me = self._me
+        text = crash_text(me.crash_file) if me is not None else ""
+        if not text or self._has_told_crash:
+            return ""
+        self._has_told_crash = True
+        how, stack = describe_crash(text, self._main)
+        return f"A process of rank {self._rank}, such as a loader worker, crashed: {how}\n{stack}"
 
     def first_failure(self, wait_s: float = 0.0) -> Failure | None:
         """Return the first failure of all ranks, waiting for one at most so long; None if there is none."""
@@ -422,13 +447,14 @@ class Watch:
 
     def _introduce(self) -> None:
         stack = StackOnSignal()
-        self._me = Peer.of_this_process(
+        me = Peer.of_this_process(
             self._rank,
             self._local_rank,
             trace_signal=stack.number,
             trace_file=stack.file,
             thread=self._main,
         )
+        self._me = replace(me, crash_file=open_crash_file())
         self._board.beat(0, {})
         self._board.introduce(self._me)
 
@@ -440,15 +466,19 @@ class Watch:
         if self._signals.hand_on(self.guard, self.gate, now) and self._told is None:
             self._interrupt()
         has_rung = self._board.has_rung()
-        if has_rung or self.gate.is_under_way:
+        if has_rung or self.gate.needs_poll:
             self.gate.poll()
         if has_rung:
             for record in self._board.new_failures():
                 self._learn(record)
+            self._may_have_question = True
+            self._note_end_of_rank_zero()
+        if self._may_have_question and not self._inquiry.is_open:
+            # One after the other: two may have come with one ring, and each gets its report.
             question = self._board.new_question()
+            self._may_have_question = question is not None
             if question is not None:
                 self._answer(*question, now=now)
-            self._note_end_of_rank_zero()
         self._look_at_neighbours(now)
         if now >= self._next_second:
             self._next_second = now + _SECOND_S
@@ -516,12 +546,15 @@ class Watch:
             if self._record is not None or self._board.is_done(rank):
                 del self._neighbours[rank]
                 continue
+            crash, trace = read_crash(ended.crash_file, ended.thread)
             how = self._exit_of(ended)
+            if crash:
+                how = crash if how is None else f"{how}: {crash}"
             if how is None and now < since + _BETTER_WORD_S:
                 continue
             del self._neighbours[rank]
             how = how or "the process ended without a word (killed, out of memory, or os._exit)"
-            self._post_for(ended, f"{how}, before the run was over")
+            self._post_for(ended, f"{how}, before the run was over", trace)
 
     def _exit_of(self, peer: Peer) -> str | None:
         if self._launcher is None:
@@ -529,13 +562,13 @@ class Watch:
         code = self._launcher.local_exits().get(peer.local_rank)
         return None if code is None else describe_exit(code)
 
-    def _post_for(self, peer: Peer, how: str) -> None:
+    def _post_for(self, peer: Peer, how: str, trace: str = "") -> None:
         """Write down the failure of a rank that cannot do so any more."""
         place = self._board.place_of(peer.rank)
         known = ", ".join(f"{name} {value}" for name, value in place.items() if value not in (None, ""))
         if known:  # it said so up to a second before
             how += f" (about {known})"
-        failure = Failure(peer.rank, peer.host, peer.pid, how, when=time.time())
+        failure = Failure(peer.rank, peer.host, peer.pid, how, trace=trace, when=time.time())
         self._post(failure, max(self._run, self._settled + 1))
 
     def _look_at_deadline(self, now: float) -> None:
@@ -627,7 +660,9 @@ class Watch:
         host, pid = (peer.host, peer.pid) if peer is not None else ("?", 0)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         how = f"it, or the process that launched it, ended or cannot be reached: the store does not answer ({first})"
-        record = Record(max(self._run, self._settled + 1), _NOBODY, Failure(0, host, pid, how, when=time.time()))
+        crash, trace = read_crash(peer.crash_file, peer.thread) if peer is not None else ("", "")
+        failure = Failure(0, host, pid, crash or how, trace=trace, when=time.time())
+        record = Record(max(self._run, self._settled + 1), _NOBODY, failure)
         with self._lock:
             self._record, self._learned_at = record, time.monotonic()
             self._has_learned.set()

@@ -67,6 +67,18 @@ class RankTrainer(FakeTrainer):
         self.ranks_answer = True
         self.saves: list[str] = []
 
+    def synchronize_metrics(self, *names: str) -> None:
+        """Let each of these metrics be the mean over the ranks that have it."""
+        if not self.ranks_answer:
+            return
+        known: list[Any] = [None] * self.strategy.world_size
+        mine = {name: float(self.callback_metrics[name]) for name in names if name in self.callback_metrics}
+        dist.all_gather_object(known, (mine, self.global_step))
+        for name in names:
+            values = [theirs[name] for theirs, _ in known if name in theirs]
+            if values:
+                self.put({name: sum(values) / len(values)})
+
     def save_checkpoint(self, filepath: str, weights_only: bool = False, storage_options: Any = None) -> None:
         self.saves.append(os.path.basename(filepath))
         if self.ranks_answer:
@@ -77,8 +89,8 @@ class RankTrainer(FakeTrainer):
 
 
 def metric_of(rank: int) -> Callable[[int], dict[str, float]]:
-    """Return what a rank logs: rank 0 gets better, the others get worse."""
-    return lambda step: {"x": float(-step if rank == 0 else step)}
+    """Return what a rank logs: rank 0 gets better, the others get worse. The mean over three ranks is -step."""
+    return lambda step: {"x": float(-5 * step if rank == 0 else step)}
 
 
 def files_in(folder: Path) -> list[str]:
@@ -122,8 +134,8 @@ def test_a_folder_that_rank_zero_cannot_write_to_is_an_error_on_every_rank(tmp_p
     assert "is a file, not a folder" in results[0]
 
 
-def missing_on_one(rank: int, size: int, root: Path, lacking: int) -> Any:
-    log = (lambda step: {}) if rank == lacking else metric_of(rank)
+def missing_on_one(rank: int, size: int, root: Path, lacking: int | None) -> Any:
+    log = (lambda step: {}) if lacking in (rank, None) else metric_of(rank)
     checkpoint = ModelCheckpoint(monitor="x", every_n_epochs=1)
     trainer = RankTrainer(rank, size, root, [checkpoint], val_metrics=log)
     try:
@@ -133,10 +145,11 @@ def missing_on_one(rank: int, size: int, root: Path, lacking: int) -> Any:
     return trainer.saves
 
 
-def test_a_metric_that_only_rank_zero_logged_is_enough_and_one_that_it_lacks_is_an_error_on_all(tmp_path: Path) -> None:
-    results = run_ranks(missing_on_one, 2, tmp_path / "a", 1)
-    assert results == [["epoch=0-step=4.ckpt"]] * 2
-    results = run_ranks(missing_on_one, 2, tmp_path / "b", 0)
+def test_a_metric_that_one_rank_logged_is_enough_and_one_that_all_lack_is_an_error_on_all(tmp_path: Path) -> None:
+    for lacking in (0, 1):
+        results = run_ranks(missing_on_one, 2, tmp_path / str(lacking), lacking)
+        assert results == [["epoch=0-step=4.ckpt"]] * 2
+    results = run_ranks(missing_on_one, 2, tmp_path / "both", None)
     assert all("no metric named 'x'" in result for result in results)
 
 
@@ -271,14 +284,14 @@ def _count(self: GlooStrategy, value: Any, src: int = 0) -> Any:
 
 def stop_early(rank: int, size: int, root: Path) -> Any:
     stopping = EarlyStopping("x", patience=2)
-    # Alone, rank 1 would stop at once (NaN), rank 0 after three epochs.
-    metrics = {0: lambda step: {"x": 1.0}, 1: lambda step: {"x": float("nan")}}[rank]
+    # Alone, rank 1 would stop after three epochs, and rank 0 not at all; their mean is the same in each.
+    metrics = {0: lambda step: {"x": -float(step)}, 1: lambda step: {"x": float(step)}}[rank]
     trainer = RankTrainer(rank, size, root, [stopping], max_epochs=10, val_metrics=metrics)
     trainer.fit()
     return stopping.state_dict(), trainer.current_epoch
 
 
-def test_early_stopping_judges_rank_zeros_value_everywhere(tmp_path: Path) -> None:
+def test_early_stopping_judges_the_ranks_common_value_everywhere(tmp_path: Path) -> None:
     results = run_ranks(stop_early, 2, tmp_path)
     assert str(results[0]) == str(results[1])
     assert results[0][1] == 3
@@ -386,12 +399,14 @@ def broken_folder(rank: int, size: int, root: Path) -> Any:
     (root / "file").touch()
     output = LogOutput(CSVLogger(root / "file", name="runs"), root=str(root), is_trial=False)
     output.set_rank(rank)
-    warned = contextlib.nullcontext() if rank else pytest.warns(UserWarning, match="CSVLogger failed and is left out")
+    warned = contextlib.nullcontext() if rank else pytest.warns(UserWarning, match="CSVLogger (failed|did not take)")
     with warned:
         output.agree(GlooStrategy(rank, size))  # type: ignore[arg-type]
-    output.write({"x": 1.0}, step=1)
-    return output.versions()
+        output.write({"x": 1.0}, step=1)
+        versions = output.versions()
+        output.finalize("success")
+    return versions
 
 
-def test_a_logger_without_a_folder_is_left_out_and_nobody_waits(tmp_path: Path) -> None:
+def test_a_logger_without_a_folder_is_said_and_nobody_waits(tmp_path: Path) -> None:
     assert run_ranks(broken_folder, 2, tmp_path) == [[None], [None]]

@@ -9,8 +9,10 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from loopwright.errors import RankFailure
+import loopwright as lw
+from loopwright.errors import ConfigError, RankFailure
 from loopwright.strategies import ParallelStrategy
+from loopwright.strategies.ddp import DDPStrategy
 
 
 class Pair(NamedTuple):
@@ -163,3 +165,55 @@ def test_before_the_processes_are_connected_everything_is_returned_as_it_is() ->
     assert strategy.gather_objects(x) == [x]
     assert strategy.reduce_boolean_decision(True) is True
     strategy.barrier()
+
+
+def scatter_structures(rank: int, size: int) -> Any:
+    strategy = connected()
+    x = torch.arange(2.0 * size * 3).view(2 * size, 3) * (rank + 1) + 1
+    data = {
+        "x": x,
+        "n": torch.arange(size) + rank,
+        "h": torch.full((size,), 1.0 + rank, dtype=torch.bfloat16),
+        "t": "s",
+    }
+    before = x.clone().requires_grad_()
+    found = {op: strategy.reduce_scatter(data, reduce_op=op) for op in OPS}
+    whole = {op: strategy.reduce(data, reduce_op=op) for op in OPS}
+    assert torch.equal(x, before)
+    assert not strategy.reduce_scatter(before, "sum").requires_grad
+    errors = []
+    for wrong, op in ((torch.ones(size + 1), "sum"), (torch.ones(()), "sum"), (3, "sum"), (torch.ones(size), "median")):
+        with pytest.raises(ConfigError) as caught:
+            strategy.reduce_scatter(wrong, reduce_op=op)
+        errors.append(str(caught.value))
+    with pytest.raises(RankFailure, match="reduce_scatter"):
+        strategy.reduce_scatter(torch.ones(size * (1 + rank)))
+    fabric = lw.Fabric(accelerator="cpu", devices=size, strategy=DDPStrategy())
+    fabric.launch()
+    by_fabric = (fabric.reduce(torch.tensor([rank]), reduce_op="sum"), fabric.reduce_scatter(x, reduce_op="sum"))
+    return found, whole, errors, by_fabric
+
+
+OPS = ("mean", "sum", "min", "max", "product")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_gets_its_part_of_the_reduction(size: int) -> None:
+    given = [torch.arange(2.0 * size * 3).view(2 * size, 3) * (rank + 1) + 1 for rank in range(size)]
+    stacked = torch.stack(given)
+    reference = {
+        "mean": stacked.mean(0), "sum": stacked.sum(0), "min": stacked.amin(0), "max": stacked.amax(0),
+        "product": stacked.prod(0),
+    }  # fmt: skip
+    for rank, (found, whole, errors, by_fabric) in enumerate(run_ranks(scatter_structures, size)):
+        for op in OPS:
+            assert torch.equal(found[op]["x"], reference[op][2 * rank : 2 * rank + 2]), op
+            for name in ("x", "n", "h"):
+                parts = whole[op][name].chunk(size)
+                assert found[op][name].dtype == parts[rank].dtype
+                assert torch.equal(found[op][name], parts[rank]), (op, name)
+            assert found[op]["t"] == "s"
+        assert all(part in error for part, error in zip((f"({size + 1},)", "()", "3", "median"), errors, strict=True))
+        assert f"a multiple of {size}" in errors[0]
+        assert by_fabric[0].item() == sum(range(size))
+        assert torch.equal(by_fabric[1], reference["sum"][2 * rank : 2 * rank + 2])

@@ -190,3 +190,50 @@ def test_what_cannot_work_is_refused_on_every_rank_and_tied_layers_count_once(tm
         assert sorted(found) == sorted(texts)
         for name, text in texts.items():
             assert text in found[name], name
+
+
+def specs() -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    twice = LayerSpec(nn.Linear, 8, 8)
+    ends = [TiedLayerSpec("ends", nn.Linear, 8, 8) for _ in range(2)]
+    return [
+        ends[0],
+        twice,
+        nn.Tanh(),
+        LayerSpec(nn.Linear, 8, 8),
+        twice,
+        torch.tanh,
+        ends[1],
+        LayerSpec(nn.Linear, 8, 3),
+    ]
+
+
+def build_specs(rank: int, size: int, methods: list[str]) -> list[Any]:
+    fabric = fabric_of(size, 0)
+    built = []
+    for method in methods:
+        torch.manual_seed(5)
+        with fabric.init_module():
+            made = pipe(size, layers=specs(), partition_method=method)
+        built.append((made.state_dict(), float(torch.rand(()))))
+    return built
+
+
+def test_layers_have_the_first_values_of_one_process() -> None:
+    torch.manual_seed(5)
+    wanted: dict[str, Tensor] = {}
+    for number, spec in enumerate(specs()):
+        if number == 6 or not hasattr(spec, "build"):  # tied to the first, or no layer with parameters
+            continue
+        prefix = "tied_modules.ends" if number == 0 else str(number)
+        wanted.update({f"{prefix}.{name}": value for name, value in spec.build().state_dict().items()})
+    drawn = float(torch.rand(()))
+    methods = ["uniform", "parameters"]  # the second one builds all layers only to count them
+    everywhere = run_ranks(build_specs, 2, methods, connect=False)
+    for states in zip(*everywhere, strict=True):
+        assert {name for state, _ in states for name in state} == wanted.keys()
+        for state, later in states:
+            assert later == drawn
+            for name, value in state.items():
+                assert torch.equal(value, wanted[name]), name

@@ -16,6 +16,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 import loopwright as lw
+from loopwright.tuner import Tuner
 
 
 class Net(lw.Module):
@@ -36,8 +37,13 @@ trainer = lw.Trainer(
     enable_model_summary=False,
 )
 net = Net()
-trainer.fit(net, DataLoader(torch.ones(8, 4), batch_size=2))
+loader = DataLoader(torch.ones(8, 4), batch_size=2)
+tuner = Tuner(trainer)
+curve = tuner.lr_find(net, loader, num_training=2, update_attr=False)
+steps = len(tuner.preview_schedule(net, loader).lrs["lr-SGD"])
+trainer.fit(net, loader)
 found = type(trainer.fabric.cluster_environment).__name__, trainer.global_rank, trainer.world_size, trainer.global_step
+found = *found, len(curve.raw_losses), steps
 # In one piece: the ranks share the pipe.
 sys.stdout.write(" ".join(map(str, (*found, float(net.layer.weight.sum())))) + "\\n")
 sys.stdout.flush()
@@ -55,5 +61,5 @@ def test_mpiexec_starts_the_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in done.stdout.splitlines() if line.startswith("MPIEnvironment"))
-    assert [line[1:4] for line in lines] == [["0", "2", "2"], ["1", "2", "2"]], done.stdout
-    assert lines[0][4] == lines[1][4]
+    assert [line[1:6] for line in lines] == [["0", "2", "2", "2", "2"], ["1", "2", "2", "2", "2"]], done.stdout
+    assert lines[0][6] == lines[1][6]

@@ -18,6 +18,7 @@ from ranks import run_ranks
 from loopwright.errors import LaunchError, RankFailure
 from loopwright.fabric.failure import Failure
 from loopwright.strategies import rendezvous
+from loopwright.strategies.port_owner import port_owner
 
 SHORT = timedelta(seconds=60)
 
@@ -211,7 +212,7 @@ def test_a_failure_ends_the_waiting_at_once() -> None:
 
 def test_a_taken_port_is_named() -> None:
     server = rendezvous.host_store("127.0.0.1", 0, SHORT)
-    with pytest.raises(LaunchError, match=f"port {server.port} of this host is in use"):
+    with pytest.raises(LaunchError, match=rf"port {server.port} of this host is in use by process {os.getpid()} \("):
         rendezvous.host_store("127.0.0.1", server.port, SHORT)
 
 
@@ -268,6 +269,7 @@ import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from loopwright.strategies import rendezvous
+from loopwright.strategies.port_owner import port_owner
 from loopwright.fabric import LocalEnvironment
 
 class Place(LocalEnvironment):
@@ -342,3 +344,60 @@ def test_waiting_can_be_interrupted() -> None:
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         rendezvous._call_roll(store, 0, 2, 30)
+
+
+class Stranger:
+    """Listens where rank 0 should: takes connections, and says nothing, speaks HTTP, or closes them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.server.getsockname()[1]
+        self.taken: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.server.accept()
+            except OSError:  # closed: the test is over
+                return
+            self.taken.append(connection)
+            if self.kind == "http":
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            if self.kind != "silent":
+                connection.close()
+
+    def close(self) -> None:
+        self.server.shutdown(socket.SHUT_RDWR)
+        for one in (self.server, *self.taken):
+            one.close()
+
+
+def _meet_strangers(rank: int, size: int) -> list[str]:
+    said = []
+    for kind in ("silent", "http", "closes"):
+        stranger = Stranger(kind)
+        with pytest.raises(LaunchError, match=f"expected the store of rank 0 at 127.0.0.1:{stranger.port}") as caught:
+            rendezvous.connect(Place(1, 2, stranger.port), backend="gloo", timeout=timedelta(seconds=1))
+        # The look whether something listens, and one try: each further one would take the time-out again.
+        assert kind != "silent" or len(stranger.taken) == 2
+        said.append(str(caught.value))
+        stranger.close()
+    return said
+
+
+def test_a_stranger_at_the_port_is_named_within_the_time_out() -> None:
+    # In a process of its own: the thread that torch tries in is left behind.
+    said = run_ranks(_meet_strangers, 1, connect=False)[0]
+    assert "did not answer within 1 s" in said[0]
+    assert all("set MASTER_PORT to a free port" in one for one in said)
+
+
+def test_the_owner_of_a_port_is_found_and_no_owner_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        owner = port_owner(port)
+    assert owner is not None
+    assert owner.startswith(f"process {os.getpid()} (")
+    assert port_owner(port) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,11 @@ def not_finite(rank: int, size: int) -> tuple[State, int]:
 
     module = Bad()
     trainer = make_trainer(size, nonfinite_loss="skip", max_epochs=1)
-    trainer.fit(module, DataLoader(data(), batch_size=4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(data(), batch_size=4))
+    assert sum("is skipped: its loss is not finite" in str(one.message) for one in said) == (rank == 0)
+    assert trainer.progress.nonfinite_steps == 1
     return {name: value.clone() for name, value in module.state_dict().items()}, trainer.global_step
 
 

@@ -36,7 +36,8 @@ def test_the_files_say_who_held_the_memory(tmp_path: Path) -> None:
     assert f"who held the memory stands in {stem}.txt" in "".join(caught.value.__notes__)
     report = json.loads(stem.with_suffix(".json").read_text())
     parameters = 4 * sum(parameter.numel() for parameter in module.parameters())
-    assert report["owners"]["parameters"] == report["owners"]["gradients"] == parameters
+    assert report["owners"]["parameters"] == parameters
+    assert report["owners"]["gradients"] == 0  # those of the step before are gone in a forward pass
     assert report["owners"]["optimizer states"] >= 2 * parameters
     largest = report["largest"][0]
     assert largest["size_bytes"] == 2_000_000

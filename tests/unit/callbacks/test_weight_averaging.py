@@ -223,6 +223,7 @@ def test_tied_weights_have_one_average(tmp_path: Path) -> None:
     assert module.again.weight is module.net[2].weight
 
 
+@pytest.mark.filterwarnings("ignore:trainer.fit continues")
 def test_another_module_begins_anew_and_one_that_does_not_fit_is_named(tmp_path: Path) -> None:
     average = WeightAveraging()
     trainer, _ = fit(average, max_epochs=1)

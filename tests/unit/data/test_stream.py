@@ -557,9 +557,9 @@ def test_the_users_loader_is_left_alone() -> None:
     assert vars(data) == before
 
 
-def test_in_order_false_is_said_to_be_inexact(caplog: pytest.LogCaptureFixture) -> None:
-    BatchStream(loader(num_workers=1, in_order=False))
-    assert "in_order=False" in caplog.text
+def test_in_order_false_is_read_in_order_and_that_is_said() -> None:
+    with pytest.warns(UserWarning, match="in_order=False.* is read in order"):
+        BatchStream(loader(num_workers=1, in_order=False))
 
 
 def test_replay_says_how_much_is_read_again(caplog: pytest.LogCaptureFixture) -> None:

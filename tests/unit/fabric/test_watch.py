@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -260,3 +261,20 @@ def test_the_bell_is_heard_once() -> None:
     one.ring()
     assert other.has_rung()
     assert not other.has_rung()
+
+
+def test_two_questions_that_come_with_one_ring_are_both_reported(ranks: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    group = ranks(2)
+    board = group[0]._board
+
+    def ask_twice() -> None:
+        for number, why in enumerate(("the first reason", "the second reason")):
+            board.store.set(f"stall/{number}", json.dumps([1, why]))
+        board.ring()
+
+    group[0]._do(ask_twice, wait_s=5.0)
+    ends = time.monotonic() + 20.0
+    while "the second reason" not in group[0].report_of_stall and time.monotonic() < ends:
+        time.sleep(0.02)
+    said = capfd.readouterr().err
+    assert said.count("the first reason") == said.count("the second reason") == 1

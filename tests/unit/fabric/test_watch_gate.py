@@ -100,6 +100,28 @@ def test_a_gate_is_used_again_after_reset() -> None:
     assert [gate.position for gate in group] == [(3, 0)] * 2
 
 
+def test_a_request_that_came_before_this_rank_was_reset_is_heard_after_it() -> None:
+    group = gates(2)
+    for gate in group:
+        assert gate.begin()
+        gate.request("failed save")
+    poll_all(group)
+    assert [gate.begin() for gate in group] == [False, False]
+    group[0].reset()
+    assert group[0].begin()
+    group[0].request("SIGTERM")
+    group[0].poll()
+    group[1].poll()  # because rank 0 rang; it rings once
+    group[1].reset()
+    for _ in range(4):  # from now on as a watch does it: who was not rung for polls only where the gate needs it
+        for gate in group:
+            if gate.needs_poll:
+                gate.poll()
+    assert group[1].begin()  # as far as rank 0 had come
+    assert [gate.begin() for gate in group] == [False, False]
+    assert [gate.reason for gate in group] == ["SIGTERM"] * 2
+
+
 def test_reset_of_a_gate_that_did_not_stop_changes_nothing() -> None:
     group = gates(2)
     for gate in group:

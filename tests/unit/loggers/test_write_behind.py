@@ -11,6 +11,8 @@ import pytest
 
 from loopwright.errors import ConfigError
 from loopwright.loggers import WriteBehind
+from loopwright.loggers.pending import Pending
+from loopwright.loggers.write_behind import WriteInPlace, WriteQueue
 
 
 def test_actions_are_done_in_order_on_another_thread() -> None:
@@ -22,51 +24,114 @@ def test_actions_are_done_in_order_on_another_thread() -> None:
     assert threading.current_thread() not in {thread for _, thread in done}
 
 
-def test_a_full_queue_waits_and_loses_nothing() -> None:
-    queue, done, gate = WriteBehind(2), [], threading.Event()
-    queue.put(gate.wait)
-    while len(queue) > 1:
-        pass
-    queue.put(lambda: done.append(1))
-    queue.put(lambda: done.append(2))
-    assert len(queue) == 3
-    putting = threading.Thread(target=lambda: queue.put(lambda: done.append(3)))
-    putting.start()
-    putting.join(0.05)
-    assert putting.is_alive()
-    gate.set()
-    putting.join(5)
-    queue.close()
-    assert done == [1, 2, 3]
-
-
-@pytest.mark.parametrize("verb", ["put", "settle", "close"])
-def test_a_failure_is_raised_once_and_what_came_behind_it_is_dropped(verb: str) -> None:
-    queue, done = WriteBehind(), []
-
-    def fail() -> None:
-        raise OSError("disk full")
-
+def test_what_does_not_fit_into_memory_waits_in_a_file() -> None:
+    done: list[Any] = []
     gate = threading.Event()
+    queue = WriteBehind(3, perform=done.append)
     queue.put(gate.wait)
-    queue.put(fail)
-    queue.put(lambda: done.append("behind"))
+    for number in range(50):
+        queue.put({"number": number})
+        if number == 20:
+            queue.put(lambda: done.append("function"))
+    assert len(queue) == 52
+    assert len(queue._waiting._items) <= 3
     gate.set()
-    queue.wait()  # raises nothing
-    with pytest.raises(OSError, match="disk full"):
-        queue.put(lambda: None) if verb == "put" else getattr(queue, verb)()
-    queue.put(lambda: done.append("after"))
-    queue.close()
-    assert done == ["after"]
+    assert queue.close() == []
+    expected: list[Any] = [{"number": number} for number in range(50)]
+    assert done == [*expected[:21], "function", *expected[21:]]
 
 
-def test_an_action_that_hangs_is_given_up() -> None:
-    queue, gate = WriteBehind(patience_s=0.05), threading.Event()
+def test_places_in_memory_and_file_can_change_while_items_come() -> None:
+    pending, taken = Pending(2), []
+    for number in range(200):
+        pending.append(number)
+        if number % 3:
+            taken.append(pending.pop())
+    while len(pending):
+        taken.append(pending.pop())
+    assert taken == list(range(200))
+    assert pending._file is None
+
+
+class Failing:
+    """Fails some times, and then works."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error = times, error
+        self.done: list[Any] = []
+
+    def __call__(self, item: Any) -> None:
+        if self.times and item == 1:
+            self.times -= 1
+            raise self.error
+        self.done.append(item)
+
+
+@pytest.mark.parametrize("kind", [WriteBehind, WriteInPlace])
+def test_a_write_that_fails_is_tried_again_before_those_behind_it(kind: type[WriteQueue]) -> None:
+    perform = Failing(3, OSError("no route to host"))
+    queue = kind(perform=perform, pauses_s=[1000])
+    for number in range(4):
+        queue.put(number)
+    while not queue.settle():  # each one is a try
+        assert perform.done == [0]
+    assert perform.done == [0, 1, 2, 3]
+    said = queue.news()
+    assert [is_failure for is_failure, _ in said] == [True, False]
+    assert "OSError: no route to host" in said[0][1]
+    assert "works again after" in said[1][1]
+    assert queue.news() == []
+    assert queue.close() == []
+
+
+@pytest.mark.parametrize("kind", [WriteBehind, WriteInPlace])
+def test_an_error_of_the_program_does_not_hold_up_what_is_behind_it(kind: type[WriteQueue]) -> None:
+    perform = Failing(9, ValueError("not a number"))
+    queue = kind(perform=perform)
+    for number in (0, 1, 2, 1):
+        queue.put(number)
+    assert queue.settle()
+    assert perform.done == [0, 2]
+    assert [text for _, text in queue.news()] == [
+        "failed, and what it did not take is set aside: ValueError: not a number"
+    ]
+    assert queue.close() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [WriteBehind, WriteInPlace])
+def test_what_cannot_be_written_comes_back_at_the_end(kind: type[WriteQueue]) -> None:
+    queue = kind(perform=Failing(99, OSError("gone")))
+    for number in (0, 1, 2):
+        queue.put(number)
+    assert queue.close(pauses_s=[0.001, 0.001]) == [1, 2]
+    assert len(queue) == 0
+
+
+def test_a_write_that_hangs_is_said_and_loses_nothing() -> None:
+    done: list[Any] = []
+    gate = threading.Event()
+    queue = WriteBehind(patience_s=0.05, perform=done.append)
     queue.put(gate.wait)
-    queue.put(lambda: None)
-    with pytest.raises(TimeoutError, match=r"within 0\.05 s; 2 writes are given up"):
-        queue.settle()
-    queue.abandon()
+    queue.put(1)
+    assert not queue.settle()
+    assert not queue.settle()  # at once
+    queue.put(2)
+    assert [text for _, text in queue.news()] == ["has not ended a write within 0.05 s; its rows wait meanwhile"]
+    gate.set()
+    while len(queue):
+        pass
+    assert queue.settle()
+    assert done == [1, 2]
+    assert [text for _, text in queue.news()] == ["has ended the write that took long; nothing was lost"]
+    assert queue.close() == []
+
+
+def test_a_write_that_hangs_to_the_end_comes_back_with_what_is_behind_it() -> None:
+    gate = threading.Event()
+    queue = WriteBehind(patience_s=0.05, perform=lambda item: gate.wait())
+    queue.put(1)
+    queue.put(2)
+    assert queue.close() == [1, 2]
     gate.set()
 
 

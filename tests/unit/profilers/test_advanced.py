@@ -95,11 +95,12 @@ def test_nothing_recorded_is_no_report() -> None:
 def test_a_fit_names_the_users_step_and_a_second_one_begins_anew(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(tmp_path, "p", dump_stats=True)
     trainer = quiet(max_epochs=1, profiler=profiler)
-    trainer.fit(net(), loader(20))
+    module = net()
+    trainer.fit(module, loader(20))
     step = tmp_path / "fit-p-[Strategy]SingleDeviceStrategy.training_step.prof"
     assert functions(step)["training_step"] == 10
     trainer.max_epochs = 2
-    trainer.fit(net(), loader(8))
+    trainer.fit(module, loader(8))
     assert functions(step)["training_step"] == 4
 
 

@@ -107,6 +107,11 @@ def test_collectives_of_one_process_return_what_they_get() -> None:
     strategy, x = Strategy(), {"a": torch.ones(2)}
     assert strategy.all_reduce(x, None, "sum") is x
     assert strategy.reduce(x, reduce_op="mean") is x
+    assert strategy.reduce_scatter(x, "sum") is x
+    with pytest.raises(ConfigError, match="median"):
+        strategy.reduce_scatter(x, reduce_op="median")
+    with pytest.raises(ConfigError, match="dimension 0"):
+        strategy.reduce_scatter(torch.ones(()))
     assert strategy.all_gather(x, sync_grads=True) is x
     assert strategy.broadcast(x, src=0) is x
     assert strategy.barrier("name") is None

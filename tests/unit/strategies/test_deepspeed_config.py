@@ -238,3 +238,11 @@ def test_arguments_of_zero_count_beside_a_configuration() -> None:
     assert DeepSpeedStrategy(config={"zero_optimization": {"stage": "auto"}}, stage=1).stage == 1
     assert DeepSpeedStrategy(config={"zero_optimization": None}).stage == 2
     assert DeepSpeedStrategy(config={"zero_optimization": True}).stage == 1
+
+
+def test_a_global_batch_of_the_trainer_and_one_of_the_configuration_must_be_equal() -> None:
+    facts = Facts(world_size=2, accumulate=4, micro_batch=8, global_batch=64)
+    assert settle({"train_batch_size": 64}, facts, "here")["gradient_accumulation_steps"] == 4
+    assert settle({}, facts, "here")["train_batch_size"] == 64
+    with pytest.raises(ConfigError, match=r"train_batch_size +32 +64"):
+        settle({"train_batch_size": 32}, Facts(world_size=2, global_batch=64), "here")

@@ -96,23 +96,99 @@ def test_no_thread_is_left_after_fit() -> None:
     assert not {thread for thread in set(threading.enumerate()) - before if thread.name == "write-behind"}
 
 
-def test_a_logger_that_fails_is_said_once_and_changes_no_weights(caplog: pytest.LogCaptureFixture) -> None:
-    alone, watched, good = toys.net(Logging), toys.net(Logging), Recorder()
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_logger_that_is_gone_changes_no_weights_and_its_rows_are_kept(tmp_path: Path, behind: bool) -> None:
+    alone, watched, good, bad = toys.net(Logging), toys.net(Logging), Recorder(), Recorder(fails_at=2)
+    bad.writes_behind = behind
     toys.quiet(max_epochs=2, log_every_n_steps=1).fit(alone, toys.loader())
-    trainer = toys.quiet(max_epochs=2, logger=[Recorder(fails_at=2), good], log_every_n_steps=1)
-    with pytest.warns(UserWarning, match="Recorder failed and is left out") as said:
+    trainer = toys.quiet(max_epochs=2, logger=[bad, good], log_every_n_steps=1, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="Recorder") as said:
         trainer.fit(watched, toys.loader())
-    assert len([warning for warning in said if "left out" in str(warning.message)]) == 1
+    texts = [str(warning.message) for warning in said]
+    assert texts == [
+        "Recorder failed, and is tried again while its rows wait: OSError: the service is gone; training goes on",
+        f"Recorder did not take 6 rows: they are in {tmp_path / 'unwritten_rows_Recorder.jsonl'}, as JSON lines",
+    ]
     assert len(good.rows) == 8
+    kept = [json.loads(line) for line in (tmp_path / "unwritten_rows_Recorder.jsonl").read_text().splitlines()]
+    assert bad.rows + [(row.pop("step"), row) for row in kept] == good.rows
     toys.assert_same(alone, watched)
 
 
-def test_a_failure_at_the_last_row_is_said_too() -> None:
-    output = LogOutput(Recorder(fails_at=0), root="", is_trial=False)
+class Shaky(Recorder):
+    """Fails some times at a row, before or after it has taken it."""
+
+    def __init__(self, where: str, error: Exception) -> None:
+        super().__init__()
+        self.where, self.error, self.left = where, error, 3
+
+    def _shake(self, where: str, count: int) -> None:
+        if where == self.where and count >= 2 and self.left:
+            self.left -= 1
+            raise self.error
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self._shake("log", len(self.rows))
+        super().log_metrics(metrics, step)
+
+    def save(self) -> None:
+        self._shake("save", len(self.rows))
+
+    def finalize(self, status: str) -> None:
+        self._shake("finalize", len(self.rows))
+        super().finalize(status)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("where", ["log", "save", "finalize"])
+def test_a_logger_that_recovers_has_each_row_once(where: str, behind: bool) -> None:
+    good, shaky = Recorder(), Shaky(where, ConnectionError("reset"))
+    shaky.writes_behind = behind
+    with pytest.warns(UserWarning, match="Shaky failed, and is tried again") as said:
+        toys.quiet(max_epochs=2, logger=[shaky, good], log_every_n_steps=1).fit(toys.net(Logging), toys.loader())
+    assert len(said) == 1
+    assert shaky.left == 0
+    assert shaky.rows == good.rows
+    assert shaky.ends == good.ends
+    assert shaky.wall_s == good.wall_s
+
+
+def test_a_row_that_a_logger_cannot_take_does_not_keep_it_from_the_others(tmp_path: Path) -> None:
+    good, shaky = Recorder(), Shaky("log", ValueError("not finite"))
+    trainer = toys.quiet(max_epochs=2, logger=[shaky, good], log_every_n_steps=1, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="Shaky"):
+        trainer.fit(toys.net(Logging), toys.loader())
+    assert shaky.rows == [*good.rows[:2], *good.rows[5:]]
+    assert len((tmp_path / "unwritten_rows_Shaky.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_logger_that_hangs_holds_neither_training_nor_a_checkpoint(tmp_path: Path) -> None:
+    good, slow = Recorder(), Recorder()
+    slow.gate.clear()
+
+    class Impatient(lw.Callback):
+        def on_train_batch_end(self, trainer: lw.Trainer, *args: Any) -> None:
+            queue = trainer.output._queues.get(id(slow))
+            if queue is not None:
+                queue.patience_s = 0.01
+
+        def on_train_end(self, trainer: lw.Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+            trainer.output._queues[id(slow)].patience_s = 30
+            slow.gate.set()
+
+    trainer = toys.quiet(max_epochs=2, logger=[slow, good], log_every_n_steps=1, callbacks=[Impatient()])
+    with pytest.warns(UserWarning, match=r"Recorder has not ended a write within 0\.01 s"):
+        trainer.fit(toys.net(Logging), toys.loader())
+    assert slow.rows == good.rows
+
+
+def test_a_failure_at_the_last_row_is_said_too(tmp_path: Path) -> None:
+    output = LogOutput(Recorder(fails_at=0), root=str(tmp_path), is_trial=False)
     output._is_running = True
-    output.write({"a": 1.0}, 0)
-    with pytest.warns(UserWarning, match="the service is gone"):
-        output.finalize("success")
+    with pytest.warns(UserWarning, match="Recorder") as said:
+        output.write({"a": 1.0}, 0), output.finalize("success")
+    assert "the service is gone" in str(said[0].message)
 
 
 def test_a_state_and_hyperparameters_come_after_the_rows_before_them() -> None:

@@ -282,15 +282,15 @@ def test_the_managed_optimizer_looks_like_the_one_it_wraps() -> None:
     quiet(max_epochs=1).fit(net(Looking), loader())
 
 
-def test_the_step_of_torchs_own_optimizer_is_not_counted() -> None:
-    class Uncounted(Manual):
+def test_the_step_of_torchs_own_optimizer_is_counted() -> None:
+    class Plain(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(self.loss(batch))
             self.optimizers(use_pl_optimizer=False).step()
 
     trainer = quiet(max_epochs=1)
-    trainer.fit(net(Uncounted), loader())
-    assert trainer.global_step == 0
+    trainer.fit(net(Plain), loader())
+    assert trainer.global_step == 4
 
 
 def test_schedules_are_none_one_or_a_list() -> None:

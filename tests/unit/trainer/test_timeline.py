@@ -299,6 +299,7 @@ def test_a_closure_optimizer_and_manual_optimization_have_their_phases() -> None
     assert closure["loop"] == 0
 
 
+@pytest.mark.filterwarnings("ignore:trainer.fit continues")
 def test_each_fit_begins_anew_and_settings_stay() -> None:
     trainer = fitted(data=loader(20))
     trainer.max_epochs = 2

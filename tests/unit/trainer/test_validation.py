@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import pytest
@@ -232,7 +234,7 @@ def test_own_mode_hooks_replace_the_defaults() -> None:
 def test_gradients_are_off_in_validation_and_on_again_after(inference_mode: bool) -> None:
     class Watched(ValidatedNet):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            assert torch.is_inference_mode_enabled() == inference_mode
+            assert not torch.is_inference_mode_enabled()  # what it leaves in the module is trained with
             assert not torch.is_grad_enabled()
 
         def on_validation_end(self) -> None:
@@ -257,6 +259,115 @@ def test_inference_tensors_do_not_leak_into_training() -> None:
             return loss
 
     quiet(max_epochs=2).fit(net(Keeping), loader(), loader())
+
+
+class Normalizing(ValidatedNet):
+    """Sets a buffer in validations that training multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.scale = self.net(batch[0]).square().mean(0)
+
+    test_step = predict_step = validation_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0]) * self.scale).mean()
+
+
+class Caching(ValidatedNet):
+    """Makes a table when it is first needed, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def table(self, size: int) -> torch.Tensor:
+        if size not in self.tables:
+            self.tables[size] = torch.arange(float(size)).unsqueeze(1)
+        return self.tables[size]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.table(len(batch[0]))
+
+    test_step = predict_step = validation_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0]) * self.table(len(batch[0]))).mean()
+
+
+class Counting(ValidatedNet):
+    """Starts a count anew in each validation; training adds to it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count = torch.zeros(1)
+
+    test_step = predict_step = validation_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("kind", [Normalizing, Caching, Counting])
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_what_a_validation_in_fit_leaves_in_the_module_can_be_trained_with(
+    kind: type[ValidatedNet], sanity: int
+) -> None:
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=sanity)
+    trainer.fit(net(kind), loader(), loader())
+    assert trainer.global_step == 8
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+@pytest.mark.parametrize(("kind", "name"), [(Normalizing, "scale"), (Caching, "tables"), (Counting, "count")])
+def test_what_an_evaluation_before_fit_leaves_in_the_module_is_named_in_the_error(
+    verb: str, kind: type[ValidatedNet], name: str
+) -> None:
+    module = net(kind)
+    getattr(quiet(), verb)(module, loader())
+    with pytest.raises(RuntimeError, match="(?i)inference tensor") as raised:
+        quiet(max_epochs=1, limit_val_batches=0).fit(module, loader())
+    note = "\n".join(raised.value.__notes__)
+    assert f"{kind.__name__} holds such tensors in {name}." in note
+    assert "inference_mode=False" in note
+    again = net(kind)
+    getattr(quiet(inference_mode=False), verb)(again, loader())
+    quiet(max_epochs=1, limit_val_batches=0).fit(again, loader())
+
+
+def test_a_validation_makes_no_more_calls_than_in_inference_mode() -> None:
+    def calls(trainer: lw.Trainer, verb: str) -> int:
+        counts: list[int] = []
+
+        class Counted(ValidatedNet):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                if batch_idx == 2:
+                    counts.append(0)
+                    sys.setprofile(lambda frame, event, arg: counts.__setitem__(0, counts[0] + (event == "call")))
+                elif batch_idx == 12:
+                    sys.setprofile(None)
+
+        module = net(Counted)
+        gc.disable()  # a finalizer is a call, too
+        try:
+            if verb == "fit":
+                trainer.fit(module, loader(2), loader(32))
+            else:
+                trainer.validate(module, loader(32), verbose=False)
+        finally:
+            gc.enable()
+            sys.setprofile(None)
+        return counts[0]
+
+    in_fit = calls(quiet(max_epochs=1, num_sanity_val_steps=0), "fit")
+    assert in_fit <= calls(quiet(), "validate")
 
 
 def test_the_position_in_the_training_data_is_untouched() -> None:

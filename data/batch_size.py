@@ -1,0 +1,135 @@
+"""How many samples a batch has, where its tensors alone do not tell: what their first dimension says is compared with
+what the loader was asked for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, default_collate
+
+from .limit import find_length
+from .move import find_batch_size, find_tensors
+
+__all__ = ["BatchSizes"]
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class BatchSizes:
+    """The sizes of one loader's batches.
+
+    Tensors that agree on their first dimension agree on the batch size where torch's own collation made them. A
+    `collate_fn` of the user may put time first, or return a list of samples: the first dimension is another one then.
+
+    Args:
+        loader: The user's loader, or what stands for it; None where nothing is known.
+
+    Attributes:
+        expected: What `find_batch_size` finds in batches that need no second look; `resolve` is for others.
+    """
+
+    def __init__(self, loader: Any = None) -> None:  # Any: whatever the user reads from
+        while type(loader).__module__.startswith(_PACKAGE) and hasattr(loader, "loader"):
+            loader = loader.loader
+        self.expected: int | None = None
+        self._full: int | None = None  # samples of a whole batch, where the loader's user has said it
+        self._rest: int | None = None  # samples of the last batch; 0: as many, None: nobody knows
+        self._is_certain = False
+        self._are_lists = False
+        self._dim = 0  # of the samples, where it is another than the first
+        self._has_warned = False
+        if isinstance(loader, DataLoader):
+            self._read(loader)
+
+    def _read(self, loader: DataLoader[Any]) -> None:
+        sampler = loader.batch_sampler
+        size = loader.batch_size if sampler is None else getattr(sampler, "batch_size", None)
+        if loader.batch_size is None and sampler is None:
+            return  # the data set makes whole batches
+        self._is_certain = loader.collate_fn is default_collate
+        if self._is_certain or type(size) is not int:
+            return
+        self.expected = self._full = size
+        if type(sampler) is BatchSampler:
+            length = find_length(sampler.sampler)
+            self._rest = None if length is None else 0 if sampler.drop_last else length % size
+
+    def of(self, batch: Any) -> int | None:
+        """Return the number of samples in a batch, None where nobody can know."""
+        found = find_batch_size(batch)
+        return found if found == self.expected else self.resolve(batch, found)
+
+    def resolve(self, batch: Any, found: int | None) -> int | None:
+        """Return the number of samples in a batch in which `find_batch_size` has found another number than expected.
+
+        Args:
+            batch: A batch of the loader.
+            found: What was found in it.
+        """
+        full = self._full
+        if full is None:
+            return self._without_loader(batch, found)
+        if self._are_lists and isinstance(batch, list | tuple):
+            return len(batch)
+        if self._dim:
+            return _agreed(batch, self._dim)
+        is_rest = found is not None and found < full and self._rest in (None, found)
+        if isinstance(batch, list | tuple) and len(batch) == full and (not is_rest or _are_alike(batch)):
+            # Each entry is a sample, not a field: the length counts, in the last batch, too.
+            self._are_lists, self.expected = True, None
+            return full
+        if is_rest:
+            return found
+        dim = next((dim for dim in (1, 2) if _agreed(batch, dim) == full), 0)
+        if dim:
+            self._dim, self.expected = dim, None
+        self._warn(
+            f"the loader was asked for {full} samples, and the first dimension of its batches says {found}; "
+            + (f"dimension {dim} counts" if dim else f"{full} count")
+        )
+        return full
+
+    def _without_loader(self, batch: Any, found: int | None) -> int | None:
+        is_list = type(batch) is list and len(batch) > 1 and len(batch) != found and found is not None
+        if is_list and not self._is_certain and _are_alike(batch):
+            self._warn(
+                f"a batch is a list of {len(batch)} tensors of one shape, whose first dimension says {found}; "
+                f"{found} count"
+            )
+        self.expected = found
+        return found
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the size of batches is not certain: {what}. Means over an epoch weigh by it: pass batch_size= to "
+                "self.log, or log lw.Loss(sum, weight)",
+                stacklevel=3,
+            )
+
+
+def _agreed(batch: Any, dim: int) -> int | None:
+    """Return the size of a dimension on which all tensors of a batch agree; None where they do not."""
+    sizes = {tensor.size(dim) if tensor.ndim > dim else None for tensor in find_tensors(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _are_alike(batch: Any) -> bool:
+    """Whether the entries are tensors of one shape, or trees of such: samples, rather than the fields of one batch."""
+    shapes = [_shape(item) for item in batch]
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def _shape(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return torch.Size(item.shape)
+    if isinstance(item, dict):
+        return {key: _shape(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_shape(value) for value in item]
+    return type(item)

@@ -1,0 +1,32 @@
+"""`in_order`: a DataLoader with `in_order=False` is read in order, so that what comes depends on no worker's speed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+__all__ = ["gives_any_order", "in_order"]
+
+
+def gives_any_order(loader: Any) -> bool:  # Any: whatever the user reads from
+    """Whether this is a DataLoader whose batches come as its workers finish them."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
+
+
+def in_order(loader: Any) -> Any:  # Any: see `gives_any_order`
+    """Return the loader, or where it gives batches in any order a copy that gives them in order; says so."""
+    if not gives_any_order(loader):
+        return loader
+    warnings.warn(
+        "DataLoader(in_order=False) is read in order: as its workers finish them, batches would come in another order "
+        "each time, and a resumed run would lose samples and repeat others. Leave the argument out; if samples take "
+        "unequally long, more workers or a larger prefetch_factor keep them busy.",
+        stacklevel=2,
+    )
+    twin = copy.copy(loader)
+    object.__setattr__(twin, "in_order", True)  # DataLoader refuses plain assignment
+    object.__setattr__(twin, "_iterator", None)
+    return twin

@@ -1,0 +1,293 @@
+"""`ShardedIterable`: an iterable data set whose samples are split over ranks and workers, and one reader's share of it.
+
+Users wrap their data set in it. The Trainer and Fabric deal out whole batches of it (data/dealt_iterable.py), so that
+what a step trains on depends on neither the number of ranks nor that of workers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import default_convert
+
+from ..errors import ConfigError, DataError
+from .replay import is_one_shot
+from .rng import RngStream, find_generators, moved_numpy, seed_generators
+from .shard import NO_BATCH
+
+__all__ = ["Collate", "IterableShare", "ShardedIterable"]
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Split an iterable data set over ranks and DataLoader workers, so that each sample is read by one of them.
+
+    Pass it to a DataLoader: `DataLoader(ShardedIterable(dataset), batch_size=32, num_workers=2)`. The Trainer and
+    Fabric then deal out the batches: with 4 ranks, rank 1 gets the batches 1, 5, 9, ... of those that one process would
+    read. A checkpoint counts samples, so a run resumes after those it has read, also on another number of ranks.
+
+    Every rank and worker iterates over the whole data set and keeps its share. That needs the same order everywhere: an
+    order that is drawn may depend on `set_epoch`, the global generators, or generators in attributes. The data set must
+    not split itself by rank; it sees no workers.
+
+    It has no length, since that of a share depends on who reads it; the Trainer takes that of the data set.
+
+    Elsewhere (a loop of your own, torchdata's StatefulDataLoader, `torchdata.nodes`) iterating gives every n-th sample
+    for n readers, by the rank in torch.distributed and by worker.
+
+    Args:
+        dataset: Can be iterated again and again: an IterableDataset, a Hugging Face streaming data set, any object with
+            `__iter__`.
+        split: For data sets that can read their share alone, which is cheaper where reading is slow:
+            `split(dataset, rank, size)` returns the data set of one rank, as `split_dataset_by_node` of Hugging Face's
+            `datasets` does. Workers are then the data set's own affair, each rank keeps a position of its own, and a
+            run resumes in the middle of an epoch on the same number of ranks only.
+
+    Attributes:
+        dataset: The user's data set.
+
+    Raises:
+        ConfigError: The data set cannot be iterated, or only once.
+    """
+
+    def __init__(self, dataset: Any, split: Callable[[Any, int, int], Any] | None = None) -> None:
+        if not hasattr(dataset, "__iter__") or is_one_shot(dataset):
+            raise ConfigError(
+                f"Expected ShardedIterable(dataset) with a data set that can be iterated again and again, got "
+                f"{type(dataset).__name__}.",
+                fix="pass an object of a class with __iter__; a map-style data set goes to the DataLoader as it is.",
+            )
+        self.dataset = dataset
+        self.split = split
+        self._place: tuple[int, int] | None = None
+
+    def set_shard(self, rank: int, size: int) -> None:
+        """Set which share `__iter__` gives; without it, torch.distributed is asked.
+
+        Args:
+            rank: Of this process among those that read different data.
+            size: How many of these there are.
+        """
+        self._place = (rank, size)
+
+    def of_rank(self, rank: int, size: int) -> Any:
+        """Return the data set of one rank, as `split` makes it; with one rank, the data set."""
+        return self.dataset if self.split is None or size == 1 else self.split(self.dataset, rank, size)
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = self._place or _own_place()
+        if self.split is not None:
+            return iter(self.of_rank(rank, size))
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return _every_nth(self.dataset, rank + number * size, size * workers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "set_epoch":
+            return self.dataset.set_epoch
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _own_place() -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _every_nth(dataset: Iterable[Any], first: int, step: int) -> Iterator[Any]:
+    with _without_worker():
+        samples = iter(dataset)
+    for number in range(sys.maxsize):
+        with _without_worker():
+            sample = next(samples, _END)
+        if sample is _END:
+            return
+        if number % step == first:
+            yield sample
+
+
+_END: Any = object()
+
+
+@contextmanager
+def _without_worker() -> Iterator[None]:
+    """Let a data set that splits itself by `get_worker_info()` give everything: the split is made here."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+@dataclass
+class IterableShare(IterableDataset[Any]):
+    """Batches of samples, before collation, of one rank, or of one worker of it.
+
+    Attributes:
+        dataset: Read to its end by everyone.
+        rank: Which batch of a round is given.
+        size: Batches of a round.
+        uneven: What the last, incomplete round is: see `Shard`.
+        batch_size: Samples of a batch; None: a sample is a batch.
+        drop_last: Whether a short last batch is left out.
+        start: Samples before the first round.
+        key: Of the random numbers with which the data set is read: equal on all ranks.
+    """
+
+    dataset: Any
+    rank: int
+    size: int
+    uneven: str
+    batch_size: int | None
+    drop_last: bool
+    start: int
+    key: bytes
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield samples (a list; `NO_BATCH` where only other ranks have some), number, and a digest of the order."""
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None:
+            # A copy that starts from the same place in each epoch and worker.
+            seed_generators(find_generators(dataset=self.dataset), self.key)
+        for place, samples in enumerate(self._rounds(is_in_worker=info is not None)):
+            if place % workers == number:
+                yield samples, place, self._order
+
+    def _rounds(self, *, is_in_worker: bool) -> Iterator[Any]:
+        course = _Course(self.key, keeps_numpy=is_in_worker)
+        per_batch = self.batch_size or 1
+        head: list[list[Any]] = []  # the epoch's first batches, to fill a round with
+        with course:
+            stream = iter(self.dataset)
+            first = list(islice(stream, per_batch))
+        self._order = digest(first)
+        to_skip = self.start
+        pending: list[Any] = first  # read, and not yet part of a batch
+
+        def take(count: int) -> list[Any]:
+            taken = pending[:count]
+            del pending[:count]
+            return taken + list(islice(stream, count - len(taken)))
+
+        with course:
+            while self.uneven == "cycle" and to_skip and len(head) < self.size - 1:
+                batch = take(min(per_batch, to_skip))
+                to_skip -= len(batch)
+                if len(batch) < per_batch:
+                    to_skip = 0
+                    break
+                head.append(batch)
+            while to_skip > 0 and (skipped := len(take(min(to_skip, 1024)))):
+                to_skip -= skipped
+        while True:
+            own: Any = None
+            count = 0
+            with course:
+                while count < self.size:
+                    samples = take(per_batch)
+                    if not samples or (self.drop_last and len(samples) < per_batch):
+                        break
+                    if count == self.rank:
+                        own = samples
+                    if self.uneven == "cycle" and len(head) < self.size - 1:
+                        head.append(samples)
+                    count += 1
+            if not count or (count < self.size and self.uneven == "stop_all"):
+                return
+            if own is None:
+                own = head[(self.rank - count) % len(head)] if self.uneven == "cycle" else NO_BATCH
+            yield own
+            if count < self.size:
+                return
+
+
+class _Course:
+    """The random numbers with which a data set is read: equal for all who read it, whatever training draws."""
+
+    def __init__(self, key: bytes, *, keeps_numpy: bool) -> None:
+        self._streams = [RngStream(key, ("python", "torch")), RngStream(key, ("numpy",))]
+        self._keeps_numpy = keeps_numpy
+        self._has_begun = False
+        self._has_moved: Callable[[], bool] = lambda: False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(_without_worker())
+        for stream in self._streams:
+            self._stack.enter_context(stream)
+        self._has_moved = (lambda: False) if self._keeps_numpy else moved_numpy()
+
+    def __exit__(self, *error: object) -> None:
+        has_moved = self._has_moved()
+        self._stack.close()
+        if self._keeps_numpy:
+            return
+        # NumPy's state takes ten times as long to swap as the others: where it is not used, it is only watched.
+        if len(self._streams) == 1 and has_moved:
+            raise DataError(
+                "The data set in ShardedIterable began to draw from NumPy's global generator in the middle of an "
+                "epoch, which is different on each rank.",
+                fix="draw from a generator in an attribute, or draw when iteration begins.",
+            )
+        if has_moved:
+            self._keeps_numpy = True
+        elif self._has_begun:
+            del self._streams[1:]
+        self._has_begun = True
+
+
+@dataclass
+class Collate:
+    """Collates a batch of `IterableShare`, with random numbers that depend on the batch alone.
+
+    Attributes:
+        function: The user's `collate_fn`.
+        key: Of this rank's random numbers.
+        first: Number of the first round.
+    """
+
+    function: Callable[[Any], Any]
+    key: bytes
+    first: int
+    is_batched: bool
+
+    def __call__(self, given: tuple[Any, int, int]) -> tuple[Any, int]:
+        """Return the batch and the digest of the order."""
+        samples, number, order = given
+        if samples is NO_BATCH:
+            return samples, order
+        if not self.is_batched:
+            samples = samples[0]
+        if self.function in (default_collate, default_convert):
+            return self.function(samples), order
+        with RngStream(self.key + (self.first + number).to_bytes(8, "little")):
+            return self.function(samples), order
+
+
+def digest(samples: list[Any]) -> int:
+    """Return a number that tells the samples from others, as far as they hold tensors, numbers and text."""
+    import zlib
+
+    from .fingerprint import fingerprint_batch
+
+    plain = repr([_plain(sample) for sample in samples[:8]]).encode()
+    return zlib.crc32(plain, fingerprint_batch(samples) or 0)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in list(value.items())[:16]}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value[:16]]
+    if isinstance(value, str | bytes):
+        return value[:256]
+    return value if isinstance(value, bool | int | float) else None

@@ -1,0 +1,358 @@
+"""`compile=`: the options of torch.compile, and the parts of a module that are compiled in place.
+
+The unit is a repeated block where the module has some (regional compilation: the blocks share one graph, so that
+compile time does not grow with depth), and a whole step or forward elsewhere. Names of parameters and submodules do not
+change, and hooks of a compiled module run outside of its graph, where FSDP's gather parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, nearest
+from ..strategies import Strategy
+from ..strategies.wrap_policy import repeated_blocks, select_modules
+
+__all__ = [
+    "CompiledForward", "CompiledMethod", "Compiler", "check_strategy", "compile_for_fabric", "compile_in_place",
+    "compile_problems", "compiled_parts", "compiler_of", "configure_dynamo", "entry_named", "find_blocks", "find_parts",
+    "is_compiled", "read_compile", "without_wrapper",
+]  # fmt: skip
+
+# Any in this file: options of torch.compile, and what users' modules take and return.
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function compiled: torch.compile with its options, or what a module was compiled with."""
+
+_MOST_GRAPHS = 16
+_OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def compile_problems(value: Any) -> list[ConfigError]:
+    """Return what is wrong with a value of `compile=`; an empty list if nothing is."""
+    if isinstance(value, bool):
+        return []
+    if not isinstance(value, Mapping):
+        return [
+            ConfigError(
+                f"compile={value!r} is {type(value).__name__}, expected True, False or a dict.",
+                fix="pass True, or keyword arguments of torch.compile such as compile={'mode': 'max-autotune'}.",
+            )
+        ]
+    problems = []
+    for name in value:
+        if name not in _OPTIONS:
+            hint = nearest(str(name), _OPTIONS)
+            problems.append(
+                ConfigError(
+                    f"compile={{{name!r}: ...}} is not an argument of torch.compile{hint}.",
+                    fix=f"use {', '.join(_OPTIONS)}.",
+                )
+            )
+    backend, mode = value.get("backend", "inductor"), value.get("mode")
+    if isinstance(backend, str):
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            problems.append(
+                ConfigError(
+                    f"compile={{'backend': {backend!r}}} is unknown{nearest(backend, known)}.",
+                    fix=f"use one of {', '.join(known)}, or a function.",
+                )
+            )
+    elif not callable(backend):
+        problems.append(
+            ConfigError(f"compile={{'backend': {backend!r}}} is neither a name nor a function.", fix="pass one.")
+        )
+    if mode is not None and value.get("options") is not None:
+        problems.append(ConfigError("compile= has both 'mode' and 'options'.", fix="pass one of them."))
+    if mode is not None and backend == "inductor":
+        from torch._inductor import list_mode_options
+
+        modes = list(list_mode_options())
+        if mode not in modes:
+            hint = nearest(str(mode), modes)
+            problems.append(
+                ConfigError(f"compile={{'mode': {mode!r}}} is unknown{hint}.", fix=f"use one of {', '.join(modes)}.")
+            )
+    for name in ("fullgraph", "dynamic"):
+        if value.get(name) not in (None, True, False):
+            problems.append(ConfigError(f"compile={{{name!r}: {value[name]!r}}}.", fix="pass True or False."))
+    return problems
+
+
+def read_compile(value: Any) -> dict[str, Any] | None:
+    """Return the options of torch.compile for a value of `compile=`; None where nothing is to be compiled.
+
+    Raises:
+        ConfigError: It is neither a boolean nor a dict of arguments of torch.compile.
+    """
+    problems = compile_problems(value)
+    if problems:
+        raise problems[0]
+    if value is False:
+        return None
+    return {} if value is True else dict(value)
+
+
+def compiler_of(options: Mapping[str, Any]) -> Compiler:
+    """Return torch.compile with these options."""
+    return functools.partial(torch.compile, **options)
+
+
+def without_wrapper(module: nn.Module) -> tuple[nn.Module, Compiler | None]:
+    """Return the module that torch.compile was given, and what compiles a function as it did; else None for it."""
+    original = module.__dict__.get("_modules", {}).get("_orig_mod")
+    if original is not None and hasattr(module, "dynamo_ctx"):
+        return original, cast(Any, module).dynamo_ctx
+    options = module.__dict__.get("_compile_options")  # of lw.Module.compile
+    return module, None if options is None else compiler_of(options)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of this very module run compiled."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
+def compiled_parts(module: nn.Module) -> list[str]:
+    """Return the paths of submodules that run compiled; "" where the module itself, or a step of it, does."""
+    paths = [path for path, one in module.named_modules() if is_compiled(one)]
+    if any(isinstance(value, CompiledMethod) for value in vars(module).values()):
+        paths.append("")
+    return paths
+
+
+def configure_dynamo(stack: ExitStack) -> None:
+    """Set, until the stack is closed, what torch needs to know of code that several modules and stages share.
+
+    Integers that modules read (a layer's number, `self.global_step`) may become variables of a graph; otherwise each
+    value is a graph of its own. And a block has up to eight graphs in a regular run, after which torch would give up:
+    in training and in evaluation, with and without a gradient to its input, for one shape and for any.
+    """
+    config = torch._dynamo.config
+    limit = max(config.recompile_limit, _MOST_GRAPHS)
+    stack.enter_context(config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=limit))
+
+
+# -- which parts -------------------------------------------------------------------------------------------------------
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a module; an empty list where it has none.
+
+    `module.compile_blocks` names them: classes, names of classes, or a function of a module; an empty list for none.
+    Without it, they are the modules of one class in a ModuleList or Sequential, if two at least have equal shapes.
+
+    Raises:
+        ConfigError: `compile_blocks` names nothing that there is.
+    """
+    policy = getattr(module, "compile_blocks", None)
+    if policy is None:
+        found = [one for _, one in repeated_blocks(module) if not _is_simple(one) and not is_compiled(one)]
+        return found if len({_structure(one) for one in found}) < len(found) else []
+    if policy is False or (isinstance(policy, (list, tuple, set, frozenset)) and not policy):
+        return []
+    chosen = [one for _, one in select_modules(module, policy, argument="compile_blocks")[0]]
+    inner = {id(part) for one in chosen for part in one.modules() if part is not one}
+    return [one for one in chosen if id(one) not in inner and not is_compiled(one)]
+
+
+def find_parts(module: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """Return the outermost submodules to compile beside the blocks; not containers, nor single layers of torch.
+
+    A submodule that holds a block, or a part that the user compiled, is not compiled itself; its children are.
+    """
+    whole = {id(one) for one in blocks} | {id(one) for one in module.modules() if is_compiled(one)}
+    parts: list[nn.Module] = []
+
+    def look(parent: nn.Module) -> None:
+        for child in parent.children():
+            if id(child) in whole or any(child is one for one in parts):
+                continue
+            is_called = "forward" in vars(child) or type(child).forward is not nn.Module.forward
+            if not is_called or any(id(one) in whole for one in child.modules()):
+                look(child)
+            elif not _is_simple(child):
+                parts.append(child)
+
+    look(module)
+    return parts
+
+
+def _is_simple(module: nn.Module) -> bool:
+    """Return whether it is one of torch's layers, with nothing in it that could be fused."""
+    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (type(module), *((name, tuple(one.shape), one.dtype) for name, one in tensors))
+
+
+def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if the strategy cannot run compiled code; says what to do."""
+    refusal = strategy.compile_refusal
+    if strategy.device.type == "xla" and given is None and options.get("backend") != "openxla":
+        refusal = ("XLA compiles each step by itself", "leave compile= out, or pass compile={'backend': 'openxla'}")
+    if refusal is not None:
+        what, fix = refusal
+        raise ConfigError(f"compile= cannot be used with {type(strategy).__name__}: {what}.", fix=f"{fix}.")
+
+
+def compile_for_fabric(module: nn.Module, strategy: Strategy, value: Any, steps: Iterable[str]) -> nn.Module:
+    """Compile a module in place, for good, before the strategy adds its hooks; return it without torch's wrapper.
+
+    Args:
+        module: The user's, or what torch.compile returned for it: then its options are those of the user.
+        strategy: Where hooks of submodules communicate, blocks and other submodules are compiled; elsewhere blocks, or
+            the whole forward and the steps.
+        value: Of `compile=`.
+        steps: Names of methods that are compiled as wholes where the forward is.
+
+    Raises:
+        ConfigError: `value` is wrong, or the strategy cannot run compiled code.
+    """
+    options = read_compile(value) or {}
+    original, given = without_wrapper(module)
+    check_strategy(strategy, given, options)
+    compiler = given if given is not None else compiler_of(options)
+    blocks = find_blocks(original) if strategy.has_module_hooks or given is None else []
+    for_good = ExitStack()
+    if strategy.has_module_hooks or blocks:
+        compile_in_place([*blocks, *find_parts(original, blocks)], compiler, for_good)
+    else:
+        compile_in_place([original], compiler, for_good)
+        for name in steps:
+            if callable(getattr(original, name, None)):
+                CompiledMethod(original, name, compiler).attach(for_good)
+    for_good.pop_all()
+    return original
+
+
+# -- compiled in place -------------------------------------------------------------------------------------------------
+
+
+def compile_in_place(modules: Iterable[nn.Module], compiler: Compiler, stack: ExitStack) -> None:
+    """Compile the forward of each module, until the stack is closed. Before the strategy adds its hooks, or after."""
+    for module in modules:
+        before = module.__dict__.get("_compiled_call_impl")
+        module.__dict__["_compiled_call_impl"] = CompiledForward(module, compiler)
+        stack.callback(_put_back, module, before)
+
+
+def _put_back(module: nn.Module, before: Any) -> None:
+    if before is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = before
+
+
+class CompiledForward:
+    """Calls a module with its forward compiled and its hooks outside of the graph.
+
+    `nn.Module.compile` does so for classes of users, and compiles nothing (torch 2.13) where forward is torch's own: in
+    nn.Sequential, nn.TransformerEncoderLayer.
+    """
+
+    def __init__(self, module: nn.Module, compiler: Compiler) -> None:
+        self._module = module
+        self._forward = compiler(_entry(module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module: its hooks, and between them the compiled forward."""
+        own = self._module.__dict__
+        before = own.get("forward")
+        own["forward"] = self._forward
+        try:
+            return self._module._call_impl(*args, **kwargs)
+        finally:
+            if before is None:
+                del own["forward"]
+            else:
+                own["forward"] = before
+
+
+_codes: dict[tuple[Any, ...], types.CodeType] = {}
+_entries: dict[str, tuple[str, list[str]]] = {}
+
+
+def _entry(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that runs the module's forward, whose code is shared by modules of the same structure only.
+
+    torch keeps compiled graphs with the code of the function that was called, and compiles at most eight for each.
+    """
+    own = vars(module).get("forward")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if own is not None:
+            return own(*args, **kwargs)
+        # Looked up late: activation checkpointing and fully_shard change the class.
+        return type(module).forward(module, *args, **kwargs)
+
+    key = _structure(module)
+    if key not in _codes:
+        name = f"{type(module).__name__}_forward_{len(_codes)}"
+        _codes[key] = run.__code__.replace(co_name=name, co_qualname=name)
+        parameters = list(inspect.signature(own or type(module).forward).parameters)
+        _entries[name] = type(module).__name__, parameters if own else parameters[1:]
+    return types.FunctionType(_codes[key], run.__globals__, _codes[key].co_name, None, run.__closure__)
+
+
+def entry_named(name: str) -> tuple[str, list[str]] | None:
+    """Return class and arguments of the forward that a function of this name runs, for messages; None if none does."""
+    return _entries.get(name)
+
+
+class CompiledMethod:
+    """Stands for a method of a module in its attributes, compiled. A copy of the module has the plain method.
+
+    Args:
+        module: The user's module.
+        name: The method.
+        compiler: What compiles it.
+        after: Called after each call that was not itself a part of a compiled one.
+    """
+
+    def __init__(self, module: nn.Module, name: str, compiler: Compiler, after: Callable[[], None] | None = None):
+        self._module = module
+        self._name = name
+        self._plain = getattr(module, name)
+        self._after = after
+        self._run = compiler(self._plain)
+        self.__signature__ = inspect.signature(self._plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled method; within a graph that is being made, the plain one."""
+        if torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        output = self._run(*args, **kwargs)
+        if self._after is not None:
+            self._after()
+        return output
+
+    def attach(self, stack: ExitStack) -> None:
+        """Take the method's place until the stack is closed."""
+        own = self._module.__dict__
+        before = own.get(self._name)
+        own[self._name] = self
+        stack.callback(own.pop, self._name) if before is None else stack.callback(own.__setitem__, self._name, before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_method(memo.get(id(self._module), self._module), self._name)
+
+    def __reduce__(self) -> Any:
+        return _plain_method, (self._module, self._name)
+
+
+def _plain_method(module: nn.Module, name: str) -> Any:
+    return types.MethodType(getattr(type(module), name), module)

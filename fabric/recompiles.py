@@ -1,0 +1,132 @@
+"""Recompilation: notices functions that torch.compile compiles again and again, and says what changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from .compiling import entry_named
+
+__all__ = ["RecompileWatch"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: records of torch's without a public class.
+
+MOST = 4
+"""Recompilations of a function that are usual: a second shape, the last short batch, a number that changes."""
+MOST_WITH_MODES = 2 * MOST
+"""The same, with those for training and evaluation."""
+
+# Not the tests, which may lie in the same tree.
+_OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), one, "") for one in
+             ("trainer", "fabric", "strategies", "callbacks", "data", "loggers", "precision"))  # fmt: skip
+# These happen once for each mode, and are over then.
+_MODES = ("GLOBAL_STATE changed", "requires_grad mismatch", ".training", "torch_function", "dispatch key set")
+_ADVICE = (
+    (
+        ("size mismatch", "stride mismatch", "rank mismatch", "Eq(", "Ne(", ".size(", "shape"),
+        "Shapes change: pad batches to one length, leave the last short one out (DataLoader(drop_last=True)), or pass "
+        "compile={'dynamic': True}",
+    ),
+    (
+        ("dtype mismatch", "type mismatch", "___check_type_id", "___check_obj_id", "device"),
+        "Pass objects of one type, dtype and device in every step, or leave the part that takes them out with "
+        "@torch.compiler.disable",
+    ),
+    (
+        (" == ", "EQUALS_MATCH"),
+        "A Python value changes: keep it in a tensor (register_buffer), or read it outside of what is compiled",
+    ),
+)
+_OTHERWISE = "Keep it the same in every step, or leave the part that reads it out with @torch.compiler.disable"
+
+
+class RecompileWatch:
+    """Logs a warning once for each function that is compiled more often than a steady run needs.
+
+    It costs nothing in a step: torch calls it when it has compiled something.
+
+    Args:
+        is_rank_zero: Whether to say it; the other ranks see the same.
+    """
+
+    def __init__(self, *, is_rank_zero: bool = True) -> None:
+        self._is_rank_zero = is_rank_zero
+        self._last: Any = None
+        self._causes: dict[tuple[Any, ...], list[str]] = {}
+        self._said: set[tuple[Any, ...]] = set()
+
+    def start(self, stack: ExitStack) -> None:
+        """Watch until the stack is closed."""
+        from torch._dynamo.callback import callback_handler
+        from torch._dynamo.utils import get_compilation_metrics
+
+        records = get_compilation_metrics()
+        self._last = records[-1] if records else None
+        callback_handler.register_start_callback(self._look)
+        stack.callback(self._look)
+        stack.callback(callback_handler.remove_start_callback, self._look)
+
+    def _look(self, _: Any = None) -> None:
+        from torch._dynamo.utils import get_compilation_metrics
+
+        fresh = []
+        records = get_compilation_metrics()
+        for record in reversed(records):
+            if record is self._last:
+                break
+            fresh.append(record)
+        self._last = records[-1] if records else None
+        for record in reversed(fresh):
+            if record.recompile_reason:
+                self._judge(record)
+
+    def _judge(self, record: Any) -> None:
+        key = (record.co_filename, record.co_firstlineno, record.co_name)
+        entry = entry_named(record.co_name)
+        if entry is None and os.path.abspath(record.co_filename).startswith(_OWN):
+            return  # a function of this package that torch met outside of a graph
+        cause = _cause(record.recompile_reason, entry[1] if entry is not None else [])
+        causes = self._causes.setdefault(key, [])
+        causes.append(cause)
+        # What depends on the mode is over when each was seen; so it counts only where nothing comes to an end.
+        changing = [one for one in causes if not any(sign in one for sign in _MODES)]
+        is_storm = len(changing) > MOST or len(causes) > MOST_WITH_MODES
+        if not is_storm or key in self._said or not self._is_rank_zero:
+            return
+        self._said.add(key)
+        cause = changing[-1] if changing else cause
+        advice = next((text for signs, text in _ADVICE if any(sign in cause for sign in signs)), _OTHERWISE)
+        logger.warning(
+            "torch.compile has compiled %s %d times, since what it is given keeps changing; after %d times torch runs "
+            "it uncompiled. The last change: %s. %s. TORCH_LOGS=recompiles lists every change",
+            _described(*key),
+            len(causes) + 1,
+            torch._dynamo.config.recompile_limit,
+            cause,
+            advice,
+        )
+
+
+def _cause(reason: str, arguments: list[str]) -> str:
+    """Return the first line of torch's reason, with the arguments' own names and without hints for its settings."""
+    line = reason.strip().splitlines()[0]
+    line = re.sub(r"^\d+/\d+: ", "", line)
+    line = re.split(r"\s+# |\s+\(HINT", line)[0].strip().rstrip(".")
+    for index, name in enumerate(arguments):
+        line = line.replace(f"args[{index}]", name)
+    return re.sub(r"kwargs\['(\w+)'\]", r"\1", line)
+
+
+def _described(filename: str, line: int, name: str) -> str:
+    entry = entry_named(name)
+    if entry is not None:
+        return f"{entry[0]}.forward"
+    name = re.sub(r"^torch_dynamo_resume_in_|_at_\d+$", "", name)
+    return f"{name} ({os.path.basename(filename)}:{line})"

@@ -1,0 +1,43 @@
+"""Which process of this machine listens on a port, for errors; Linux only, and as far as this user may see."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["port_owner"]
+
+_LISTENS = "0A"  # the state TCP_LISTEN in /proc/net/tcp
+
+
+def port_owner(port: int) -> str | None:
+    """Return the process that listens on a port of this machine, as "process 12 (python train.py)".
+
+    Args:
+        port: Number of the port.
+
+    Returns:
+        None where nothing is found: no such process, another user's, or a system without /proc.
+    """
+    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net", table), port)}
+    if not inodes:
+        return None
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to somebody else
+            for number in os.listdir(process / "fd"):
+                if os.readlink(process / "fd" / number) in inodes:
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    return f"process {process.name} ({command[:120]})"
+    return None
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    """Return the inodes of the sockets that listen on a port."""
+    found = []
+    with suppress(OSError):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                found.append(fields[9])
+    return found

@@ -1,0 +1,119 @@
+"""`Trainer(global_batch_size=)` on several ranks: the same global batch on any number of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from toys import Net, Unsized, loader, net, quiet
+
+from loopwright.callbacks import Callback
+from loopwright.errors import ConfigError
+
+# Means over the same samples, added up in another order.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def trained(rank: int, size: int, *, resume: str | None = None, save: str | None = None, epochs: int = 2) -> Any:
+    strategy = "ddp" if size > 1 else "auto"
+    trainer = quiet(max_epochs=epochs, devices=size, strategy=strategy, global_batch_size=8)
+    module = net()
+    trainer.fit(module, loader(16, 2), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return trainer.accumulate_grad_batches, trainer.global_step, [p.detach().clone() for p in module.parameters()]
+
+
+def refused(rank: int, size: int) -> list[str]:
+    messages = []
+    for data, wanted in ((loader(16, 2 + rank), 12), (loader(16, 2), 6)):
+        trainer = quiet(max_epochs=1, devices=size, strategy="ddp", global_batch_size=wanted)
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(Net(), data)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_the_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    alone = trained(0, 1)
+    both = run_ranks(trained, 2, connect=False)
+    assert [one[:2] for one in (alone, *both)] == [(4, 4), (2, 4), (2, 4)]
+    path = str(tmp_path / "two.ckpt")
+    run_ranks(trained, 2, connect=False, save=path, epochs=1)
+    resumed = trained(0, 1, resume=path)
+    assert resumed[:2] == (4, 4)
+    for one, *others in zip(alone[2], *(each[2] for each in both), resumed[2], strict=True):
+        for other in others:
+            torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+def test_ranks_that_differ_and_numbers_that_do_not_divide_are_refused_on_all() -> None:
+    for messages in run_ranks(refused, 2, connect=False):
+        assert "2 on rank 0, 3 on rank 1" in messages[0]
+        assert "2 samples per micro-batch x 2 ranks = 4 samples" in messages[1]
+        assert "global_batch_size=4 or 8" in messages[1]
+
+
+class Tokens(Net):
+    """Counts as many tokens per sample as its first number says; `seen` has what this rank read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def count_tokens(self, batch: Any) -> int:
+        self.seen.append(int(batch[0].abs().sum() * 100))
+        return self.seen[-1]
+
+
+def limited(rank: int, size: int, *, iterable: bool, resume: str | None = None, **limit: int) -> Any:
+    trainer = quiet(
+        devices=size,
+        strategy="ddp" if size > 1 else "auto",
+        accumulate_grad_batches=2,
+        callbacks=[Exchanges()],
+        **limit,
+    )
+    module = net(Tokens)
+    data = loader(96, 2)
+    if iterable:  # each rank reads its own, of other sizes
+        data = Unsized([(x[: 2 - rank], y[: 2 - rank]) for x, y in data])
+    trainer.fit(module, data, ckpt_path=resume)
+    exchanges = trainer.callbacks[0].count
+    return trainer.global_step, trainer.progress.samples, trainer.progress.tokens, module.seen, exchanges
+
+
+class Exchanges(Callback):
+    """Counts the exchanges of objects between ranks during training."""
+
+    count = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        exchange = trainer.strategy.gather_objects
+
+        def gather(one: Any) -> Any:
+            self.count += 1
+            return exchange(one)
+
+        trainer.strategy.gather_objects = gather
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        del trainer.strategy.__dict__["gather_objects"]
+
+
+def test_all_ranks_stop_at_the_step_that_reaches_the_limit() -> None:
+    for one in run_ranks(limited, 2, connect=False, iterable=False, max_samples=150):
+        assert one[:2] == (19, 152)  # 8 samples a step
+        assert one[4] <= 10  # checks of the first batch and of each epoch, and the limit: not one for each of 19 steps
+    for one in run_ranks(limited, 2, connect=False, iterable=True, max_samples=63):
+        assert one[:2] == (11, 66)  # rank 0 takes 4 samples a step, rank 1 takes 2
+
+    results = run_ranks(limited, 2, connect=False, iterable=False, max_tokens=20_000)
+    windows = [sum(column) for column in zip(*(one[3] for one in results), strict=True)]
+    steps = [sum(pair) for pair in zip(windows[::2], windows[1::2], strict=True)]
+    assert sum(steps[:-1]) < 20_000 <= sum(steps)
+    for one in results:
+        assert one[:3] == (len(steps), 8 * len(steps), sum(steps))
