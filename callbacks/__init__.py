@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import Callback
-from .checkpoint import Checkpoint
+from .base import Callback, Checkpoint
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:

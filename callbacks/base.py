@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from ..trainer.trainer import Trainer
 
-__all__ = ["Callback", "from_rank_zero"]
+__all__ = ["Callback", "Checkpoint", "from_rank_zero"]
 
 R = TypeVar("R")
 
@@ -203,3 +203,10 @@ def from_rank_zero(trainer: Trainer, decide: Callable[[], R]) -> R:
     from .rank_zero import decided_on_rank_zero  # not imported where there is one process
 
     return decided_on_rank_zero(trainer.strategy, decide)
+
+
+class Checkpoint(Callback):
+    """Write checkpoints. Its hooks run after everything else at an event: module, metrics, loggers, other callbacks."""
+
+    runs_last = True
+    hears_every_step = True  # writing a checkpoint takes all ranks

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from . import checkpoint_files as files
-from .base import from_rank_zero
-from .checkpoint import Checkpoint
+from .base import Checkpoint, from_rank_zero
 from .checkpoint_arguments import check_arguments
 from .checkpoint_books import CheckpointBooks, score_tensor
 from .checkpoint_names import COUNTERS, missing_metric, render_name, template_names

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
-from .checkpoint import Checkpoint
+from .base import Checkpoint
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer

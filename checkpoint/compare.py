@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .lazy import flatten, is_tensor, read_tensor, size_bytes
-from .trusted import Untrusted
+from .plain import Untrusted
 
 __all__ = ["Difference", "Tolerance", "compare"]
 

@@ -8,7 +8,7 @@ them; what only Loopwright knows stands under one key, `loopwright`.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 
 from ..errors import CheckpointError
 
-__all__ = ["OWN_KEY", "SCHEMA_VERSION", "Content", "read", "write"]
+__all__ = ["OWN_KEY", "PARAM_NAMES", "SCHEMA_VERSION", "Content", "fit_by_name", "read", "write"]
 
 OWN_KEY = "loopwright"
 SCHEMA_VERSION = 1
+PARAM_NAMES = "param_names"
 LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 
 # Name of a state -> key of the file.
@@ -133,3 +134,33 @@ def _lightning_progress(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "total_batches": int(batches.get("total", {}).get("processed", 0)),
         "epoch_open": not is_last,
     }
+
+
+def fit_by_name(
+    state: Mapping[str, Any], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:  # Any: an optimizer's state in torch's layout
+    """Return a state with the parameters that an optimizer has, in its order.
+
+    What does not fit, or has no names, comes as it is: the optimizer says what is wrong with it.
+
+    Args:
+        state: In torch's layout.
+        groups: Names of the optimizer's parameters, by group.
+    """
+    saved = state.get("param_groups")
+    if not isinstance(saved, list) or len(saved) != len(groups) or not all(PARAM_NAMES in group for group in saved):
+        return dict(state)
+    known = [dict(zip(group[PARAM_NAMES], group["params"], strict=True)) for group in saved]
+    if any(set(one) - set(members) for one, members in zip(known, groups, strict=True)):
+        return dict(state)
+    numbers: dict[str, int] = {}
+    entries = {}
+    fitted = []
+    for group, one, members in zip(saved, known, groups, strict=True):
+        own = {key: value for key, value in group.items() if key not in ("params", PARAM_NAMES)}
+        own["params"] = [numbers.setdefault(name, len(numbers)) for name in members]
+        fitted.append(own)
+        for name in members:
+            if name in one and one[name] in state["state"]:
+                entries[numbers[name]] = state["state"][one[name]]
+    return {**state, "state": entries, "param_groups": fitted}

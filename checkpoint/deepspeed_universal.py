@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from . import disk
-from .by_name import NAMES
-from .content import OWN_KEY
+from .content import OWN_KEY, PARAM_NAMES
 from .deepspeed_files import LATEST_UNIVERSAL, UNIVERSAL, WHOLE_MODEL, is_deepspeed_folder
 from .lazy import is_tensor
 from .remote import as_local
@@ -78,7 +77,7 @@ def write_universal(
                     save({"param": value, "cat_dim": 0}, UNIVERSAL, name, f"{key}.pt")
             torch.save(state["step"], folder / UNIVERSAL / name / "step.pt")
         step = next(iter(states.values()))["step"]
-        own = [{key: value for key, value in group.items() if key not in ("params", NAMES)} for group in groups]
+        own = [{key: value for key, value in group.items() if key not in ("params", PARAM_NAMES)} for group in groups]
         common: dict[str, Any] = {
             "param_groups": [{**group, "params": [number]} for number, group in enumerate(own)],
             "ds_version": _DEEPSPEED_VERSION,
@@ -117,7 +116,7 @@ def _taken_apart(
             fix="write weights for DeepSpeed with --to state-dict, and load them into the module.",
         )
     groups, saved = optimizers[0]["param_groups"], optimizers[0]["state"]
-    if not all(NAMES in group for group in groups):
+    if not all(PARAM_NAMES in group for group in groups):
         raise CheckpointError(
             "the checkpoint's optimizer numbers its parameters, and a folder of DeepSpeed needs their names.",
             fix="build the optimizer with torch.optim.AdamW(module.named_parameters(), ...) in the run that saves; or "
@@ -125,7 +124,7 @@ def _taken_apart(
         )
     states: dict[str, dict[str, Any]] = {}
     for group in groups:
-        for number, name in zip(group["params"], group[NAMES], strict=True):
+        for number, name in zip(group["params"], group[PARAM_NAMES], strict=True):
             entry = saved.get(number)
             if entry:
                 states[name] = {key: value for key, value in entry.items() if value is not None}
@@ -166,7 +165,7 @@ def _model(
         "buffer_names": [name for name in weights if name not in states and name not in shared and name not in frozen],
         "optimizer": None,
         "param_shapes": [
-            {name: torch.Size(weights[name].shape) for name in group[NAMES] if name in states} for group in groups
+            {name: torch.Size(weights[name].shape) for name in group[PARAM_NAMES] if name in states} for group in groups
         ],
         "frozen_param_shapes": {name: torch.Size(weights[name].shape) for name in weights if name in frozen},
         "frozen_param_fragments": {name: weights[name] for name in weights if name in frozen},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from .trusted import Trusted, Untrusted
+from .plain import Trusted, Untrusted
 
 __all__ = ["HostCopy", "Taken"]
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from .loaders import Loaders
     from .log_output import LogOutput
     from .metrics import Metrics
-    from .progress import Progress
-    from .state import TrainerState
+    from .state import Progress, TrainerState
     from .timeline import Timeline
     from .trainer import Trainer
 

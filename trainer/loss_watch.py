@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NonFiniteError
-from .progress import Progress
+from .state import Progress
 
 if TYPE_CHECKING:
     from .run import Run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.by_name import NAMES
+from ..checkpoint.content import PARAM_NAMES
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["all_names", "describe", "differences", "fit_groups", "names_of"]
 
 # Any in this file: values of parameter groups and of states, which are of any kind.
 
-_NOT_GIVEN = ("params", NAMES, "lr", "initial_lr")
+_NOT_GIVEN = ("params", PARAM_NAMES, "lr", "initial_lr")
 _COMPILED = "_orig_mod."
 
 
@@ -134,8 +134,8 @@ def fit_groups(
     for index, members in zip(found, own, strict=True):
         numbers = dict(zip(saved[index], groups[index]["params"], strict=True))
         fitted.append({**groups[index], "params": list(range(count, count + len(members)))})
-        if NAMES in groups[index]:
-            fitted[-1][NAMES] = list(members)
+        if PARAM_NAMES in groups[index]:
+            fitted[-1][PARAM_NAMES] = list(members)
         for position, member in enumerate(members):
             if numbers[member] in state["state"]:
                 entries[count + position] = state["state"][numbers[member]]

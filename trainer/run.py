@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .metrics import HookTable, Metrics
     from .optimizers import ManagedOptimizer
     from .own_steps import OwnSteps
-    from .progress import Progress
     from .schedule import LRSchedulerConfig
+    from .state import Progress
     from .trainer import Trainer
     from .validated_weights import ValidatedWeights
 

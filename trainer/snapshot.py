@@ -437,15 +437,17 @@ def _load_optimizer(
         state: In torch's layout.
         saved: Names of its parameters by group; None where nobody noted them.
     """
-    from ..checkpoint.by_name import NAMES, fit_by_name  # not imported where nothing is resumed
-
     order = list(range(len(state["param_groups"])))
-    own = names_of(run.module, optimizer) if saved or any(NAMES in g for g in state.get("param_groups", ())) else None
+    own = (
+        names_of(run.module, optimizer)
+        if saved or any(contents.PARAM_NAMES in g for g in state.get("param_groups", ()))
+        else None
+    )
     if own is not None and saved is not None:
         known = {name for name, _ in all_names(run.module)}
         state, order = fit_groups(state, saved, own, known=known, name=type(optimizer).__name__)
     elif own is not None:
-        state = fit_by_name(state, own)
+        state = contents.fit_by_name(state, own)
     try:
         trainer.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
     except ValueError as error:

@@ -1,10 +1,11 @@
-"""Which verb runs, in which stage, and how it ended: `trainer.state`."""
+"""Where a Trainer is: its verb and stage (`trainer.state`), and the counts of completed work (`trainer.progress`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-__all__ = ["TrainerState"]
+__all__ = ["Progress", "TrainerState"]
 
 
 @dataclass(slots=True)
@@ -28,3 +29,79 @@ class TrainerState:
     def end(self) -> None:
         """Leave a verb that succeeded."""
         self.stage, self.status = None, "finished"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts of what is done; entering the fit loop with these counts goes on where the run was.
+
+    Attributes:
+        epochs: Epochs that ended, their end hooks included.
+        batches_in_epoch: Micro-batches of the present epoch that are part of a finished window, or of one that goes on
+            in the next epoch.
+        total_batches: Micro-batches of finished windows since the start of training.
+        steps: Training steps that really stepped (`trainer.global_step`).
+        skipped_steps: Windows without a step: every batch skipped, no weight, or gradients that were not finite.
+        nonfinite_steps: Those of them that `nonfinite_loss="skip"` dropped.
+        samples: Samples in finished windows, as far as batches tell their size.
+        tokens: Tokens in finished windows; counted where `max_tokens` is given.
+        validated_at: `total_batches` when the last validation inside fit ended, -1 before the first.
+        validated_s: Training time in seconds at that moment (for a validation interval in time).
+        epoch_announced: Whether on_train_epoch_start has fired for an epoch that is not open yet.
+        epoch_open: Whether on_train_epoch_start has fired for the present epoch, and its data have begun.
+        epoch_left: Whether on_train_batch_start asked to skip the rest of the present epoch.
+        epoch_paused: Whether a limit cut the present epoch short and its end hooks have fired; more training goes on
+            within it.
+        is_closing_epoch: Whether the present epoch's end hooks are done but for the checkpoints; a state taken now
+            says that the epoch is over.
+        validation_ending: Whether on_validation_epoch_end is done in a validation within fit, and on_validation_end is
+            due.
+        eval_batches: Evaluation batches ever seen, by stage: the x axis of step values logged there.
+    """
+
+    epochs: int = 0
+    batches_in_epoch: int = 0
+    total_batches: int = 0
+    steps: int = 0
+    skipped_steps: int = 0
+    nonfinite_steps: int = 0
+    samples: int = 0
+    validated_at: int = -1
+    validated_s: float = 0.0
+    epoch_announced: bool = False
+    epoch_open: bool = False
+    epoch_left: bool = False
+    epoch_paused: bool = False
+    is_closing_epoch: bool = False
+    validation_ending: bool = False
+    eval_batches: int = 0
+    tokens: int = 0
+
+    def end_epoch(self) -> None:
+        """Count the present epoch as done."""
+        self.epochs += 1
+        self.batches_in_epoch = 0
+        self.epoch_open = self.epoch_left = self.epoch_paused = False
+        self.is_closing_epoch = False
+
+    def move_to(self, batches_in_epoch: int) -> None:
+        """Count the present epoch's batches as this number of ranks does, after a resume on another one."""
+        shift = batches_in_epoch - self.batches_in_epoch
+        began_at = self.total_batches - self.batches_in_epoch
+        if self.validated_at > began_at:
+            self.validated_at = max(began_at, self.validated_at + shift)
+        self.batches_in_epoch += shift
+        self.total_batches += shift
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as plain numbers."""
+        state = Progress(**asdict(self))
+        if self.is_closing_epoch:
+            state.end_epoch()
+        return asdict(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the counts; names that an older version did not know keep their value."""
+        for name, value in state_dict.items():
+            if name in self.__slots__:
+                setattr(self, name, value)

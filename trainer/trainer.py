@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..accelerators.matmul_precision import BackendModes
 from ..callbacks import Callback
 from ..checkpoint import content as contents
 from ..data.hparams import without_omegaconf
@@ -29,10 +30,9 @@ from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
 from . import assemble, manual, snapshot
 from .arguments import Arguments, from_environment
+from .assemble import default_callbacks
 from .attributes import TrainerAttributes
-from .backend_modes import BackendModes
 from .begin import STAGE_OF, attach, begin_evaluation, begin_fit, both_given, split_datamodule
-from .default_callbacks import default_callbacks
 from .eval_loop import EvalLoader, EvalLoop
 from .fit_loop import FitLoop
 from .guard import Guard, add_place
@@ -45,11 +45,10 @@ from .loss_watch import MOST_KEPT, LossWatch
 from .metrics import Metrics
 from .module import Module
 from .optimizers import ManagedOptimizer
-from .progress import Progress
 from .run import Run
 from .saving import Saving
 from .schedule import step_plateaus
-from .state import TrainerState
+from .state import Progress, TrainerState
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -7,8 +7,7 @@ import pickle
 from typing import Any
 
 from ...checkpoint import arguments_to_pass
-from ...checkpoint.plain import require_plain, to_plain
-from ...checkpoint.trusted import Trusted
+from ...checkpoint.plain import Trusted, require_plain, to_plain
 from ...errors import CheckpointError
 
 __all__ = ["keep_hyperparameters", "part_hyperparameters", "trust_objects"]

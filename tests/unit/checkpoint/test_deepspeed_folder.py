@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.checkpoint import storage
-from loopwright.checkpoint.by_name import fit_by_name
 from loopwright.checkpoint.check import check
+from loopwright.checkpoint.content import fit_by_name
 from loopwright.checkpoint.deepspeed_files import find_tag_folder, is_deepspeed_folder
 from loopwright.checkpoint.deepspeed_folder import read_folder
 from loopwright.checkpoint.deepspeed_parts import Flat, Misfit, cut_groups, cut_parameters
