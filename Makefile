@@ -18,9 +18,9 @@ TESTS   ?= tests
 
 # What runs with torch 2.9 as well, in less than two minutes: devices, precisions, strategies, Fabric, and the Trainer.
 TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
-           $(patsubst %,tests/unit/trainer/test_%.py,step manual evaluate checkpoints precision limits) \
-           $(patsubst %,tests/distributed/test_%.py,ddp fsdp) \
-           tests/strategies/test_conformance.py --ignore-glob "*deepspeed*"
+           $(patsubst %,tests/unit/trainer/%.py,loop/test_step loop/test_manual test_evaluate test_checkpoints test_precision test_limits) \
+           tests/integration/ddp/test_ddp.py tests/integration/fsdp/test_fsdp.py \
+           tests/integration/strategies/test_conformance.py --ignore-glob "*deepspeed*"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -50,14 +50,14 @@ test-gpu: setup  ## run the tests that need a GPU
 
 test-xla: export OMP_NUM_THREADS ?= 1
 test-xla: $(XLA)/installed  ## run the tests of XLA, in .venv-xla with torch 2.9: ARGS="-k name"
-	$(XLA)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla -n 2 tests/xla $(ARGS)
+	$(XLA)/bin/python -m pytest -c tests/integration/xla/pytest.ini --rootdir tests/integration/xla -n 2 tests/integration/xla $(ARGS)
 	$(XLA)/bin/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu and not slow" $(TORCH29) \
 		-k "not deepspeed" $(ARGS)
 
 test-engines: export OMP_NUM_THREADS ?= 1
 test-engines: setup  ## run the tests of DeepSpeed that take minutes: compiled operators, disks: ARGS="-k name"
 	-@[ -e /usr/include/libaio.h ] || [ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -qq -y libaio-dev; }
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -o timeout=2400 tests/engines $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -o timeout=2400 tests/integration/deepspeed/slow $(ARGS)
 
 test-compat: export LIGHTNING_PYTHON := $(CURDIR)/$(COMPAT)/bin/python
 test-compat: setup $(COMPAT)/installed  ## compare with Lightning itself, and with libraries on it, in .venv-compat: ARGS="-k name"
@@ -103,9 +103,9 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/installed $(VENV)/installed-examples
 
 # torch_xla works with one version of torch only, so that it has an environment of its own: a gigabyte to download.
-$(XLA)/installed: tests/xla_support/environment.py tests/xla_support/stub_cuda.py pyproject.toml
+$(XLA)/installed: tests/integration/xla/support/environment.py tests/integration/xla/support/stub_cuda.py pyproject.toml
 	$(PYTHON) -m venv $(XLA)
-	$(XLA)/bin/python tests/xla_support/environment.py
+	$(XLA)/bin/python tests/integration/xla/support/environment.py
 	@touch $@
 
 # Hydra, with the OmegaConf that it asks for, in a folder that only its test puts on the path.

@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     from .strategies import TorchSyncBatchNorm as TorchSyncBatchNorm
     from .strategies import XLAFSDPStrategy as XLAFSDPStrategy
     from .strategies import XLAStrategy as XLAStrategy
-    from .trainer.loss import Loss as Loss
+    from .trainer.loop.loss import Loss as Loss
     from .trainer.module import Module as Module
     from .trainer.trainer import Trainer as Trainer
     from .tuner import LearningRateCurve as LearningRateCurve
@@ -184,7 +184,7 @@ _HOME = {
     "LocalEnvironment": "fabric",
     "Logger": "loggers",
     "LoopwrightError": "errors",
-    "Loss": "trainer.loss",
+    "Loss": "trainer.loop.loss",
     "MLFlowLogger": "loggers",
     "MPIEnvironment": "fabric",
     "MPSAccelerator": "accelerators",

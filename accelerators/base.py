@@ -1,7 +1,4 @@
-"""What a device is: the interface of an accelerator, and the grammar of `devices=`.
-
-Called by fabric/resolve.py (which devices) and strategies/ (setting a device up, its statistics).
-"""
+"""What a device is: the interface of an accelerator, and the grammar of `devices=`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """How exactly float32 matrices are multiplied, asked and set without torch 2.9's warning.
 
-Called by cuda.py, and in fabric/ by what starts processes and what knows the peaks of chips. torch 2.9 calls the names
-that all versions have old, and warns at their first use, in torch.get_float32_matmul_precision itself; torch 2.13
-does not. The workaround ends with torch 2.9.
+The workaround ends with torch 2.9.
 """
 
 from __future__ import annotations

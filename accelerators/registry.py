@@ -1,7 +1,4 @@
-"""A registry of named classes: how a name that a user types becomes an accelerator or a strategy.
-
-Called by fabric/resolve.py for accelerators; strategies/registry.py builds its own on the same class.
-"""
+"""A registry of named classes: how a name that a user types becomes an accelerator or a strategy."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ class Parts:
         return found
 
     def _root(self) -> Any:
-        from loopwright.strategies.deepspeed_engine import EngineOptimizer
+        from loopwright.strategies.deepspeed.engine import EngineOptimizer
 
         raw = getattr(self._optimizer, "optimizer", self._optimizer)
         return raw.root if type(raw) is EngineOptimizer else None
@@ -348,8 +348,8 @@ def run_case(name: str, precision: str, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    import loopwright.strategies.deepspeed_engine
-    import loopwright.strategies.fsdp  # noqa: F401  # once, and not in each process
+    import loopwright.strategies.deepspeed.engine
+    import loopwright.strategies.fsdp.strategy  # noqa: F401  # once, and not in each process
 
     for case in sys.argv[2:]:
         name, _, precision = case.rpartition("/")

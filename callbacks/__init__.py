@@ -1,4 +1,4 @@
-"""Callbacks: the base class, and one idea per file. Made by users and by the Trainer; called by its lifecycle.
+"""Callbacks: the base class, and one idea per file.
 
 Those that the Trainer itself knows are imported with the package, the others when their name is first used.
 """
@@ -12,33 +12,33 @@ from .base import Callback, Checkpoint
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
+    from .averaging.ema import EMA
+    from .averaging.stochastic_weight_averaging import StochasticWeightAveraging
+    from .averaging.weight_averaging import EMAWeightAveraging, WeightAveraging
     from .batch_size_finder import BatchSizeFinder
-    from .device_stats_monitor import DeviceStatsMonitor
-    from .early_stopping import EarlyStopping, EarlyStoppingReason
-    from .efficiency import TrainingEfficiency
-    from .ema import EMA
     from .finetuning import BackboneFinetuning, BaseFinetuning
     from .lambda_callback import LambdaCallback
-    from .learning_rate_monitor import LearningRateMonitor
     from .lr_finder import LearningRateFinder
-    from .memory_snapshot import MemorySnapshot
-    from .model_checkpoint import ModelCheckpoint
-    from .model_summary import ModelSummary
+    from .model_checkpoint.callback import ModelCheckpoint
+    from .monitors.device_stats_monitor import DeviceStatsMonitor
+    from .monitors.learning_rate_monitor import LearningRateMonitor
+    from .monitors.memory_snapshot import MemorySnapshot
+    from .monitors.sample_logger import SampleLogger
+    from .monitors.spike_detection import SpikeDetection, TrainingSpikeException
+    from .monitors.throughput_monitor import ThroughputMonitor
+    from .monitors.training_efficiency import TrainingEfficiency
+    from .monitors.weight_statistics import WeightStatistics
+    from .monitors.xla_stats_monitor import XLAStatsMonitor
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter
-    from .preemption import Preemption
     from .progress import ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
     from .pruning import ModelPruning
-    from .rich_model_summary import RichModelSummary
-    from .sample_logger import SampleLogger
-    from .spike_detection import SpikeDetection, TrainingSpikeException
-    from .stochastic_weight_averaging import StochasticWeightAveraging
-    from .stop_file import StopFile
-    from .throughput_monitor import ThroughputMonitor
-    from .timer import Timer
-    from .weight_averaging import EMAWeightAveraging, WeightAveraging
-    from .weight_statistics import WeightStatistics
-    from .xla_stats_monitor import XLAStatsMonitor
+    from .stopping.early_stopping import EarlyStopping, EarlyStoppingReason
+    from .stopping.preemption import Preemption
+    from .stopping.stop_file import StopFile
+    from .stopping.timer import Timer
+    from .summary.model_summary import ModelSummary
+    from .summary.rich_model_summary import RichModelSummary
 
 __all__ = [
     "EMA",
@@ -81,40 +81,40 @@ __all__ = [
 ]
 
 _LATER = {
-    "EMA": "ema",
+    "EMA": "averaging.ema",
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
-    "DeviceStatsMonitor": "device_stats_monitor",
-    "EMAWeightAveraging": "weight_averaging",
-    "EarlyStopping": "early_stopping",
-    "EarlyStoppingReason": "early_stopping",
+    "DeviceStatsMonitor": "monitors.device_stats_monitor",
+    "EMAWeightAveraging": "averaging.weight_averaging",
+    "EarlyStopping": "stopping.early_stopping",
+    "EarlyStoppingReason": "stopping.early_stopping",
     "LambdaCallback": "lambda_callback",
     "LearningRateFinder": "lr_finder",
-    "LearningRateMonitor": "learning_rate_monitor",
-    "MemorySnapshot": "memory_snapshot",
-    "ModelCheckpoint": "model_checkpoint",
+    "LearningRateMonitor": "monitors.learning_rate_monitor",
+    "MemorySnapshot": "monitors.memory_snapshot",
+    "ModelCheckpoint": "model_checkpoint.callback",
     "ModelPruning": "pruning",
-    "ModelSummary": "model_summary",
+    "ModelSummary": "summary.model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
-    "Preemption": "preemption",
+    "Preemption": "stopping.preemption",
     "ProgressBar": "progress",
-    "RichModelSummary": "rich_model_summary",
+    "RichModelSummary": "summary.rich_model_summary",
     "RichProgressBar": "progress",
     "RichProgressBarTheme": "progress",
-    "SampleLogger": "sample_logger",
-    "SpikeDetection": "spike_detection",
-    "StochasticWeightAveraging": "stochastic_weight_averaging",
-    "StopFile": "stop_file",
+    "SampleLogger": "monitors.sample_logger",
+    "SpikeDetection": "monitors.spike_detection",
+    "StochasticWeightAveraging": "averaging.stochastic_weight_averaging",
+    "StopFile": "stopping.stop_file",
     "TQDMProgressBar": "progress",
-    "ThroughputMonitor": "throughput_monitor",
-    "Timer": "timer",
-    "TrainingEfficiency": "efficiency",
-    "TrainingSpikeException": "spike_detection",
-    "WeightAveraging": "weight_averaging",
-    "WeightStatistics": "weight_statistics",
-    "XLAStatsMonitor": "xla_stats_monitor",
+    "ThroughputMonitor": "monitors.throughput_monitor",
+    "Timer": "stopping.timer",
+    "TrainingEfficiency": "monitors.training_efficiency",
+    "TrainingSpikeException": "monitors.spike_detection",
+    "WeightAveraging": "averaging.weight_averaging",
+    "WeightStatistics": "monitors.weight_statistics",
+    "XLAStatsMonitor": "monitors.xla_stats_monitor",
 }
 
 

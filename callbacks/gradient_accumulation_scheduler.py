@@ -1,4 +1,4 @@
-"""How many micro-batches make a step, by epoch. Asked by the fit loop at the beginning of each epoch."""
+"""How many micro-batches make a step, by epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write predictions while they are made. Subclassed by users, who say how one batch or all of them are written."""
+"""Write predictions while they are made."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigError, ModuleError, nearest
+from .averaging.weights import clean_name, refuse_shards
 from .base import Callback, from_rank_zero
-from .weights import clean_name, refuse_shards
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

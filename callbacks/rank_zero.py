@@ -1,4 +1,4 @@
-"""Decisions of rank 0 that all ranks follow. Used by callbacks where there are several ranks, not imported otherwise.
+"""Decisions of rank 0 that all ranks follow.
 
 Whatever depends on files, clocks or chance is decided once, or ranks would part ways and wait for each other for ever.
 """

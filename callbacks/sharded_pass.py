@@ -1,4 +1,4 @@
-"""Running a function of a sharded module outside of the trainer's steps. Used by callbacks that do so."""
+"""Running a function of a sharded module outside of the trainer's steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["gathered", "root_around"]
 
 def root_around(module: nn.Module) -> nn.Module | None:
     """Return what FSDPStrategy put around the module; None where its parameters are whole. Imports nothing."""
-    known = sys.modules.get(f"{__package__.rpartition('.')[0]}.strategies.sharded_root")
+    known = sys.modules.get(f"{__package__.rpartition('.')[0]}.strategies.fsdp.root")
     return None if known is None else known.root_of(module)
 
 
@@ -28,8 +28,8 @@ def gathered(module: nn.Module, function: Callable[..., Any]) -> Callable[..., A
     root = root_around(module)
     if root is None:
         return function
-    from ..strategies.replica import Call
-    from ..strategies.sharded_root import ShardedRoot, reshard
+    from ..strategies.ddp.replica import Call
+    from ..strategies.fsdp.root import ShardedRoot, reshard
 
     assert isinstance(root, ShardedRoot)
     call = Call(function, is_training=False)

@@ -4,7 +4,7 @@
     the thread         writes through the wrapped plugin; it alone touches files
     wait               main thread: returns when the file is complete, or raises what went wrong
 
-The Trainer (trainer/pending_save.py) decides when to wait: all ranks do it at the same places of the program.
+The Trainer decides when to wait: all ranks do it at the same places of the program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`identify`: which checkpoint is at a path, told from another one that is saved there. Called by checkpoint_io.py."""
+"""`identify`: which checkpoint is at a path, told from another one that is saved there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
-from .remote import Remote, as_local
-from .seal import read_seal
+from .file.digest import read_seal
+from .file.remote import Remote, as_local
 from .verified import is_folder_checkpoint
 
 __all__ = ["identify"]
@@ -26,8 +26,8 @@ def identify(path: str | Path, storage_options: dict[str, Any] | None = None) ->
     """
     try:
         if is_folder_checkpoint(path, storage_options):
+            from .sharded.backends import place_of
             from .sharded.manifest import MANIFEST, read_digest
-            from .sharded.places import place_of
 
             with closing(place_of(path, storage_options).open(MANIFEST)) as file:
                 return read_digest(file)

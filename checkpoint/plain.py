@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from .convert_plain import MAX_INT_BITS, to_plain
+from .to_plain import MAX_INT_BITS, to_plain
 
 __all__ = ["TRUSTED_KEY", "Trusted", "Untrusted", "require_plain", "tensors", "to_plain", "untrust"]
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint through whatever checkpoint IO there is. Called by Fabric and the Trainer, on every rank.
+"""Reading a checkpoint through whatever checkpoint IO there is.
 
 All ranks read the same checkpoint, also where a save replaces it under its name meanwhile: they agree on what rank 0
 sees, and each looks again when it has read. What differs is read once more by all.

@@ -1,4 +1,4 @@
-"""`load_from_checkpoint`: builds a module from the hyperparameters in a checkpoint. Called by trainer/module.py."""
+"""`load_from_checkpoint`: builds a module from the hyperparameters in a checkpoint."""
 
 from __future__ import annotations
 

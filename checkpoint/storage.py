@@ -1,4 +1,4 @@
-"""How a checkpoint gets to disk and back: whole or not at all. Called by Fabric, the Trainer and CheckpointIO plugins.
+"""How a checkpoint gets to disk and back: whole or not at all.
 
 A save writes a temporary file beside the target, seals it (seal.py), waits for the disk, renames it, and waits for the
 folder. A process may be killed at any moment: either the old file or the new one is at the path, each of them whole.
@@ -20,11 +20,13 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from . import disk, seal, verified
-from .archive import Damaged
-from .disk import cannot_remove, cannot_write
+from . import verified
+from .file import digest as seal
+from .file import disk
+from .file.archive import Damaged
+from .file.disk import cannot_remove, cannot_write
+from .file.remote import Remote, as_local
 from .plain import require_plain, tensors
-from .remote import Remote, as_local
 from .verified import CheckpointNotFound, Verified, newest_valid, verify
 
 __all__ = [
@@ -140,13 +142,14 @@ def load(
             storage_options=storage_options,
         )
     if local is not None and local.is_dir():
-        from . import deepspeed_files, deepspeed_folder
+        from .deepspeed import files as deepspeed_files
+        from .deepspeed import folder as deepspeed_folder
 
         if deepspeed_files.is_deepspeed_folder(local):
             return deepspeed_folder.load(
                 local, map_location=map_location, lazy=lazy, is_safe=weights_only is not False, verify=verify
             )
-    from .file_reading import read_file  # not imported where nothing is resumed
+    from .file.reading import read_file  # not imported where nothing is resumed
 
     mmap = mmap or lazy
     if local is not None:

@@ -1,4 +1,4 @@
-"""`verify`: whether a checkpoint is whole. Called by storage.load, and to choose the newest valid checkpoint."""
+"""`verify`: whether a checkpoint is whole."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ..errors import CheckpointError, nearest
-from .archive import LOCAL_SIGNATURE, Damaged, Record, payloads
-from .names import Storage, read_storages, read_storages_from_front
-from .remote import Remote, as_local
-from .seal import FORMAT, FORMAT_VERSION, Audit, audit, is_sealed
+from .file.archive import LOCAL_SIGNATURE, Damaged, Record, payloads
+from .file.digest import FORMAT, FORMAT_VERSION, Audit, audit, is_sealed
+from .file.record_names import Storage, read_storages, read_storages_from_front
+from .file.remote import Remote, as_local
 
 __all__ = ["CheckpointNotFound", "Verified", "newest_valid", "verify"]
 
@@ -102,7 +102,7 @@ def files_of_deepspeed(path: Path) -> list[Path]:
     """Return the files of a folder that DeepSpeed has saved; none if it is another, or no folder."""
     if not path.is_dir():
         return []
-    from .deepspeed_files import checkpoint_files, is_deepspeed_folder
+    from .deepspeed.files import checkpoint_files, is_deepspeed_folder
 
     return checkpoint_files(path) if is_deepspeed_folder(path) else []
 

@@ -53,28 +53,28 @@ def run(arguments: Sequence[str]) -> int:
     from .. import __version__
 
     if arguments and arguments[0] in _TRAINING:
-        from .train import train
+        from .commands.train import train
 
         return train(arguments)
     if arguments and arguments[0] == "launch":
         # Its options end where the program begins, whose options are none of ours: it reads them by itself.
-        from .launch import launch
+        from .commands.launch import launch
 
         return launch(arguments[1:])
     if arguments and arguments[0] == "run-lightning":
-        from .run_lightning import run_lightning
+        from .commands.run_lightning import run_lightning
 
         return run_lightning(arguments[1:])
     if arguments and arguments[0] in ("report", "watch"):
-        from . import report
+        from .commands import report
 
         return (report.report if arguments[0] == "report" else report.watch)(arguments[1:])
     if arguments and arguments[0] == "doctor":
-        from .doctor import doctor
+        from .commands.doctor import doctor
 
         return doctor(arguments[1:])
     if arguments and arguments[0] == "checkpoint":
-        from .checkpoint import checkpoint
+        from .commands.checkpoint import checkpoint
 
         return checkpoint(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:

@@ -1,4 +1,4 @@
-"""Makes objects of plans. Called by app.py, when everything has been checked."""
+"""Makes objects of plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings with the defaults of their classes, as they are printed and saved. Called by app.py."""
+"""Settings with the defaults of their classes, as they are printed and saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a program ends that went wrong: what the user did is said without a traceback. Called by app.py."""
+"""How a program ends that went wrong: what the user did is said without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of --help. Called by app.py."""
+"""Texts of --help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Classes by name: `EarlyStopping`, `early_stopping`, `tensorboard`, `torch.optim.Adam`, `my.module.Net`.
-
-Called by typed.py and app.py.
-"""
+"""Classes by name: `EarlyStopping`, `early_stopping`, `tensorboard`, `torch.optim.Adam`, `my.module.Net`."""
 
 from __future__ import annotations
 

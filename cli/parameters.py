@@ -1,6 +1,4 @@
-"""What a class or function can be made with: names, types, defaults and texts of its parameters. Called by typed.py and
-help_text.py.
-"""
+"""What a class or function can be made with: names, types, defaults and texts of its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of everything that a program makes: settings are checked, and nothing is made. Called by app.py."""
+"""Plans of everything that a program makes: settings are checked, and nothing is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the settings of a program are: its classes, its groups, the arguments of its subcommand. Made by app.py."""
+"""What the settings of a program are: its classes, its groups, the arguments of its subcommand."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def config_of(checkpoint: str) -> str | None:
 
     Nothing of the checkpoint is executed, and its tensors are not read.
     """
-    from ..checkpoint.forms import Reading, open_checkpoint
+    from ..checkpoint.tools.formats import Reading, open_checkpoint
 
     if "://" not in checkpoint and not Path(checkpoint).exists():
         return None

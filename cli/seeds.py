@@ -1,4 +1,4 @@
-"""The seed of a run where none is given: drawn once, and the same on all of its ranks. Called by app.py."""
+"""The seed of a run where none is given: drawn once, and the same on all of its ranks."""
 
 from __future__ import annotations
 

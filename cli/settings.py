@@ -1,7 +1,7 @@
 """The tree of settings: how sources are laid over each other, and where each value came from.
 
 A node that names a class has one form in here: `class_path`, with arguments below `init_args`. Hydra's `_target_` is
-brought into it, and `model.lr` reaches `model.init_args.lr`. Called by sources.py and app.py.
+brought into it, and `model.lr` reaches `model.init_args.lr`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where settings come from: files, environment variables, the command line. Called by app.py.
+"""Where settings come from: files, environment variables, the command line.
 
 The later ones win, in this order: a checkpoint's configuration, files (as they are named), environment variables, the
 command line.

@@ -1,4 +1,4 @@
-"""What `--help TOPIC` is about: everything, a key, a parameter, or a class. Called by app.py."""
+"""What `--help TOPIC` is about: everything, a key, a parameter, or a class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of the Trainer's parameters that take names as well as objects. Called by app.py."""
+"""Types of the Trainer's parameters that take names as well as objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as annotations want them; what is wrong is collected, so that all of it can be said at once. Called by app.py.
+"""Values as annotations want them; what is wrong is collected, so that all of it can be said at once.
 
 Nothing is made here: a class with arguments becomes a `Plan`, which build.py carries out when everything is right.
 """

@@ -1,4 +1,4 @@
-"""YAML as configuration files need it: what looks like text stays text. Called by sources.py and saved_config.py.
+"""YAML as configuration files need it: what looks like text stays text.
 
 YAML 1.1, which PyYAML reads, takes `no` and `on` for booleans, `12:30:00` for 45000 and `1e-3` for text. Here scalars
 are those of YAML 1.2, and a key that stands twice is an error.

@@ -18,9 +18,9 @@ from .stream import BatchStream
 from .tree import is_collection
 
 if TYPE_CHECKING:
-    from .eval_shard import EvalShard, count_eval_rounds, in_loader_order, shard_eval
-    from .fingerprint import fingerprint_batch
-    from .shard import NO_BATCH, Shard, is_rank_aware, merge_states
+    from .distributed.evaluation import EvalShard, count_eval_rounds, in_loader_order, shard_eval
+    from .distributed.fingerprint import fingerprint_batch
+    from .distributed.shard import NO_BATCH, Shard, is_rank_aware, merge_states
     from .sharded_iterable import ShardedIterable
 
 __all__ = [
@@ -52,16 +52,16 @@ __all__ = [
 ]
 
 _LATER = {
-    "NO_BATCH": "shard",
-    "EvalShard": "eval_shard",
-    "Shard": "shard",
+    "NO_BATCH": "distributed.shard",
+    "EvalShard": "distributed.evaluation",
+    "Shard": "distributed.shard",
     "ShardedIterable": "sharded_iterable",
-    "count_eval_rounds": "eval_shard",
-    "fingerprint_batch": "fingerprint",
-    "in_loader_order": "eval_shard",
-    "is_rank_aware": "shard",
-    "merge_states": "shard",
-    "shard_eval": "eval_shard",
+    "count_eval_rounds": "distributed.evaluation",
+    "fingerprint_batch": "distributed.fingerprint",
+    "in_loader_order": "distributed.evaluation",
+    "is_rank_aware": "distributed.shard",
+    "merge_states": "distributed.shard",
+    "shard_eval": "distributed.evaluation",
 }
 
 

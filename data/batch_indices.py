@@ -1,4 +1,4 @@
-"""Which samples of the data set each batch of an evaluation is made of. Used by callbacks/prediction_writer.py."""
+"""Which samples of the data set each batch of an evaluation is made of."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .eval_shard import EvalShard
-from .indexed import is_indexed
-from .steady import SteadyLoader
+from .distributed.evaluation import EvalShard
+from .persistent_workers import SteadyLoader
+from .sources.indexed import is_indexed
 from .worker import Numbered
 
 __all__ = ["IndexRecord", "record_indices"]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, DataError, ModuleError, nearest
-from .combined_source import combined_length
 from .limit import find_length
+from .sources.combined import combined_length
 from .tree import flatten_loaders, map_loaders, unflatten
 
 __all__ = ["CombinedLoader"]

@@ -1,4 +1,4 @@
-"""How many batches of a loader to use: the grammar of `limit_*_batches`. Called by stream.py and the eval loops."""
+"""How many batches of a loader to use: the grammar of `limit_*_batches`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`ShardedIterable`: an iterable data set whose samples are split over ranks and workers, and one reader's share of it.
 
-Users wrap their data set in it. The Trainer and Fabric deal out whole batches of it (data/dealt_iterable.py), so that
-what a step trains on depends on neither the number of ranks nor that of workers.
+Users wrap their data set in it. The Trainer and Fabric distribute full batches of it (data/distributed/iterable.py), so
+that what a step trains on depends on neither the number of ranks nor that of workers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_convert
 
 from ..errors import ConfigError, DataError
-from .replay import is_one_shot
+from .distributed.shard import NO_BATCH
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
-from .shard import NO_BATCH
+from .sources.reread import is_one_shot
 
 __all__ = ["Collate", "IterableShare", "ShardedIterable"]
 
@@ -277,7 +277,7 @@ def digest(samples: list[Any]) -> int:
     """Return a number that tells the samples from others, as far as they hold tensors, numbers and text."""
     import zlib
 
-    from .fingerprint import fingerprint_batch
+    from .distributed.fingerprint import fingerprint_batch
 
     plain = repr([_plain(sample) for sample in samples[:8]]).encode()
     return zlib.crc32(plain, fingerprint_batch(samples) or 0)

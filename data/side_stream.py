@@ -1,4 +1,4 @@
-"""Copying batches to a CUDA device while it computes. Used by trainer/assemble.py, for training and evaluation.
+"""Copying batches to a CUDA device while it computes.
 
 A copy that stands in line behind the step before it makes the device wait. Here copies stand in a line (a stream) of
 their own. The host is ahead of the device, since nothing in a step waits for it, and so the copy of a batch runs while

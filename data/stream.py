@@ -10,8 +10,8 @@ from ..errors import DataError
 from .limit import resolve_limit
 
 if TYPE_CHECKING:
-    from .shard import Shard
-    from .source import Source
+    from .distributed.shard import Shard
+    from .sources.base import Source
 
 __all__ = ["BatchStream", "resolve_limit"]
 
@@ -71,11 +71,11 @@ class BatchStream:
         self._shard = shard
         self.is_dealt = False
         if shard is None or shard.size == 1:
-            from .own_source import make_source  # a program that only makes a Trainer reads no data
+            from .sources.choose import make_source  # a program that only makes a Trainer reads no data
 
             self._source: Source = make_source(loader)
         else:
-            from .dealt_stream import make_shared_source
+            from .distributed.choose import make_shared_source
 
             self._source, self.is_dealt = make_shared_source(loader, shard, agree)
         self._limit = limit
@@ -207,7 +207,7 @@ class BatchStream:
                 is each process's own, and now there are more or fewer.
         """
         if self._shard is not None or "data_size" in state:
-            from .shard import Shard, find_own_state
+            from .distributed.shard import Shard, find_own_state
 
             state = find_own_state(state, self._shard or Shard(), lambda: type(self.loader).__name__)
         self._source.load_state_dict(state)
@@ -216,7 +216,7 @@ class BatchStream:
 
 def _advice(loader: Any, shard: Shard | None) -> str:
     if shard is not None and shard.size > 1:
-        from .dealt_stream import advise_smaller_batches
+        from .distributed.choose import advise_smaller_batches
 
         advice = advise_smaller_batches(loader, shard)
         if advice is not None:

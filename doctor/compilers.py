@@ -1,4 +1,4 @@
-"""Compilers, which torch.compile and DeepSpeed's compiled operators need. Called by examination.py."""
+"""Compilers, which torch.compile and DeepSpeed's compiled operators need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices Loopwright can train on, and in which precision. Called by examination.py."""
+"""Which devices Loopwright can train on, and in which precision."""
 
 from __future__ import annotations
 

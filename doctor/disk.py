@@ -1,4 +1,4 @@
-"""The disk where checkpoints go: room, speed, and whether it keeps a checkpoint whole. Called by examination.py."""
+"""The disk where checkpoints go: room, speed, and whether it keeps a checkpoint whole."""
 
 from __future__ import annotations
 

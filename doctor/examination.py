@@ -1,4 +1,4 @@
-"""Asks every part of this folder in turn. Called by cli/doctor.py."""
+"""Asks every part of this folder in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether packages can be imported, asked in a process of their own. Called by packages.py.
+"""Whether packages can be imported, asked in a process of their own.
 
 A broken package may end its process, or take minutes.
 """

@@ -1,4 +1,4 @@
-"""Cores, memory, shared memory and limits of this process. Called by examination.py."""
+"""Cores, memory, shared memory and limits of this process."""
 
 from __future__ import annotations
 

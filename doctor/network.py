@@ -1,4 +1,4 @@
-"""Whether several processes can find and reach each other here. Called by examination.py."""
+"""Whether several processes can find and reach each other here."""
 
 from __future__ import annotations
 

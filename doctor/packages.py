@@ -1,4 +1,4 @@
-"""Versions of packages, and whether they import. Called by examination.py."""
+"""Versions of packages, and whether they import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting micro-batches into windows of one optimizer step. Imported when `Fabric.accumulate` is called."""
+"""Counting micro-batches into windows of one optimizer step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is asked of the objects that `Fabric.setup` is given, and the callbacks that installed packages bring.
-
-Imported when one of Fabric's setup methods, or a callback, is called.
-"""
+"""What is asked of the objects that `Fabric.setup` is given, and the callbacks that installed packages bring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One argument at a time: from what the user typed to a part, or a ConfigError. Called by resolve.py."""
+"""One argument at a time: from what the user typed to a part, or a ConfigError."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import ConfigError, nearest
 from ..strategies import Strategy
-from ..strategies.wrap_policy import repeated_blocks, select_modules
+from ..strategies.construction.wrap_policy import repeated_blocks, select_modules
 
 __all__ = [
     "CompiledForward", "CompiledMethod", "Compiler", "check_strategy", "compile_for_fabric", "compile_in_place",

@@ -1,7 +1,4 @@
-"""What `Fabric.setup_dataloaders` hands out: a loader that gives each process its share, on its device.
-
-Imported when `setup_dataloaders` is called.
-"""
+"""What `Fabric.setup_dataloaders` hands out: a loader that gives each process its share, on its device."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from ..data.combined import CombinedLoader
 from ..data.limit import find_length
 from ..data.move import move_to_device
 from ..data.rng import capture_rng, restore_rng
-from ..data.source import announce_epoch
+from ..data.sources.base import announce_epoch
 from ..data.stream import BatchStream
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
 
 if TYPE_CHECKING:
-    from ..data.shard import Shard
+    from ..data.distributed.shard import Shard
     from .fabric import Fabric
 
 __all__ = ["UNEVEN", "EvaluationPass", "FabricDataLoader", "gather_samples"]
@@ -142,7 +139,7 @@ class FabricDataLoader:
         if self._shard is None and topology.data_size == topology.world_size:
             self._stream.open(epoch)
             return
-        from ..data.dealt import drawn_alike
+        from ..data.distributed.indexed import drawn_alike
 
         # Every process's sampler draws the same order, from rank 0's generators.
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
@@ -162,7 +159,7 @@ class FabricDataLoader:
         """Return the position and what finding it again needs; call it on all ranks."""
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):
-            from ..data.shard import merge_states
+            from ..data.distributed.shard import merge_states
 
             state = merge_states(self._fabric.strategy.gather_objects(state))
         return {"num_passes": self._num_passes, "stream": state}
@@ -189,7 +186,7 @@ class FabricDataLoader:
             for batch in _batches_of(self.loader):
                 yield fabric.to_device(batch) if self._moves else batch
             return
-        from ..data.eval_shard import shard_eval
+        from ..data.distributed.evaluation import shard_eval
 
         strategy, count = fabric.strategy, self._count()
         if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count < shard.size):
@@ -230,7 +227,7 @@ def _shard_of(fabric: Fabric, loader: Any, is_dealt: bool, uneven: str | None) -
     topology = fabric.strategy.topology
     if topology.data_size == 1:
         return None
-    from ..data.shard import Shard
+    from ..data.distributed.shard import Shard
 
     policy = uneven if uneven is not None else getattr(fabric.strategy, "uneven", "stop_all")
     if policy == "zero_weight":

@@ -853,7 +853,7 @@ class Fabric:
         self._require_launch("rank_zero_first")
         if self.world_size == 1:
             return nullcontext()
-        from .together import first_then_rest
+        from .on_all_ranks import first_then_rest
 
         is_first = (self.local_rank if local else self.global_rank) == 0
         return first_then_rest(self.strategy, is_first=is_first)
@@ -971,7 +971,7 @@ class Fabric:
         """Call the function on every rank; an error on one is raised on all."""
         if self.world_size == 1:
             return function()
-        from .together import together
+        from .on_all_ranks import together
 
         return together(self.strategy, function)
 

@@ -1,4 +1,4 @@
-"""How fast a device could be at best: the denominator of MFU. Used by fabric/throughput.py."""
+"""How fast a device could be at best: the denominator of MFU."""
 
 from __future__ import annotations
 

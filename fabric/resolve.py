@@ -1,7 +1,7 @@
 """From what the user typed to parts that fit together: strings, instances and environment in, `Parts` out.
 
-Called by Fabric's constructor (and so by Trainer's). Starts nothing: a configuration that cannot work is one
-ConfigError that names all problems, before any process or device is touched.
+Starts nothing: a configuration that cannot work is one ConfigError that names all problems, before any process or
+device is touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Random numbers: seeding all generators, and taking their state out and putting it back bit for bit.
-
-Called by the user (`seed_everything`), by trainer/ for checkpoints, and in loader workers.
-"""
+"""Random numbers: seeding all generators, and taking their state out and putting it back bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a dict of objects, out and in. Called by `Fabric.save`, `load` and `load_raw`."""
+"""The state of a dict of objects, out and in."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Samples, tokens and FLOPs per second over a moving window. Used by callbacks/throughput_monitor.py and by loops on
-Fabric.
-"""
+"""Samples, tokens and FLOPs per second over a moving window."""
 
 from __future__ import annotations
 

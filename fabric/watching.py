@@ -1,4 +1,4 @@
-"""The watch of this process over the other ranks: one, however many Fabrics there are. Called by `Fabric`."""
+"""The watch of this process over the other ranks: one, however many Fabrics there are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
     topology = strategy.topology
     if topology.world_size == 1:
         return None
-    from ..strategies.rendezvous import store
+    from ..strategies.distributed.rendezvous import store
     from .watch import Watch
 
     shared = store()

@@ -1,7 +1,4 @@
-"""How many processes there are and who starts them: what is asked where there are several, or a scheduler.
-
-Called by resolve.py, which imports it when the arguments or the environment speak of several processes.
-"""
+"""How many processes there are and who starts them: what is asked where there are several, or a scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `Fabric.setup` hands out: a module, an optimizer and a schedule that run through precision and strategy.
-
-Imported when `setup` and its kin are called; the Trainer uses modules and optimizers without these.
-"""
+"""What `Fabric.setup` hands out: a module, an optimizer and a schedule that run through precision and strategy."""
 
 from __future__ import annotations
 

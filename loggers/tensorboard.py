@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
-from ..strategies.shards import is_sharded
+from ..strategies.distributed.shards import is_sharded
 from .base import rank_zero_experiment, scalars
 from .folder import DEFAULT_NAME, FolderLogger
 from .hyperparameters import flatten, plain_hyperparameters

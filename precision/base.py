@@ -1,7 +1,4 @@
-"""Full precision, and the interface that every precision has: dtypes as data, and what is done with them.
-
-Called by Fabric, which composes a precision with a strategy; neither of the two calls the other.
-"""
+"""Full precision, and the interface that every precision has: dtypes as data, and what is done with them."""
 
 from __future__ import annotations
 

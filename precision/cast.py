@@ -1,4 +1,4 @@
-"""Casting the floating point tensors of a batch. Called by the precisions that hold parameters in another dtype."""
+"""Casting the floating point tensors of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters, inputs and products in float64. Made by fabric/resolve.py."""
+"""Parameters, inputs and products in float64."""
 
 from __future__ import annotations
 

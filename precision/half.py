@@ -1,4 +1,4 @@
-"""Parameters, inputs and products in a 16-bit dtype. Made by fabric/resolve.py."""
+"""Parameters, inputs and products in a 16-bit dtype."""
 
 from __future__ import annotations
 

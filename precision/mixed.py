@@ -1,4 +1,4 @@
-"""Float32 parameters with 16-bit products: autocast, and for float16 a loss scale. Made by fabric/resolve.py."""
+"""Float32 parameters with 16-bit products: autocast, and for float16 a loss scale."""
 
 from __future__ import annotations
 

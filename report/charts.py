@@ -1,4 +1,4 @@
-"""Which metrics share a chart, under which heading, and how a long curve becomes a short one. Called by page, terminal.
+"""Which metrics share a chart, under which heading, and how a long curve becomes a short one.
 
 `train_loss` and `val_loss` share one chart, as do `loss_step` and `loss_epoch`, and all learning rates.
 """

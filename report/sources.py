@@ -1,4 +1,4 @@
-"""What loggers wrote, file by file: metrics.csv, metrics.jsonl, TensorBoard's event files. Called by runs.py.
+"""What loggers wrote, file by file: metrics.csv, metrics.jsonl, TensorBoard's event files.
 
 Each source can be read again while the run goes on, and then reads only what is new. A file that was written anew (a
 new column, a resumed run that dropped rows) is read from its start again.

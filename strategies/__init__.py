@@ -12,14 +12,14 @@ from .single_device import SingleDeviceStrategy
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallelStrategy
-    from .ddp import DDPStrategy
-    from .deepspeed import DeepSpeedStrategy
-    from .fsdp import FSDPStrategy
-    from .layer_sync import LayerSync, TorchSyncBatchNorm
-    from .single_xla import SingleDeviceXLAStrategy
-    from .xla import XLAStrategy
-    from .xla_fsdp import XLAFSDPStrategy
-    from .xla_replicas import XLAReplicasStrategy
+    from .ddp.strategy import DDPStrategy
+    from .deepspeed.strategy import DeepSpeedStrategy
+    from .distributed.layer_sync import LayerSync, TorchSyncBatchNorm
+    from .fsdp.strategy import FSDPStrategy
+    from .xla.fsdp import XLAFSDPStrategy
+    from .xla.replicas import XLAReplicasStrategy
+    from .xla.single_device import SingleDeviceXLAStrategy
+    from .xla.strategy import XLAStrategy
 
 __all__ = [
     "STRATEGY_REGISTRY",
@@ -44,16 +44,16 @@ __all__ = [
 
 # A run on one device needs none of these, and does not import them.
 _HOME = {
-    "DDPStrategy": "ddp",
+    "DDPStrategy": "ddp.strategy",
     "DataParallelStrategy": "data_parallel",
-    "DeepSpeedStrategy": "deepspeed",
-    "FSDPStrategy": "fsdp",
-    "LayerSync": "layer_sync",
-    "SingleDeviceXLAStrategy": "single_xla",
-    "TorchSyncBatchNorm": "layer_sync",
-    "XLAFSDPStrategy": "xla_fsdp",
-    "XLAReplicasStrategy": "xla_replicas",
-    "XLAStrategy": "xla",
+    "DeepSpeedStrategy": "deepspeed.strategy",
+    "FSDPStrategy": "fsdp.strategy",
+    "LayerSync": "distributed.layer_sync",
+    "SingleDeviceXLAStrategy": "xla.single_device",
+    "TorchSyncBatchNorm": "distributed.layer_sync",
+    "XLAFSDPStrategy": "xla.fsdp",
+    "XLAReplicasStrategy": "xla.replicas",
+    "XLAStrategy": "xla.strategy",
 }
 
 

@@ -1,6 +1,6 @@
 """How a model is spread over devices and processes: the interface, each method with one caller.
 
-Called by fabric/fabric.py; checkpoint/ calls the four methods on state. A strategy listens to no events.
+A strategy listens to no events.
 """
 
 from __future__ import annotations
@@ -465,7 +465,7 @@ class Strategy:
         Raises:
             ConfigError: The operation is unknown, or dimension 0 does not divide.
         """
-        from .comm import check_divides, op_name  # not imported where nobody communicates
+        from .distributed.collectives import check_divides, op_name  # not imported where nobody communicates
         from .tree import map_leaves
 
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")

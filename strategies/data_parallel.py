@@ -1,4 +1,4 @@
-"""One process on several devices: each batch is cut, and every device takes a part. Made by name ("dp")."""
+"""One process on several devices: each batch is cut, and every device takes a part."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class DataParallelStrategy(ParallelStrategy):
 
         The mean of integers is a float64.
         """
-        from .comm import op_name
+        from .distributed.collectives import op_name
 
         if isinstance(group, str):
             reduce_op = group

@@ -1,4 +1,4 @@
-"""`load_weights`: a module's state put back, and one error for all that does not fit. Called by base.py and rebuild.py.
+"""`load_weights`: a module's state put back, and one error for all that does not fit.
 
 It stands below checkpoint/, which may import it.
 """

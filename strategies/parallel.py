@@ -148,7 +148,7 @@ class ParallelStrategy(Strategy):
             group, reduce_op = None, group
         if not self.is_connected:
             return tensor
-        from .comm import all_reduce
+        from .distributed.collectives import all_reduce
 
         return all_reduce(tensor, group=group, reduce_op=reduce_op, device=self.device)
 
@@ -163,7 +163,7 @@ class ParallelStrategy(Strategy):
         """
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
             group, reduce_op = None, group
-        from .comm import check_divides, op_name, reduce_scatter
+        from .distributed.collectives import check_divides, op_name, reduce_scatter
 
         if not self.is_connected:
             op_name(reduce_op)
@@ -186,7 +186,7 @@ class ParallelStrategy(Strategy):
             group, sync_grads = None, group
         if not self.is_connected:
             return tensor
-        from .comm import all_gather
+        from .distributed.collectives import all_gather
 
         return all_gather(tensor, group=group, sync_grads=sync_grads, device=self.device)
 
@@ -194,14 +194,14 @@ class ParallelStrategy(Strategy):
         """Return rank `src`'s object, which must be picklable; its tensors arrive on the receiver's device."""
         if not self.is_connected:
             return obj
-        from .comm import broadcast
+        from .distributed.collectives import broadcast
 
         return broadcast(obj, src=src, device=self.device)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here."""
         if self.is_connected:
-            from .comm import barrier
+            from .distributed.collectives import barrier
 
             barrier(self.device)
 
@@ -223,7 +223,7 @@ class ParallelStrategy(Strategy):
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         if not self.is_connected:
             return [obj]
-        from .comm import gather_objects
+        from .distributed.collectives import gather_objects
 
         return gather_objects(obj)
 
@@ -231,7 +231,7 @@ class ParallelStrategy(Strategy):
         """Return whether all ranks (or with all=False, any rank) decided True. Reads the device."""
         if not self.is_connected:
             return bool(decision)
-        from .comm import all_reduce, host_device
+        from .distributed.collectives import all_reduce, host_device
 
         device = host_device(self.device)
         reduced = all_reduce(int(decision), group=None, reduce_op="min" if all else "max", device=device)

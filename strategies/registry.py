@@ -1,4 +1,4 @@
-"""The names of strategies. Called by fabric/resolve.py, and by users who register their own."""
+"""The names of strategies."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ STRATEGY_REGISTRY.register_lazily("fsdp", _FSDP, "several processes that share o
 STRATEGY_REGISTRY.register_lazily(
     "fsdp_cpu_offload", _FSDP, "the same, with parameters and optimizer in the host's memory", cpu_offload=True
 )
-_SINGLE_XLA, _XLA = f"{__package__}.single_xla:SingleDeviceXLAStrategy", f"{__package__}.xla:XLAStrategy"
+_SINGLE_XLA, _XLA = f"{__package__}.xla.single_device:SingleDeviceXLAStrategy", f"{__package__}.xla:XLAStrategy"
 STRATEGY_REGISTRY.register_lazily("single_xla", _SINGLE_XLA, "one process on one XLA device, such as a TPU core")
 STRATEGY_REGISTRY.register_lazily("single_tpu", _SINGLE_XLA, "the same")
 STRATEGY_REGISTRY.register_lazily("xla", _XLA, "one process whose graphs run on all XLA devices of a host")
 STRATEGY_REGISTRY.register_lazily("xla_debug", _XLA, "the same, and torch_xla reports what it compiles", debug=True)
 STRATEGY_REGISTRY.register_lazily(
-    "xla_fsdp", f"{__package__}.xla_fsdp:XLAFSDPStrategy", "the same as xla, with each parameter cut over the devices"
+    "xla_fsdp", f"{__package__}.xla.fsdp:XLAFSDPStrategy", "the same as xla, with each parameter cut over the devices"
 )
 STRATEGY_REGISTRY.register_lazily(
-    "xla_replicas", f"{__package__}.xla_replicas:XLAReplicasStrategy", "several processes, one XLA device each"
+    "xla_replicas", f"{__package__}.xla.replicas:XLAReplicasStrategy", "several processes, one XLA device each"
 )
 _DEEPSPEED = f"{__package__}.deepspeed:DeepSpeedStrategy"
 _ON_DISK = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}

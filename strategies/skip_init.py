@@ -1,4 +1,4 @@
-"""Building a module without filling its parameters. Called by `Strategy.init_context`."""
+"""Building a module without filling its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walking structures of tensors: lists, tuples, mappings and dataclasses. Called by comm.py and data_parallel.py."""
+"""Walking structures of tensors: lists, tuples, mappings and dataclasses."""
 
 from __future__ import annotations
 

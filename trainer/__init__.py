@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .loss import Loss
+from .loop.loss import Loss
 from .module import Module
 from .trainer import Trainer
 

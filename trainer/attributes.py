@@ -15,23 +15,23 @@ from torch.optim import Optimizer
 from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import nearest
 from ..loggers import Logger
-from .optimizers import ManagedOptimizer
+from .loop.optimizers import ManagedOptimizer
+from .loop.schedule import LRSchedulerConfig
 from .run import Run
-from .schedule import LRSchedulerConfig
 
 if TYPE_CHECKING:
     from ..callbacks import EarlyStopping
     from ..data.module import DataModule
     from ..fabric import Fabric
     from ..strategies import Strategy
-    from .arguments import Arguments
-    from .fit_loop import FitLoop
-    from .guard import Guard
-    from .loaders import Loaders
-    from .log_output import LogOutput
-    from .metrics import Metrics
+    from .loop.fit_loop import FitLoop
+    from .loop.run_signals import Guard
+    from .metrics.log_output import LogOutput
+    from .metrics.metrics import Metrics
+    from .setup.arguments import Arguments
+    from .setup.loaders import Loaders
     from .state import Progress, TrainerState
-    from .timeline import Timeline
+    from .timeline.timeline import Timeline
     from .trainer import Trainer
 
 __all__ = ["TrainerAttributes"]
@@ -109,7 +109,7 @@ class TrainerAttributes:
         """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where nobody knows."""
         if self._arguments.max_samples is None:
             return math.inf
-        from .data_limits import batches_until_limit  # not imported where samples are not limited
+        from .loop.data_limits import batches_until_limit  # not imported where samples are not limited
 
         return batches_until_limit(cast("Trainer", self))
 
@@ -152,7 +152,7 @@ class TrainerAttributes:
     def timeline(self) -> Timeline:
         """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
         if self._timeline is None:
-            from .timeline import Timeline  # not imported before it is asked for
+            from .timeline.timeline import Timeline  # not imported before it is asked for
 
             self._timeline = Timeline()
             self._timeline.is_enabled = not self._arguments.barebones

@@ -1,4 +1,4 @@
-"""Exporting a module's forward: TorchScript, ONNX, and programs of torch.export. Imported by `lw.Module.to_*`."""
+"""Exporting a module's forward: TorchScript, ONNX, and programs of torch.export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..data.move import move_to_device
 from ..errors import ConfigError, MissingDependency, ModuleError
 from ..fabric.compiling import CompiledMethod
-from ..strategies.shards import is_sharded
+from ..strategies.distributed.shards import is_sharded
 
 if TYPE_CHECKING:
     from .module import Module

@@ -1,4 +1,4 @@
-"""Which hooks an object overrides, and methods that look like a hook and are none. Used by trainer/lifecycle.py."""
+"""Which hooks an object overrides, and methods that look like a hook and are none."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..callbacks import Callback
     from ..data.module import DataModule
     from ..profilers import Profiler
-    from .metrics import Metrics
+    from .metrics.metrics import Metrics
     from .trainer import Trainer
 
 __all__ = ["EVENTS", "HOOKS", "LOG_RULES", "ORDER", "Event", "Lifecycle", "LogRule", "hook_names", "markdown"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..data.hparams import HyperParameters, save_hyperparameters
 from ..data.move import move_to_device
 from ..errors import ModuleError
-from .optimizers import ManagedOptimizer, toggled
+from .loop.optimizers import ManagedOptimizer, toggled
 
 if TYPE_CHECKING:
     from ..fabric import Fabric

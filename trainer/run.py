@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .loss import WindowLoss
-from .loss_watch import LossWatch
+from .loop.loss import WindowLoss
+from .loop.non_finite import LossWatch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
-    from .agreement import Agreement
-    from .carried_window import CarriedWindow
-    from .guard import Guard
+    from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
-    from .metrics import HookTable, Metrics
-    from .optimizers import ManagedOptimizer
-    from .own_steps import OwnSteps
-    from .schedule import LRSchedulerConfig
+    from .loop.agreement import Agreement
+    from .loop.carried_window import CarriedWindow
+    from .loop.optimizers import ManagedOptimizer
+    from .loop.own_steps import OwnSteps
+    from .loop.run_signals import Guard
+    from .loop.schedule import LRSchedulerConfig
+    from .metrics.metrics import HookTable, Metrics
     from .state import Progress
     from .trainer import Trainer
-    from .validated_weights import ValidatedWeights
 
 __all__ = ["BeforeValidation", "Run", "StepPlan"]
 
@@ -126,8 +126,8 @@ class Run:
         stepped: The optimizers that the module has stepped itself since the batch began.
         own_steps: Watches for such steps; None where the trainer makes every one.
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
-        unfinished: What was due at the event in which the resumed checkpoint was taken; see trainer/unfinished.py.
-        configured: What `configure_optimizers` gave, as plain values; see trainer/optimizer_record.py.
+        unfinished: What was due at the event in which the resumed checkpoint was taken (checkpointing/unfinished.py).
+        configured: What `configure_optimizers` gave, as plain values; see trainer/checkpointing/optimizer_record.py.
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
         has_ranks: Whether there are several processes.

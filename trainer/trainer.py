@@ -1,7 +1,6 @@
 """`lw.Trainer`: the plan of a training, and its four verbs fit, validate, test and predict.
 
-A verb begins a `Run` (trainer/begin.py), guards it, and lets a loop run it. Of what stands here only `_after_batch` is
-called at every step.
+A verb begins a `Run` (setup/begin.py), guards it, and lets a loop run it. Only `_after_batch` is called at every step.
 """
 
 from __future__ import annotations
@@ -28,35 +27,37 @@ from ..errors import ConfigError, LoopwrightError, ModuleError, StopBySignal
 from ..fabric import Fabric
 from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
-from . import assemble, manual, snapshot
-from .arguments import Arguments, from_environment
-from .assemble import default_callbacks
 from .attributes import TrainerAttributes
-from .begin import STAGE_OF, attach, begin_evaluation, begin_fit, both_given, split_datamodule
-from .eval_loop import EvalLoader, EvalLoop
-from .fit_loop import FitLoop
-from .guard import Guard, add_place
+from .checkpointing import snapshot
+from .checkpointing.saving import Saving
 from .hooks import check_hook_names
 from .lifecycle import Lifecycle, hook_names
-from .loaders import Loaders
-from .log_output import LogOutput
-from .loss import WindowLoss
-from .loss_watch import MOST_KEPT, LossWatch
-from .metrics import Metrics
+from .loop import manual
+from .loop.eval_loop import EvalLoader, EvalLoop
+from .loop.fit_loop import FitLoop
+from .loop.loss import WindowLoss
+from .loop.non_finite import MOST_KEPT, LossWatch
+from .loop.optimizers import ManagedOptimizer
+from .loop.run_signals import Guard, add_place
+from .loop.schedule import step_plateaus
+from .metrics.log_output import LogOutput
+from .metrics.metrics import Metrics
 from .module import Module
-from .optimizers import ManagedOptimizer
 from .run import Run
-from .saving import Saving
-from .schedule import step_plateaus
+from .setup import assemble
+from .setup.arguments import Arguments, from_environment
+from .setup.assemble import default_callbacks
+from .setup.begin import STAGE_OF, attach, begin_evaluation, begin_fit, both_given, split_datamodule
+from .setup.loaders import Loaders
 from .state import Progress, TrainerState
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from ..data.module import DataModule
-    from .agreement import Agreement
-    from .rng_course import RngCourse
-    from .timeline import Timeline
+    from .loop.agreement import Agreement
+    from .loop.rng_course import RngCourse
+    from .timeline.timeline import Timeline
 
 __all__ = ["Trainer"]
 
@@ -404,7 +405,7 @@ class Trainer(TrainerAttributes):
             if run.agreement is not None:
                 run.agreement.begin_segment()
             if keep and run.has_ranks:
-                from . import ranks  # not imported where there is one process
+                from .loop import ranks  # not imported where there is one process
 
                 outputs = ranks.ordered(self.strategy, outputs, data.loaders)
             self._finish(run)
@@ -467,7 +468,7 @@ class Trainer(TrainerAttributes):
             except BaseException as error:
                 self.state.status = "interrupted"
                 if isinstance(error, StopBySignal) and self._guard.is_to_requeue:
-                    from .requeue import requeue
+                    from .checkpointing.requeue import requeue
 
                     requeue(self)
                 cause = self._cause_elsewhere(error)
@@ -484,7 +485,7 @@ class Trainer(TrainerAttributes):
     def rng_course(self) -> RngCourse:
         """Where training is in its random numbers."""
         if self._rng_course is None:
-            from .rng_course import RngCourse  # a program that only makes a Trainer draws nothing
+            from .loop.rng_course import RngCourse  # a program that only makes a Trainer draws nothing
 
             self._rng_course = RngCourse()
         return self._rng_course
@@ -495,7 +496,7 @@ class Trainer(TrainerAttributes):
         return hasattr(self.fabric.cluster_environment, "requeue")
 
     def _requeue_signal(self) -> Any:
-        from .requeue import requeue_signal  # not imported where nobody can requeue
+        from .checkpointing.requeue import requeue_signal  # not imported where nobody can requeue
 
         return requeue_signal(self)
 
@@ -517,7 +518,7 @@ class Trainer(TrainerAttributes):
         """Let batch norms see the batches of all ranks during fit, where that was asked for."""
         sync = self.fabric.layer_sync
         if sync is None and self.sync_batchnorm:
-            from ..strategies.layer_sync import TorchSyncBatchNorm  # not imported where nobody asks
+            from ..strategies.distributed.layer_sync import TorchSyncBatchNorm  # not imported where nobody asks
 
             sync = TorchSyncBatchNorm()
         if sync is not None and self.world_size > 1:
@@ -595,7 +596,7 @@ class Trainer(TrainerAttributes):
         return self._run
 
     def _window_of_ranks(self) -> WindowLoss:
-        from .ranks_loss import RanksWindowLoss  # not imported where there is one process
+        from .loop.ranks_loss import RanksWindowLoss  # not imported where there is one process
 
         may_differ = getattr(self.strategy, "uneven", "stop_all") == "zero_weight"
         counts = may_differ or self._arguments.nonfinite_loss == "skip"
@@ -605,7 +606,7 @@ class Trainer(TrainerAttributes):
         gate = self._guard.gate
         if gate is None:
             return None
-        from .agreement import Agreement  # not imported where there is one process
+        from .loop.agreement import Agreement  # not imported where there is one process
 
         return Agreement(self, self._guard, gate)
 
@@ -629,7 +630,7 @@ class Trainer(TrainerAttributes):
         given = own[1] if own is not None and own[0] is run.module else None
         if given is None and options is False:
             return
-        from .compiling import begin_compiling  # not imported where nothing is compiled
+        from .setup.compiling import begin_compiling  # not imported where nothing is compiled
 
         if given is not None and options is not False:
             logger_.warning(
@@ -702,8 +703,8 @@ class Trainer(TrainerAttributes):
         """Return what the last fit left for one that continues it; None where there is none."""
         if not self.progress.total_batches:
             return None
-        from .begin import unwrapped
-        from .continuing import take  # not imported in a first fit
+        from .setup.begin import unwrapped
+        from .setup.continuing import take  # not imported in a first fit
 
         return take(self, unwrapped(model))
 
@@ -789,7 +790,7 @@ class Trainer(TrainerAttributes):
         self._metrics.sizes = BatchSizes(stream.loader)
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
         if self._arguments.global_batch_size is not None:
-            from .global_batch import derive_accumulation  # not imported where the accumulation is given
+            from .setup.global_batch import derive_accumulation  # not imported where the accumulation is given
 
             self.accumulate_grad_batches = derive_accumulation(self, run)
 
@@ -1009,7 +1010,7 @@ class Trainer(TrainerAttributes):
         """Return the schedules that a module steps itself; `Module.lr_schedulers` hands them out."""
         if self.world_size == 1:
             return [config.scheduler for config in self.lr_scheduler_configs]
-        from .ranks_schedule import RanksPlateau  # not imported where there is one process
+        from .loop.ranks_schedule import RanksPlateau  # not imported where there is one process
 
         gather = self.strategy.gather_objects
         return [
@@ -1122,7 +1123,7 @@ class Trainer(TrainerAttributes):
 
     def _launch(self, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
         """Run a verb in new processes, and take back what it changed there."""
-        from . import spawned  # not imported where this process does the work
+        from .setup import spawned  # not imported where this process does the work
 
         return spawned.launch(self, verb, model, **arguments)
 
@@ -1137,12 +1138,12 @@ class Trainer(TrainerAttributes):
 
     def plain_arguments(self) -> dict[str, str]:
         """Return the arguments that must be the same on every rank, as text."""
-        from .ranks import plain  # not imported where there is one process
+        from .loop.ranks import plain  # not imported where there is one process
 
         return plain(self._same_everywhere)
 
     def take_back(self, module: nn.Module, result: dict[str, Any]) -> None:
-        """Take what a verb that ran in other processes changed there; called by trainer/spawned.py."""
+        """Take what a verb that ran in other processes changed there; called by trainer/setup/spawned.py."""
         checkpoint = result.get("checkpoint")
         if checkpoint is not None:
             self.progress.load_state_dict(result["progress"])
@@ -1180,7 +1181,7 @@ class Trainer(TrainerAttributes):
         num_batches, limit = run.stream.num_batches, self.fit_loop.epoch_limit
         max_steps: int | float = self.fit_loop.max_steps if self.fit_loop.max_steps != -1 else math.inf
         if self.max_samples is not None:
-            from .data_limits import steps_until_max_samples  # not imported where steps are limited
+            from .loop.data_limits import steps_until_max_samples  # not imported where steps are limited
 
             max_steps = min(max_steps, steps_until_max_samples(self, num_batches, limit))
         if limit == -1 or math.isinf(num_batches):

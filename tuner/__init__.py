@@ -1,7 +1,6 @@
 """The tuner: values that are found by trying, before or within a training, and plots that help to choose them.
 
-Used by users, and by the callbacks LearningRateFinder and BatchSizeFinder. Every trial is a run of its own, with a copy
-of the module, that leaves nothing behind.
+Every trial is a run of its own, with a copy of the module, that leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch-size search: the largest that fits into memory, found by trying. Called by Tuner and its callback.
+"""The batch-size search: the largest that fits into memory, found by trying.
 
 Each size is tried in a run of its own, by every rank by itself: no trial communicates, so that one rank which runs out
 of memory leaves nobody waiting. After each trial the ranks agree on how it went.
@@ -17,7 +17,7 @@ import torch
 from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
-from ..trainer.begin import build_optimizers
+from ..trainer.setup.begin import build_optimizers
 from .setting import find_setting, write_setting
 from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, single_device_fabric
 

@@ -1,4 +1,4 @@
-"""The learning-rate search: train a copy while the rate rises, and watch the loss. Called by Tuner and its callback."""
+"""The learning-rate search: train a copy while the rate rises, and watch the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..callbacks import Callback
 from ..errors import ConfigError, DataError
-from ..trainer.begin import build_optimizers
+from ..trainer.setup.begin import build_optimizers
 from .lr_curve import SMOOTHING, LearningRateCurve
 from .setting import find_setting, write_setting
 from .trial import Subject, accumulation_of, isolated, make_trainer

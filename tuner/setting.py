@@ -1,4 +1,4 @@
-"""A value that a search sets: `lr`, `batch_size`, wherever the module or its data keep it. Used by the searches."""
+"""A value that a search sets: `lr`, `batch_size`, wherever the module or its data keep it."""
 
 from __future__ import annotations
 

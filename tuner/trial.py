@@ -1,4 +1,4 @@
-"""A trial: a short run of its own, with a copy of the module, that leaves nothing behind. Used by the searches.
+"""A trial: a short run of its own, with a copy of the module, that leaves nothing behind.
 
 What a trial could change is either copied (module, data module), not there (loggers, callbacks, files), or put back
 (random number generators, positions of loaders, the state of precision and strategy).
@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Dataset
 from ..callbacks import Callback
 from ..data.combined import CombinedLoader
 from ..data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
-from ..data.stateful import is_stateful
+from ..data.sources.stateful import is_stateful
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import DataError, ModuleError
 from ..loggers import DummyLogger
-from ..strategies.shards import is_sharded
+from ..strategies.distributed.shards import is_sharded
 from ..trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _is_spread(module: nn.Module) -> bool:
 
 def _end_passes(module: nn.Module) -> None:
     """Let a sharded module forget what a trial has left that ended in the middle of a step."""
-    from ..strategies.sharded_root import root_of
+    from ..strategies.fsdp.root import root_of
 
     root = root_of(module)
     if root is not None:

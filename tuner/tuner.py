@@ -1,4 +1,4 @@
-"""`lw.Tuner`: finds a learning rate or a batch size before training. Made by users around a Trainer."""
+"""`lw.Tuner`: finds a learning rate or a batch size before training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import BatchSizeFinder, LearningRateFinder
 from ..errors import ConfigError, nearest
-from ..trainer.begin import split_datamodule, unwrapped
+from ..trainer.setup.begin import split_datamodule, unwrapped
 from .batch_size import Search, find_batch_size_that_fits, set_batch_size
 from .lr_curve import LearningRateCurve
 from .lr_find import check_search, find_learning_rate, name_of_rate, set_learning_rate

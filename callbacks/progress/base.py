@@ -1,4 +1,4 @@
-"""What every progress bar has: descriptions, totals, and metrics to show. Subclassed by live.py and by users."""
+"""What every progress bar has: descriptions, totals, and metrics to show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress as lines of text, for output that is no terminal: a log file, CI, a pipe. Used by live.py."""
+"""Progress as lines of text, for output that is no terminal: a log file, CI, a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where output goes: a terminal that can be drawn on, a notebook, or a file. Asked by progress bars and summaries."""
+"""Where output goes: a terminal that can be drawn on, a notebook, or a file."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .backends import is_folder_checkpoint, remove
 from .manifest import FileEntry, Manifest, TensorEntry
-from .places import is_folder_checkpoint, remove
 from .reader import load, read_manifest, verify, verify_share
 from .stored import StoredTensor
 from .tree import holds_sharded

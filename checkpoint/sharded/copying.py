@@ -1,4 +1,4 @@
-"""A copy of a checkpoint folder on the same machine. Called by callbacks/checkpoint_files.py, by one process."""
+"""A copy of a checkpoint folder on the same machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 from ...errors import CheckpointError
+from .backends import OWN_NAME, LocalPlace
 from .manifest import MANIFEST, Chunk, Manifest, decode
-from .places import OWN_NAME, LocalPlace
 from .target import LocalTarget, target_of
 
 __all__ = ["copy"]

@@ -1,4 +1,4 @@
-"""manifest.json: what is in a checkpoint folder and where. Written by writer.py, read and checked by reader.py.
+"""manifest.json: what is in a checkpoint folder and where.
 
 Its last line is a BLAKE2b digest of all bytes before it. What was decoded is consistent in itself: names lie in the
 folder, the chunks of a tensor cover it exactly, and the chunks in a file cover all its bytes behind the header. So

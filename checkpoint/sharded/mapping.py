@@ -1,5 +1,4 @@
-"""Shard files of a local folder, mapped into memory: what was checked is what is read. Called by
-shard_files.py and stored.py.
+"""Shard files of a local folder, mapped into memory: what was checked is what is read.
 
 A file that a newer save removes can be read as long as it is mapped, and no descriptor is kept open. Pages are brought
 in before they are looked at, by a call that returns an error: on a bad disk, a mere look would end the process.

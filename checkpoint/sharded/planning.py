@@ -1,4 +1,4 @@
-"""What a sharded save writes, and under which names: DCP's plan, explained, and tied tensors. Called by writer.py."""
+"""What a sharded save writes, and under which names: DCP's plan, explained, and tied tensors."""
 
 from __future__ import annotations
 

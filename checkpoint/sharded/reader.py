@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder: `load` and `verify`. Called by storage.py and verified.py.
+"""Reading a checkpoint folder: `load` and `verify`.
 
 No process group is needed, torch.distributed is not imported, and nothing that is read can be executed.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 from ... import protocols
 from ...errors import CheckpointError
 from .. import storage, verified
+from .backends import LocalPlace, RemotePlace, place_of
 from .manifest import MANIFEST, Manifest, damaged, decode
-from .places import LocalPlace, RemotePlace, place_of
 from .shard_files import ShardFiles, call_in_threads
 from .stored import StoredTensor
 from .tree import put_back

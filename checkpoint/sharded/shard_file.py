@@ -1,4 +1,4 @@
-"""Shard files: safetensors, written as a stream. Called by writer.py; reader.py takes positions from the manifest.
+"""Shard files: safetensors, written as a stream.
 
 A file is 8 bytes of header length, a JSON header padded with spaces, and the bytes of the tensors without a gap. The
 tensors stand by falling element size, so that each is aligned. A dtype that safetensors does not know everywhere is

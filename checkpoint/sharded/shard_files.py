@@ -1,7 +1,7 @@
 """The files of one checkpoint folder as they are read: mapped or not, compared with their checksums or not yet.
 
-Called by reader.py and stored.py. What this process has compared, it does not compare again as long as the system says
-that the file is the same: ranks verify a checkpoint together first, and then each reads its part.
+What this process has compared, it does not compare again as long as the system says that the file is the same: ranks
+verify a checkpoint together first, and then each reads its part.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, TypeVar
 
-from .boxes import fill, read_bytes
+from .backends import LocalPlace, RemotePlace
 from .manifest import SEAL_DIGEST_SIZE, Chunk, Manifest, digest_of
 from .mapping import MappedFile, map_file
-from .places import LocalPlace, RemotePlace
+from .slices import fill, read_bytes
 
 __all__ = ["ShardFiles", "call_in_threads", "wrong_content"]
 

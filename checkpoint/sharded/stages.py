@@ -1,4 +1,4 @@
-"""The stages of a sharded save, in their order; tests put a fault at each. Called by writer.py and target.py."""
+"""The stages of a sharded save, in their order; tests put a fault at each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StoredTensor`: a tensor of a checkpoint folder that has not been read yet. Made by reader.py, read by strategies.
+"""`StoredTensor`: a tensor of a checkpoint folder that has not been read yet.
 
 No process group is needed, torch.distributed is not imported, and nothing that is read can be executed.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from .. import verified
-from .boxes import RAW, read_box
 from .manifest import MANIFEST, Chunk, TensorEntry, damaged, decode
 from .shard_files import ShardFiles, wrong_content
+from .slices import RAW, read_box
 
 __all__ = ["StoredTensor"]
 

@@ -1,4 +1,4 @@
-"""Where a sharded save goes: what rank 0 does before the ranks write and after. Called by writer.py.
+"""Where a sharded save goes: what rank 0 does before the ranks write and after.
 
 On disk, a save is known by its token, the end of the name of a locked file beside the folder. All that it makes bears
 the token: its files, and the temporary folder, if there is no checkpoint folder at the path yet. What bears the
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .. import disk
-from ..disk import cannot_write
-from ..remote import as_local
+from ..file import disk
+from ..file.disk import cannot_write
+from ..file.remote import as_local
 from . import stages
+from .backends import OWN_NAME, LocalPlace, RemotePlace
 from .manifest import MANIFEST, Manifest, decode, encode
-from .places import OWN_NAME, LocalPlace, RemotePlace
 
 __all__ = ["LocalTarget", "RemoteTarget", "target_of"]
 

@@ -1,4 +1,4 @@
-"""`save`: writes a checkpoint folder on all ranks. Called by sharded.save; importing this takes most of a second.
+"""`save`: writes a checkpoint folder on all ranks.
 
 torch.distributed.checkpoint plans which rank writes which chunk, leaves out copies of replicated ones, and carries
 errors to all ranks. Nothing of its own form is written: its `.metadata` is a pickle, which runs code when it is read.
@@ -31,8 +31,8 @@ from ...errors import CheckpointError
 from .. import storage
 from ..plain import require_plain
 from . import stages
+from .backends import LocalPlace, RemotePlace, place_of
 from .manifest import FORMAT_VERSION, SEAL_DIGEST_SIZE, Chunk, FileEntry, Manifest, Mesh, TensorEntry, digest_of
-from .places import LocalPlace, RemotePlace, place_of
 from .planning import Planner, first_names, path_of, unfit, with_first_names
 from .shard_file import Part, lay_out, write_tensor
 from .target import LocalTarget, RemoteTarget, target_of

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-from .finder import ROOTS, VERSION, LightningFinder
+from .imports.finder import ROOTS, VERSION, LightningFinder
 
 __all__ = ["LIGHTNING_VERSION", "LightningFinder", "child_environment", "install", "is_installed", "uninstall"]
 

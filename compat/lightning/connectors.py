@@ -13,8 +13,9 @@ from ...callbacks import Callback
 from ...checkpoint import storage
 from ...errors import ModuleError
 from ...strategies import ParallelStrategy, Strategy
-from ...trainer import assemble, snapshot
-from .absent import refuse
+from ...trainer.checkpointing import snapshot
+from ...trainer.setup import assemble
+from .imports.absent import refuse
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,7 @@ import sys
 import warnings
 
 from ... import errors
-from .finder import LightningFinder
+from .imports.finder import LightningFinder
 
 __all__ = [
     "LightningDeprecationWarning",

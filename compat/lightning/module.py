@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 from ...data import DataModule
 from ...trainer.module import Module
-from .absent import refuse
-from .hparams import remove_ignored
+from .imports.absent import refuse
+from .utilities.hparams import remove_ignored
 
 __all__ = ["CheckpointHooks", "DataHooks", "LightningDataModule", "LightningModule", "ModelHooks"]
 

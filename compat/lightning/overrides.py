@@ -1,7 +1,6 @@
 """Says which methods of Lightning's that a program's own strategy, precision or accelerator overrides are not called.
 
-The parts of a run have other methods here; what is overridden in vain should not be a silent surprise. Called by
-trainer.py in the constructor.
+The parts of a run have other methods here; what is overridden in vain should not be a silent surprise.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import inspect
 import warnings
 from typing import Any
 
-from .absent import refuse
+from .imports.absent import refuse
 
 __all__ = ["check_overrides"]
 

@@ -21,17 +21,19 @@ from torch.optim import Optimizer
 
 from ...callbacks import Callback
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
-from ...checkpoint.convert import lightning_loop
+from ...checkpoint.tools.convert import lightning_loop
 from ...data.move import find_batch_size
 from ...errors import ModuleError
-from ...trainer import begin, lifecycle, snapshot, trainer
-from ...trainer.fit_loop import FitLoop
+from ...trainer import lifecycle, trainer
+from ...trainer.checkpointing import snapshot
+from ...trainer.checkpointing.saving import Saving
 from ...trainer.hooks import Hook, check_hook_names, find_override
-from ...trainer.metrics import Metrics
-from ...trainer.saving import Saving
+from ...trainer.loop.fit_loop import FitLoop
+from ...trainer.metrics.metrics import Metrics
+from ...trainer.setup import begin
 from . import connectors
 from .enums import TrainerFn, TrainerState
-from .finder import VERSION, LightningFinder
+from .imports.finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
 from .module import LightningDataModule, LightningModule
 from .objects import keep_hyperparameters, part_hyperparameters, trust_objects

@@ -1,6 +1,5 @@
 """Who knows ranks and addresses: one file for each place that processes can come from.
 
-Asked by resolve.py (which one is it?), launchers (does it fit what the user asked for?) and strategies (which rank?).
 Names are looked up when they are first used: training on one device needs none of the schedulers.
 """
 

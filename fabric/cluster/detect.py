@@ -1,4 +1,4 @@
-"""Which cluster environment this process runs in. Called by resolve.py where the user gave none."""
+"""Which cluster environment this process runs in."""
 
 from __future__ import annotations
 

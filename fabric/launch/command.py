@@ -1,4 +1,4 @@
-"""The command that runs the user's program once more. Called by script.py."""
+"""The command that runs the user's program once more."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import InProcessLauncher
-from .lifeline import tie_to_parent
+from .parent_watchdog import tie_to_parent
 
 if TYPE_CHECKING:
     from ..cluster import ClusterEnvironment

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from ...accelerators.matmul_precision import State as MatmulState
 from ...accelerators.matmul_precision import capture_matmul_precision, restore_matmul_precision
 from ...errors import ConfigError, LaunchError, StopBySignal
-from ...strategies import rendezvous
+from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from ..seed import rng_state, set_rng_state
 from . import InProcessLauncher
-from .lifeline import tie_to_parent_process
+from .parent_watchdog import tie_to_parent_process
 from .script import num_threads_per_process
 
 if TYPE_CHECKING:

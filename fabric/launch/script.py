@@ -17,11 +17,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import LaunchError
-from ...strategies import rendezvous
+from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from . import InProcessLauncher
 from .command import own_command, sweep_job
-from .lifeline import Lifeline
+from .parent_watchdog import Lifeline
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore

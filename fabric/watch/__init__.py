@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .gate import StopGate
+from .stop_coordinator import StopGate
 from .watch import Watch
 
 __all__ = ["StopGate", "Watch"]

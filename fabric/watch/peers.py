@@ -1,4 +1,4 @@
-"""Finds out whether another process of this machine still lives. Called by the watch's thread some times per second."""
+"""Finds out whether another process of this machine still lives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Says where each rank stands when nothing moves: the main thread's Python stack and the last collective, per rank.
 
 A `Standing` is what one rank says of itself; `Report` puts those of all ranks together, grouped by what they do, and
-finds who is missing: the ranks whose last collective lies before the others'. Called by the watch's thread.
+finds who is missing: the ranks whose last collective lies before the others'.
 
 Collectives are read from torch's flight recorder, whose functions are private: they are used only if they are there and
 give what is expected. The recorder needs TORCH_FR_BUFFER_SIZE to be set before the process group is made. With gloo it

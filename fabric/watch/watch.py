@@ -47,15 +47,15 @@ from typing import Any, Protocol
 
 from ...errors import RankFailure, StopBySignal
 from ..failure import Failure, describe_exit
-from .board import Board, Record
 from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
 from .errors import is_communication_error, is_timeout
-from .far_ranks import FarRanks
-from .gate import StopGate
-from .heard_signals import Guard, HeardSignals
-from .inquiry import ANSWER_S, Inquiry
+from .failure_store import Board, Record
 from .peers import Peer, StackOnSignal
+from .remote_ranks import FarRanks
+from .signal_wakeup import Guard, HeardSignals
 from .stall import Report, Standing
+from .stall_report import ANSWER_S, Inquiry
+from .stop_coordinator import StopGate
 
 __all__ = ["Watch"]
 

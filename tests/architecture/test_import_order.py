@@ -27,8 +27,11 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 # Imports within a function that go to the side or up: (file, imported part) and why.
 DOCUMENTED = {
-    ("compat/lightning/cli.py", "cli"): "Lightning's command line is a module of the library, as any other",
-    ("compat/lightning/argument_parser.py", "cli"): "the same, declared with the command line's own groups",
+    (
+        "compat/lightning/cli/lightning_cli.py",
+        "cli",
+    ): "Lightning's command line is a module of the library, as any other",
+    ("compat/lightning/cli/argument_parser.py", "cli"): "the same, declared with the command line's own groups",
     ("checkpoint/rebuild.py", "data"): "puts saved hyperparameters into the module that it builds",
     ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",
     ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",

@@ -1,4 +1,4 @@
-"""The accelerator of XLA where torch_xla is not; where it is, tests/xla runs it."""
+"""The accelerator of XLA where torch_xla is not; where it is, tests/integration/xla runs it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_second_trainer_may_go_on_from_the_best_of_the_first(tmp_path: Path) -
 
 def test_a_timer_counts_each_trainers_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("loopwright.callbacks.timer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("loopwright.callbacks.stopping.timer.time.monotonic", lambda: now[0])
 
     class Slow(Model):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from loopwright.checkpoint import disk, load, save, storage, verify
+from loopwright.checkpoint import load, save, storage, verify
+from loopwright.checkpoint.file import disk
 from loopwright.errors import CheckpointError
 
 # Python 3.12 warns of a fork beside threads; the children here only save and die.

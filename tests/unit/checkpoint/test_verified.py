@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loopwright.checkpoint import CheckpointNotFound, load, newest_valid, save, verify
-from loopwright.checkpoint.names import read_storages
+from loopwright.checkpoint.file.record_names import read_storages
 from loopwright.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from loopwright.cli.yaml_file import parse
 from loopwright.compat import lightning as compat
-from loopwright.compat.lightning.absent import NotServed
+from loopwright.compat.lightning.imports.absent import NotServed
 from loopwright.errors import ConfigError
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.compat import lightning as compat
-from loopwright.compat.lightning.absent import NotServed
-from loopwright.compat.lightning.finder import VERSION
-from loopwright.compat.lightning.paths import PATHS
+from loopwright.compat.lightning.imports.absent import NotServed
+from loopwright.compat.lightning.imports.finder import VERSION
+from loopwright.compat.lightning.imports.paths import PATHS
 
 NAMES = (Path(__file__).parents[2] / "fixtures" / "lightning_names.txt").read_text().split()
 

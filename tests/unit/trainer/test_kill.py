@@ -1,6 +1,6 @@
 """A run that is killed at any moment and started again ends with the same bits as one that was left alone.
 
-Each run is a process of its own, forked from one that has imported torch; see tests/resume_program.py.
+Each run is a process of its own, forked from one that has imported torch; see tests/support/resume_program.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,206 @@
+"""An exponential moving average of the weights, beside the weights. Built by users.
+
+Raw weights are what is trained and what a checkpoint's "state_dict" holds; the average is this callback's own state.
+Evaluation may run on the average: the values are exchanged before it and put back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError, ModuleError
+from .base import Averaging
+from .weights import as_whole, clones_of, in_memory, tensors_of, write
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["EMA"]
+
+
+class EMA(Averaging):
+    """Keep `average = decay * average + (1 - decay) * weights`, updated after optimizer steps.
+
+    The average begins as a copy of the weights at its first update. Steps that were skipped (a loss scale that
+    overflowed, a batch without loss) do not count. Nothing reads the device. Resuming continues bit for bit.
+
+    Args:
+        decay: Between 0 and 1; larger is slower.
+        device: Where the average lives; None: with the weights. "cpu" saves device memory and costs a copy per update.
+        use_buffers: Average floating-point buffers too (batch norm's statistics); otherwise they are copied. Buffers of
+            other types are always copied.
+        update_every_n_steps: Update at the 1st, (n+1)-th, ... step.
+        update_starting_at_step: No update in the steps before this one, counted from 0.
+        update_starting_at_epoch: No update in the epochs before this one, counted from 0.
+        evaluate_with: Validate, test and predict with the average, once it has been updated.
+
+    Attributes:
+        num_updates: Updates so far.
+
+    Raises:
+        ConfigError: A wrong argument. CheckpointError: A saved average does not fit the module.
+
+    With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
+    own part; then `shadow_state_dict` and `copy_to` communicate: call them on every rank. Averages of buffers (batch
+    norm's) differ as far as the buffers do; evaluation and checkpoints take rank 0's.
+
+    The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999 a bfloat16 sum would not move.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        device: str | torch.device | None = None,
+        use_buffers: bool = True,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        evaluate_with: bool = True,
+    ) -> None:
+        problems = []
+        if not 0.0 <= decay <= 1.0:
+            problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
+        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
+            problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected a whole number >= 1)")
+        starts = {
+            "update_starting_at_step": update_starting_at_step,
+            "update_starting_at_epoch": update_starting_at_epoch,
+        }
+        problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
+        if problems:
+            raise ConfigError(f"EMA: {', '.join(problems)}.", fix="correct these arguments.")
+        super().__init__(device, use_buffers)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step or 0
+        self.update_starting_at_epoch = update_starting_at_epoch or 0
+        self.evaluate_with = evaluate_with
+
+        self.num_updates = 0
+        self._has_stepped = False  # in this run
+        # What the update touches, found once per run: (source tensors, averages), by how they are treated.
+        self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._converted: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._copied: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    def should_update(self, step_idx: int, epoch_idx: int) -> bool:
+        """Whether to update after this step of this epoch, both counted from 0. May be overridden."""
+        return (
+            step_idx >= self.update_starting_at_step
+            and epoch_idx >= self.update_starting_at_epoch
+            and step_idx % self.update_every_n_steps == 0
+        )
+
+    def shadow_state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the average under the module's names, as `load_state_dict` takes them; whole tensors.
+
+        Raises:
+            ModuleError: There was no update yet.
+        """
+        self._require_updates("shadow_state_dict()")
+        state = {name: as_whole(tensor) for name, tensor in self._average.items()}
+        return state | {alias: state[name] for alias, name in self._aliases.items() if name in state}
+
+    def copy_to(self, module: nn.Module) -> None:
+        """Write the average into a module with the same parameters and buffers.
+
+        Raises:
+            ModuleError: There was no update yet.
+            CheckpointError: The module has other names or shapes.
+        """
+        self._require_updates("copy_to()")
+        write(self._average, tensors_of(module), owner="EMA")
+
+    @contextmanager
+    def applied(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Let the module hold the average inside the `with` block, and its own values again after it."""
+        self._require_updates("applied()")
+        tensors = tensors_of(module)
+        raw = clones_of(tensors)
+        write(self._average, tensors, owner="EMA")
+        try:
+            yield module
+        finally:
+            write(raw, tensors, owner="EMA")
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find the module's tensors; a loaded average is checked against them and moved beside them."""
+        self._bind(pl_module)
+        self._has_stepped = False
+
+    def forget_run(self) -> None:
+        """Begin a new average."""
+        self._average, self.num_updates, self._seen_step, self._source = {}, 0, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, the number of updates and the last step that was seen."""
+        seen_step = -1 if self._seen_step is None else self._seen_step
+        return {"shadow": in_memory(self._average), "num_updates": self.num_updates, "seen_step": seen_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put the average back; it is moved to its device when the run starts."""
+        self._average, self._is_borrowed = dict(state_dict["shadow"]), True
+        self.num_updates = int(state_dict["num_updates"])
+        seen_step = int(state_dict["seen_step"])
+        self._seen_step = None if seen_step < 0 else seen_step
+        self._source = None
+
+    # --- the average -----------------------------------------------------------------------------------------------
+
+    def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
+        self._seen_step = step = trainer.global_step
+        if self.should_update(step - 1, trainer.current_epoch):
+            self._update(module)
+
+    @torch.no_grad()
+    def _update(self, module: nn.Module) -> None:
+        if not self._has_stepped and self._average:
+            self._bind(module)  # torch before 2.13 moves shards that it pads to other memory in the first forward
+        self._has_stepped = True
+        if not self._average:
+            self._copy_weights(module)
+            self.num_updates = 1
+            return
+        weight = 1.0 - self.decay
+        for sources, averages in self._averaged:
+            torch._foreach_lerp_(averages, sources, weight)
+        for sources, averages in self._converted:
+            near = [source.to(average) for source, average in zip(sources, averages, strict=True)]
+            torch._foreach_lerp_(averages, near, weight)
+        for sources, averages in self._copied:
+            for source, average in zip(sources, averages, strict=True):
+                average.copy_(source)
+        self.num_updates += 1
+
+    def _bind(self, module: nn.Module) -> None:
+        """Find which tensor of the module belongs to which average, grouped as `_update` treats them."""
+        self._averaged, self._converted, self._copied = [], [], []
+        groups: dict[tuple[str, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for source, average, is_averaged in self._pairs(module):
+            same = average.device == source.device and average.dtype == source.dtype
+            kind = "copied" if not is_averaged else "averaged" if same else "converted"
+            sources, averages = groups.setdefault((kind, average.device, average.dtype), ([], []))
+            sources.append(source)
+            averages.append(average)
+        lists = {"averaged": self._averaged, "converted": self._converted, "copied": self._copied}
+        for (kind, _, _), group in groups.items():
+            lists[kind].append(group)
+
+    def _is_evaluated(self) -> bool:
+        return self.evaluate_with and self.num_updates > 0
+
+    def _require_updates(self, what: str) -> None:
+        if not self.num_updates:
+            raise ModuleError(
+                f"EMA.{what}: the average was not updated yet.",
+                fix="train at least one step (and reach update_starting_at_step / update_starting_at_epoch) first.",
+            )

@@ -1,0 +1,329 @@
+"""Stochastic weight averaging: a high learning rate in the last epochs, and the mean of their weights. Built by users.
+
+Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization", algorithm 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ..base import Callback
+from .weights import (
+    check_fit,
+    clean_name,
+    clones_of,
+    in_memory,
+    keep_trained,
+    kept_dtype,
+    part_of,
+    placed,
+    refuse_engines,
+    tensors_of,
+    tied_names,
+    write,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ...trainer.trainer import Trainer
+
+__all__ = ["StochasticWeightAveraging"]
+
+_log = logging.getLogger(__name__)
+
+AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class StochasticWeightAveraging(Callback):
+    """Train the last epochs at a rate of their own, and end with the mean of the weights of these epochs.
+
+    The weights at the beginning of the first of these epochs and at the end of each of them are averaged. When they
+    begin, the rate goes from what it is to `swa_lrs` within `annealing_epochs`; the module's own schedules rest. At the
+    end of training the average is written into the module, and batch norms get the statistics of the averaged weights
+    by one more pass over the training data, without gradients.
+
+    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that a resumed run
+    goes on exactly. One that is saved after `trainer.fit` has returned holds what the module then is: the average.
+
+    Args:
+        swa_lrs: Learning rate to arrive at; a list has one for each parameter group.
+        swa_epoch_start: First epoch, counted from 1; or, as a float from 0 to 1, after this part of `max_epochs`.
+        annealing_epochs: Epochs until the rate is `swa_lrs`; 0: at once.
+        annealing_strategy: "cos" or "linear".
+        avg_fn: `(average, weight, num_averaged) -> average`; None: the mean.
+        device: Where the average lives; None: with the weights.
+
+    Attributes:
+        n_averaged: Weights in the average.
+
+    Raises:
+        ConfigError: A wrong argument; or, when fit starts: several optimizers or schedules, a start after the last
+            epoch, a part of epochs that have no limit, or batch norms and manual optimization.
+
+    With a strategy that shards, each rank keeps the average of its own part, and `avg_fn` gets parts of tensors: it
+    must compute element by element.
+    """
+
+    replaces_weights = True
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: str = "cos",
+        avg_fn: AvgFn | None = None,
+        device: str | torch.device | None = "cpu",
+    ) -> None:
+        rates = list(swa_lrs) if isinstance(swa_lrs, list | tuple) else [swa_lrs]
+        problems = []
+        if not rates or not all(_is_number(rate) and rate > 0 for rate in rates):
+            problems.append(f"swa_lrs={swa_lrs!r} (expected a positive number, or a list of them)")
+        is_part = isinstance(swa_epoch_start, float) and 0.0 <= swa_epoch_start <= 1.0
+        is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
+        if not is_part and not is_epoch:
+            problems.append(
+                f"swa_epoch_start={swa_epoch_start!r} (expected a whole number >= 1, or a float from 0.0 to 1.0)"
+            )
+        if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+            problems.append(f"annealing_epochs={annealing_epochs!r} (expected a whole number >= 0)")
+        if annealing_strategy not in ("cos", "linear"):
+            problems.append(f"annealing_strategy={annealing_strategy!r} (expected 'cos' or 'linear')")
+        if avg_fn is not None and not callable(avg_fn):
+            problems.append(f"avg_fn={avg_fn!r} (expected a function)")
+        if problems:
+            raise ConfigError(f"StochasticWeightAveraging: {', '.join(problems)}.", fix="correct these arguments.")
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = annealing_epochs
+        self.annealing_strategy = annealing_strategy
+        self.device = None if device is None else torch.device(device)
+        self.n_averaged = 0
+        self._avg_fn: AvgFn = avg_fn or self.avg_fn
+        self._max_epochs: int | None = None
+        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
+        self._average: dict[str, Tensor] = {}
+        self._is_borrowed = False  # the memory is that of the state that was loaded
+        self._began_at = -1
+        self._latest_epoch = -1
+        self._start_lrs: list[float] = []
+        self._source: nn.Module | None = None
+        self._raw: dict[str, Tensor] | None = None
+        self._aliases: dict[str, str] = {}
+
+    @property
+    def state_key(self) -> str:
+        """The class and what tells instances apart."""
+        return self._generate_state_key(swa_epoch_start=self.swa_epoch_start)
+
+    @property
+    def swa_start(self) -> int:
+        """The first epoch of averaging, counted from 0; a part of `max_epochs` is known once fit has started."""
+        start = self.swa_epoch_start
+        if isinstance(start, float):
+            start = int((self._max_epochs or 0) * start)
+        return max(start - 1, 0)
+
+    @property
+    def swa_end(self) -> int:
+        """The last epoch, counted from 0; without a limit of epochs, a number that none will have."""
+        return sys.maxsize if self._max_epochs is None else self._max_epochs - 1
+
+    @staticmethod
+    def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
+        """Return the mean of `num_averaged` weights and one more."""
+        return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
+
+    @staticmethod
+    def pl_module_contains_batch_norm(pl_module: nn.Module) -> bool:
+        """Whether the module has a batch norm that keeps running statistics."""
+        return bool(_running_norms(pl_module))
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Check the run; a loaded average is checked against the module and moved to its device."""
+        limit = trainer.fit_loop.epoch_limit
+        self._max_epochs = None if limit == -1 else limit
+        self._check(trainer, pl_module)
+        if self._source is not None and self._source is not pl_module:
+            self._average, self.n_averaged, self._began_at, self._latest_epoch = {}, 0, -1, -1
+        self._source = pl_module
+        self._aliases = tied_names(pl_module)
+        if self._average:
+            parameters = _parameters(pl_module)
+            check_fit(self._average, parameters, owner="StochasticWeightAveraging")
+            self._average = {
+                name: placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
+                for name, tensor in parameters.items()
+            }
+            self._is_borrowed = False
+        if self._began_at >= 0:
+            self._rest_schedules(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Begin when it is time, and set the epoch's learning rates."""
+        epoch = trainer.current_epoch
+        # What has begun goes on, although a later fit with more epochs would have begun later.
+        if epoch > self.swa_end or (self._began_at < 0 and epoch < self.swa_start):
+            return
+        optimizer = trainer.optimizers[0]
+        if self._began_at < 0:
+            if epoch > self.swa_start:
+                _log.warning(
+                    "StochasticWeightAveraging begins in epoch %d although it was to begin in epoch %d: the checkpoint "
+                    "has no state of it.",
+                    epoch,
+                    self.swa_start,
+                )
+            self._began_at, self._latest_epoch = epoch, epoch - 1
+            self._start_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+            self._rest_schedules(trainer)
+            self._update(pl_module)
+        self._set_rates(optimizer, epoch - self._began_at)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Average the weights at the end of an epoch, not where a limit only interrupts it."""
+        epoch = trainer.current_epoch
+        if self._began_at < 0 or trainer.progress.epoch_paused or not self._latest_epoch < epoch <= self.swa_end:
+            return
+        self._latest_epoch = epoch
+        self._update(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
+        if not self.n_averaged:
+            return
+        self._raw = clones_of(tensors_of(pl_module))
+        write(self._average, _parameters(pl_module), owner="StochasticWeightAveraging")
+        norms = _running_norms(pl_module)
+        if norms:
+            from .batch_norm_pass import renew_running_statistics  # not needed by most
+
+            renew_running_statistics(trainer, pl_module, norms)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Put the trained weights back."""
+        if self._raw is not None:
+            raw, self._raw = self._raw, None
+            write(raw, tensors_of(pl_module), owner="StochasticWeightAveraging")
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Let go of the trained weights: from here on the module is the average."""
+        self._raw = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the trained weights in the checkpoint, if it is taken when the module is the average already."""
+        keep_trained(checkpoint, self._raw, self._aliases)
+
+    def forget_run(self) -> None:
+        """Begin a new average."""
+        self._average, self.n_averaged, self._began_at, self._latest_epoch, self._source = {}, 0, -1, -1, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, what it is made of, and the rates that annealing began with."""
+        return {
+            "average": in_memory(self._average),
+            "n_averaged": self.n_averaged,
+            "began_at": self._began_at,
+            "latest_update_epoch": self._latest_epoch,
+            "start_lrs": list(self._start_lrs),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put the average back; it is moved to its device when fit starts."""
+        self._average, self._is_borrowed = dict(state_dict["average"]), True
+        self.n_averaged = int(state_dict["n_averaged"])
+        self._began_at = int(state_dict["began_at"])
+        self._latest_epoch = int(state_dict["latest_update_epoch"])
+        self._start_lrs = [float(rate) for rate in state_dict["start_lrs"]]
+        self._source = None
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _check(self, trainer: Trainer, module: nn.Module) -> None:
+        refuse_engines(trainer, owner="StochasticWeightAveraging")
+        problems = []
+        if len(trainer.optimizers) != 1:
+            problems.append(f"it needs one optimizer, and configure_optimizers returned {len(trainer.optimizers)}")
+        if len(trainer.lr_scheduler_configs) > 1:
+            count = len(trainer.lr_scheduler_configs)
+            problems.append(f"it takes the place of one schedule, and configure_optimizers returned {count}")
+        if isinstance(self.swa_lrs, list | tuple) and len(trainer.optimizers) == 1:
+            count = len(trainer.optimizers[0].param_groups)
+            if count != len(self.swa_lrs):
+                problems.append(f"swa_lrs has {len(self.swa_lrs)} rates, and the optimizer {count} parameter groups")
+        if self._max_epochs is None and isinstance(self.swa_epoch_start, float):
+            problems.append(f"swa_epoch_start={self.swa_epoch_start} is a part of the epochs, which have no limit")
+        elif self._max_epochs is not None and self.swa_start > self.swa_end and not trainer.fast_dev_run:
+            problems.append(f"swa_epoch_start={self.swa_epoch_start} is after the last of {self._max_epochs} epochs")
+        if not getattr(module, "automatic_optimization", True) and _running_norms(module):
+            problems.append("batch norms need a pass without optimization, which a manual training_step would not be")
+        if problems:
+            raise ConfigError(
+                f"StochasticWeightAveraging: {'; '.join(problems)}.", fix="change these, or leave the callback out."
+            )
+
+    # --- the rates -------------------------------------------------------------------------------------------------
+
+    def _rest_schedules(self, trainer: Trainer) -> None:
+        """Let the module's own schedules never be due again; they keep their state for checkpoints."""
+        for config in trainer.lr_scheduler_configs:
+            config.frequency = sys.maxsize
+
+    def _set_rates(self, optimizer: Optimizer, epochs: int) -> None:
+        """Set the rates of an epoch, given how many lie between it and the first one."""
+        part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
+        if self.annealing_strategy == "cos":
+            part = (1 - math.cos(math.pi * part)) / 2
+        targets = self.swa_lrs if isinstance(self.swa_lrs, list | tuple) else [self.swa_lrs] * len(self._start_lrs)
+        # Groups that were added since then (by a fine-tuning callback) have no beginning, and keep their rates.
+        for group, start, target in zip(optimizer.param_groups, self._start_lrs, targets, strict=False):
+            rate = target * part + start * (1 - part)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    # --- the average -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _update(self, module: nn.Module) -> None:
+        parameters = _parameters(module)
+        if not self.n_averaged:
+            self._average = {
+                name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
+                for name, tensor in parameters.items()
+            }
+        else:
+            check_fit(self._average, parameters, owner="StochasticWeightAveraging")
+            count = torch.tensor(self.n_averaged)
+            for name, tensor in parameters.items():
+                average = part_of(self._average[name])
+                average.copy_(self._avg_fn(average, part_of(tensor.detach()).to(average), count))
+        self.n_averaged += 1
+
+
+def _is_number(value: Any) -> bool:  # Any: whatever the user passed
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {clean_name(name): parameter for name, parameter in module.named_parameters()}
+
+
+def _running_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the batch norms whose running statistics training changes."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    found = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+    return [norm for norm in found if norm.training and norm.track_running_stats and norm.running_mean is not None]

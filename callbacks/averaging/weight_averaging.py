@@ -1,0 +1,293 @@
+"""Averages of the weights over training, by torch's averaging functions. Built by users.
+
+The trained weights are what a checkpoint's "state_dict" holds; the average is this callback's own state. Validation
+runs on the average, and at the end of training the module becomes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from ...errors import ConfigError, nearest
+from .base import Averaging
+from .weights import clones_of, in_memory, refuse_engines, tensors_of
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["EMAWeightAveraging", "WeightAveraging"]
+
+AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], None]  # Any: a tensor, or a number for torch's own mean
+
+
+class WeightAveraging(Averaging):
+    """Average the weights after each optimizer step, or whenever an override of `should_update` says so.
+
+    The first update copies the weights; each further one is `avg_fn`, `multi_avg_fn`, or the mean of all updates so
+    far. Validation, test and prediction run on the average once there is one; then the trained weights are put back. At
+    the end of training the average is written into the module. Nothing reads the device.
+
+    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that a resumed run
+    goes on exactly. One that is saved after `trainer.fit` has returned holds what the module then is: the average.
+    Checkpoints of Lightning, which have it the other way round, are understood.
+
+    Args:
+        device: Where the average lives; None: with the weights. "cpu" saves device memory and costs a copy per update.
+        use_buffers: Average floating-point buffers (batch norm's statistics), too; otherwise they are copied from the
+            module. Buffers of other types are always copied.
+        kwargs: `avg_fn(average, weight, num_averaged) -> average`, or `multi_avg_fn(averages, weights, num_averaged)`,
+            which changes lists of tensors of one device and dtype in place; as for `torch.optim.swa_utils`.
+
+    Attributes:
+        n_averaged: Updates so far.
+
+    Raises:
+        ConfigError: An unknown argument, both functions, or DeepSpeed.
+        CheckpointError: A saved average does not fit the module.
+
+    With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
+    own part: functions get parts of tensors then, and must compute element by element. Averages of buffers are rank 0's
+    in evaluation, at the end and in checkpoints. The average of float16 and bfloat16 weights is kept in float32.
+    """
+
+    def __init__(
+        self, device: str | torch.device | int | None = None, use_buffers: bool = True, **kwargs: Any
+    ) -> None:  # Any: see the docstring
+        name = type(self).__name__
+        known = ("avg_fn", "multi_avg_fn")
+        problems = [f"{key}= is no argument{nearest(key, known)}" for key in kwargs if key not in known]
+        given = {key: kwargs[key] for key in known if kwargs.get(key) is not None}
+        problems += [f"{key}={value!r} cannot be called" for key, value in given.items() if not callable(value)]
+        if len(given) == 2:
+            problems.append("avg_fn and multi_avg_fn are both given")
+        if problems:
+            raise ConfigError(f"{name}: {'; '.join(problems)}.", fix="pass one of avg_fn and multi_avg_fn, or neither.")
+        super().__init__(device, use_buffers)
+        self.n_averaged = 0
+        self._avg_fn: AvgFn | None = given.get("avg_fn")
+        self._multi_avg_fn: MultiAvgFn = given.get("multi_avg_fn") or get_swa_multi_avg_fn()
+        self._is_mean = not given
+        self._latest_epoch = -1
+        self._is_due = False  # the update of the epoch that ends
+        self._is_final = False  # training is over, and the module is the average
+        # What an update touches, found once per run: (sources, averages) of one device and dtype.
+        self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._copied: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def state_key(self) -> str:
+        """The class and what tells instances apart."""
+        return self._generate_state_key(use_buffers=self.use_buffers)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update now. Override it to choose.
+
+        Called on every rank after each optimizer step that was really taken and at the end of each epoch, with one of
+        the two; the answer has to be the same on all ranks.
+
+        Args:
+            step_idx: Index of the optimizer step that was just taken, counted from 0; None at the end of an epoch.
+            epoch_idx: Index of the epoch that ends, counted from 0; None after a step.
+        """
+        return step_idx is not None
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find the module's tensors; a loaded average is checked against them and moved beside them."""
+        refuse_engines(trainer, owner=type(self).__name__)
+        if self._source is not None and self._source is not pl_module:
+            self._average, self.n_averaged, self._seen_step, self._latest_epoch = {}, 0, None, -1
+            self._is_due = False
+        self._is_final = False
+        self._bind(pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Ask for an update at the end of an epoch, not where a limit only interrupts it.
+
+        It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
+        """
+        epoch = trainer.current_epoch
+        if trainer.progress.epoch_paused or epoch <= self._latest_epoch:
+            return
+        self._latest_epoch = epoch
+        if self.should_update(epoch_idx=epoch):
+            self._is_due = True
+            trainer.after_epoch_end(lambda: self._update_if_due(pl_module))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Go on where the checkpoint was taken; what it says is due is done now."""
+        super().on_train_start(trainer, pl_module)
+        self._update_if_due(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
+        self._swap_in(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Let go of the trained weights: from here on the module is the average."""
+        if stage == "fit" and self._raw is not None:
+            self._raw, self._is_final = None, True
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take the average out of a checkpoint of Lightning, whose "state_dict" it is."""
+        if "averaging_state" not in checkpoint or "current_model_state" not in checkpoint:
+            return
+        self._average = clones_of(tensors_of(pl_module))  # loaded from "state_dict" just now
+        self.n_averaged = int(checkpoint["averaging_state"]["n_averaged"])
+        self._seen_step, self._source = int(checkpoint["global_step"]), None
+        trainer.strategy.load_module_state_dict(pl_module, checkpoint["current_model_state"])
+
+    def forget_run(self) -> None:
+        """Begin a new average."""
+        self._average, self.n_averaged, self._seen_step, self._latest_epoch, self._source = {}, 0, None, -1, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, the number of updates, and the last step and epoch that were seen."""
+        return {
+            "average": in_memory(self._average),
+            "n_averaged": self.n_averaged,
+            "latest_update_step": -1 if self._seen_step is None else self._seen_step,
+            "latest_update_epoch": self._latest_epoch,
+            "is_due": self._is_due,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put the average back; it is moved to its device when the run starts."""
+        self._average, self._is_borrowed = dict(state_dict["average"]), True
+        self.n_averaged = int(state_dict["n_averaged"])
+        step = int(state_dict["latest_update_step"])
+        self._seen_step = None if step < 0 else step
+        self._latest_epoch = int(state_dict["latest_update_epoch"])
+        self._is_due = bool(state_dict.get("is_due", False))
+        self._source, self._is_final = None, False
+
+    # --- the average -----------------------------------------------------------------------------------------------
+
+    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
+        is_own = type(self).should_update not in (WeightAveraging.should_update, EMAWeightAveraging.should_update)
+        if is_own and trainer.ranks_answer:
+            self._compare_updates(trainer)
+        super()._swap_in(trainer, module)
+
+    def _compare_updates(self, trainer: Trainer) -> None:
+        """Refuse averages of which ranks have made different numbers of updates; on every rank."""
+        counts = trainer.strategy.gather_objects(self.n_averaged)
+        if len(set(counts)) > 1:
+            listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+            raise ConfigError(
+                f"{type(self).__name__}.should_update led to different numbers of updates: {listed}.",
+                fix="decide by step_idx and epoch_idx, or by what all ranks have alike, never by chance or a clock.",
+            )
+
+    def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
+        self._seen_step = step = trainer.global_step
+        if self.should_update(step_idx=step - 1):
+            self._update(module)
+
+    def _update_if_due(self, module: nn.Module) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._update(module)
+
+    @torch.no_grad()
+    def _update(self, module: nn.Module) -> None:
+        if not self.n_averaged:
+            self._copy_weights(module)
+            self.n_averaged = 1
+            return
+        # Users' functions get a tensor, as from torch; its own mean would read it, and takes a number as well.
+        count: Any = self.n_averaged if self._is_mean else torch.tensor(self.n_averaged)
+        for sources, averages in self._averaged:
+            near = [source.to(average) for source, average in zip(sources, averages, strict=True)]
+            if self._avg_fn is None:
+                self._multi_avg_fn(averages, near, count)
+                continue
+            for source, average in zip(near, averages, strict=True):
+                average.copy_(self._avg_fn(average, source, count))
+        for source, average in self._copied:
+            average.copy_(source)
+        self.n_averaged += 1
+
+    def _bind(self, module: nn.Module) -> None:
+        """Find which tensor of the module belongs to which average, grouped as an update treats them."""
+        self._copied = []
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for source, average, is_averaged in self._pairs(module):
+            if not is_averaged:
+                self._copied.append((source, average))
+                continue
+            sources, averages = groups.setdefault((average.device, average.dtype), ([], []))
+            sources.append(source)
+            averages.append(average)
+        self._averaged = list(groups.values())
+
+    def _is_evaluated(self) -> bool:
+        return self.n_averaged > 0 and not self._is_final
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keep `average = decay * average + (1 - decay) * weights`; otherwise as `WeightAveraging`.
+
+    `EMA` computes the same average and leaves the trained weights in the module at the end of training.
+
+    Args:
+        device: See `WeightAveraging`.
+        use_buffers: See `WeightAveraging`.
+        decay: Between 0 and 1; larger is slower.
+        update_every_n_steps: Update after the steps whose index, counted from 0, is a multiple of this.
+        update_starting_at_step: No update after the steps before this one, counted from 0; None: from the first.
+        update_starting_at_epoch: Update also at the end of each epoch from this one on, counted from 0; None: never.
+        kwargs: See `WeightAveraging`; the decay is not used if they bring a function.
+
+    Raises:
+        ConfigError: A wrong argument.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,  # Any: functions, see WeightAveraging
+    ) -> None:
+        problems = []
+        if not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
+            problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
+        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
+            problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected a whole number >= 1)")
+        starts = {
+            "update_starting_at_step": update_starting_at_step,
+            "update_starting_at_epoch": update_starting_at_epoch,
+        }
+        problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: {', '.join(problems)}.", fix="correct these arguments.")
+        if kwargs.get("avg_fn") is None and kwargs.get("multi_avg_fn") is None:
+            kwargs["multi_avg_fn"] = get_ema_multi_avg_fn(decay)
+        super().__init__(device, use_buffers, **kwargs)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    @property
+    def state_key(self) -> str:
+        """The class and what tells instances apart."""
+        return self._generate_state_key(decay=self.decay, update_every_n_steps=self.update_every_n_steps)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update now; see `WeightAveraging.should_update`."""
+        if step_idx is not None:
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+        starts = self.update_starting_at_epoch
+        return epoch_idx is not None and starts is not None and epoch_idx >= starts

@@ -1,0 +1,66 @@
+"""Whether the arguments of a ModelCheckpoint can work together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from ...errors import ConfigError
+from . import files as files
+from .names import check_template
+
+__all__ = ["check_arguments"]
+
+
+def check_arguments(
+    *,
+    monitor: str | None,
+    mode: object,
+    filename: str | None,
+    dirpath: str | None,
+    save_last: object,
+    save_top_k: object,
+    every_n_train_steps: object,
+    every_n_epochs: object,
+    train_time_interval: object,
+) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: Names all of it.
+    """
+    problems = []
+    if mode not in ("min", "max"):
+        problems.append(f"mode={mode!r} (expected 'min' or 'max')")
+    if not isinstance(save_top_k, int) or save_top_k < -1:
+        problems.append(f"save_top_k={save_top_k!r} (expected -1, 0 or more)")
+    elif monitor is None and save_top_k not in (-1, 0, 1):
+        problems.append(f"save_top_k={save_top_k} without monitor (expected -1, 0 or 1: no metric says best)")
+    if save_last not in (None, True, False, "link"):
+        problems.append(f"save_last={save_last!r} (expected True, False, 'link' or None)")
+    if save_last == "link" and dirpath is not None and not files.is_local(dirpath):
+        problems.append(f"save_last='link' with dirpath={dirpath!r} (links need a local folder)")
+    problems += _cadence_problems(
+        {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}, train_time_interval
+    )
+    if problems:
+        raise ConfigError(f"ModelCheckpoint: {'; '.join(problems)}.", fix="correct these arguments.")
+    if filename is not None:
+        check_template(filename, "filename")
+
+
+def _cadence_problems(counts: dict[str, object], interval: object) -> list[str]:
+    """Return what is wrong with how often checkpoints are written."""
+    problems = [
+        f"{name}={count!r} (expected a whole number, 0 or more)"
+        for name, count in counts.items()
+        if not isinstance(count, int) or count < 0
+    ]
+    if interval is not None and not isinstance(interval, timedelta):
+        problems.append(f"train_time_interval={interval!r} (expected a timedelta)")
+    elif interval is not None and interval < timedelta(0):
+        problems.append(f"train_time_interval={interval!r} (expected a time that is not negative)")
+    active = [name for name, count in counts.items() if isinstance(count, int) and count >= 1]
+    active += ["train_time_interval"] if interval is not None else []
+    if len(active) > 1:
+        problems.append(f"{' and '.join(active)} (expected one of them; use two ModelCheckpoints for two cadences)")
+    return problems

@@ -1,0 +1,656 @@
+"""When to write checkpoints, under which names, and which to keep. Built by users, and by the Trainer as its default.
+
+What is in a checkpoint and how it is written safely is the trainer's `save_checkpoint`. Each file is complete before an
+older one goes: the books are changed, the file is written (so that it names itself), `last` follows, and only then
+is removed what has lost its place. The books say what that is, so that a kill in between is healed on resume.
+
+If saves go on in the background (AsyncCheckpointIO), what follows a file is left to `trainer.when_saved`; before the
+next one it has been done, or the books are again what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..base import Checkpoint, from_rank_zero
+from . import files as files
+from .arguments import check_arguments
+from .names import COUNTERS, missing_metric, render_name, template_names
+from .removal import CheckpointRemoval
+from .state import CheckpointBooks, score_tensor
+from .top_k import TopK
+from .writing import link_or_copy, link_or_warn, make_way, tell_loggers
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+    from .interval import TimeInterval
+
+__all__ = ["ModelCheckpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+class ModelCheckpoint(Checkpoint):
+    """Write checkpoints every n epochs, every n steps or every so often, and keep the best k or the newest.
+
+    A metric in the name or as monitor is the one that was computed at the step of the checkpoint. If the time to save
+    has come and the metric is older than that, the best-k part waits for the next validation (the one of this very step
+    if it is due); `last` is written at once, because it needs no metric.
+
+    With several ranks, a metric is that of all ranks, also one that is logged in steps. Rank 0 decides on names, on
+    what is best and on the time, and it alone touches files; the others follow, and its errors are raised on all.
+
+    Args:
+        dirpath: Folder or URL; None: the first logger's folder, else `default_root_dir`, and in it "checkpoints".
+        filename: Template such as "{epoch}-{val_loss:.3f}"; None: "{epoch}-{step}".
+        monitor: Name of the logged metric that decides which are best; None: the newest is.
+        verbose: Say each save in the log.
+        save_last: True writes "last.ckpt" at every save; "link" makes it a link to the newest file where one was
+            written, which costs nothing.
+        save_top_k: How many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1.
+        save_on_exception: Write a checkpoint when training fails or is interrupted.
+        save_weights_only: Leave out optimizers, schedules and callbacks; such a file cannot be resumed.
+        mode: "min" if a smaller metric is better, else "max".
+        auto_insert_metric_name: Write "name=value" in file names instead of the value alone.
+        every_n_train_steps: Save whenever `global_step` is a multiple; optimizer steps.
+        train_time_interval: Save at the first step boundary after this time. With several ranks, which do not ask each
+            other at every step, it may be later where steps become slower.
+        every_n_epochs: Save in every n-th epoch. The default, with 1, when nothing else is given; 0 is never.
+        save_on_train_epoch_end: Save at the end of epochs, else of validations. None: at the end of epochs if each
+            ends with a validation, or if there is none.
+        enable_version_counter: A name that is taken gets "-v1", "-v2", ...; otherwise it is overwritten.
+
+    Attributes:
+        dirpath: The folder; None until fit starts, if it was not given.
+
+    Raises:
+        ConfigError: Arguments that cannot work, all named; at the start of training, a folder without permission.
+        ModuleError: In training, after the first validation or epoch: no metric has the name of `monitor`, or one in
+            `filename`.
+    """
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        if every_n_train_steps is None and train_time_interval is None and every_n_epochs is None:
+            every_n_epochs = 1
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.filename = filename
+        self.dirpath = None if dirpath is None else files.normalized(dirpath)
+        self._given_dirpath = self.dirpath
+        self._every_n_train_steps = every_n_train_steps or 0
+        self._every_n_epochs = every_n_epochs or 0
+        self._train_time_interval = train_time_interval
+        self._save_on_train_epoch_end = save_on_train_epoch_end
+        self._enable_version_counter = enable_version_counter
+        check_arguments(
+            monitor=monitor,
+            mode=mode,
+            filename=filename,
+            dirpath=self.dirpath,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=train_time_interval,
+        )
+
+        self._books = CheckpointBooks(TopK(save_top_k, mode))
+
+        # This run's.
+        self._loading_in: str | None = None
+        self._loaded_dirpath: str | None = None
+        self._continues_last = False
+        self._may_remove_resumed = False
+        self._overwritable: set[str] = set()
+        self._at_epoch_end = True
+        self._is_training = False
+        self._start_step = 0
+        self._written_step = -1  # global_step of the newest file of this run
+        self._validated = False
+        self._interval: TimeInterval | None = None
+        if train_time_interval is not None:
+            from .interval import TimeInterval  # not imported where steps or epochs are counted
+
+            self._interval = TimeInterval(train_time_interval)
+
+    # --- what users read -------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """Name of the state in a checkpoint: monitor, mode and triggers tell instances apart."""
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self._train_time_interval,
+        )
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Epochs between two saves; 0 if epochs are not what is counted."""
+        return self._every_n_epochs
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint, without monitor the newest; empty if there is none."""
+        return self._books.best_path
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """Score of the best checkpoint: shape (), on the CPU; None without monitor."""
+        score = self._books.best_score
+        return None if score is None else score_tensor(score)
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of `last`; empty if there is none."""
+        return self._books.last_path
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """Score of the latest checkpoint that was considered: shape (), on the CPU; None without monitor."""
+        score = self._books.current_score
+        return None if score is None else score_tensor(score)
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Path -> score (shape (), on the CPU) of the kept checkpoints."""
+        return {path: score_tensor(score) for path, score in self._books.top_k.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """Path that the next better one would replace; empty while fewer than k are kept."""
+        return self._books.top_k.kth_path
+
+    @property
+    def kth_value(self) -> Tensor:
+        """Score that has to be beaten: shape (), on the CPU; the worst there is while fewer than k are kept."""
+        top_k = self._books.top_k
+        return score_tensor(top_k.scores[top_k.kth_path] if top_k.kth_path else top_k.worst_score)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
+        """Whether a checkpoint with this score would be kept; all ranks decide alike."""
+        if current is None:
+            return False
+        return bool(trainer.strategy.reduce_boolean_decision(self._books.top_k.accepts(float(current))))
+
+    def file_exists(self, filepath: str, trainer: Trainer) -> bool:
+        """Whether rank zero sees something under this name."""
+        return from_rank_zero(trainer, lambda: files.exists(filepath))
+
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, Tensor | float],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path for these metrics (with "epoch" and "step" among them).
+
+        Args:
+            metrics: Values by name.
+            filename: Template instead of the constructor's.
+            ver: Version that is added as "-v{ver}".
+            prefix: Text before the name.
+
+        Raises:
+            ModuleError: The template names a metric that is not there.
+        """
+        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        name = render_name(
+            template, metrics, insert_names=self.auto_insert_metric_name, equals=self.CHECKPOINT_EQUALS_CHAR
+        )
+        parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]
+        name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION
+        return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write path and score of the kept checkpoints; None: to best_k_models.yaml beside them."""
+        path = os.fspath(filepath) if filepath else os.path.join(self.dirpath or "", "best_k_models.yaml")
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(path)}: {score}\n" for path, score in self._books.top_k.scores.items())
+
+    def find_last(self, trainer: Trainer) -> list[str]:
+        """Return the checkpoints from which `ckpt_path="last"` may go on, newest first. The Trainer calls it.
+
+        All in `dirpath` if it was given, else all of all versions of the first logger: a run that starts again opens a
+        new version. Unfinished files are left out; damaged ones are not, the caller verifies.
+        """
+        self._continues_last = True
+
+        def find() -> list[str]:
+            folders = [self._given_dirpath] if self._given_dirpath else files.default_dirpaths(trainer)
+            return files.find_checkpoints(folders, self.FILE_EXTENSION)
+
+        return from_rank_zero(trainer, find)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def forget_run(self) -> None:
+        """Begin new books; the files of the other run stay."""
+        self._books = CheckpointBooks(TopK(self.save_top_k, self.mode))
+        self._loaded_dirpath = None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note for which purpose the state is loaded."""
+        self._loading_in = trainer.state.fn
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Decide on the folder; the loggers know by now in which version this run goes on."""
+
+        def decide() -> tuple[str, CheckpointBooks]:
+            return self._given_dirpath or files.normalized(files.default_dirpath(trainer)), self._books
+
+        # The books, too: a rank that failed alone cannot know what became of the last save in the background.
+        dirpath, self._books = from_rank_zero(trainer, decide)
+        self._compare_folders(dirpath)
+        self.dirpath = dirpath
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Check what can be checked, remove what a kill left over, start the clock."""
+        self._at_epoch_end = self._resolve_at_epoch_end(trainer)
+        self._is_training = True
+        self._start_step = trainer.global_step
+        self._written_step = -1
+        self._validated = False
+        if self._interval is not None:
+            self._interval.begin(trainer)
+        if trainer.fast_dev_run or self.dirpath is None:
+            return
+        self._overwritable = from_rank_zero(trainer, lambda: self._prepare_folder(trainer))
+        self._books.pending_removals = []
+        # Whoever named a file may name it again; with "last", a newer one is found by then.
+        self._may_remove_resumed, self._continues_last = self._continues_last, False
+
+    def _prepare_folder(self, trainer: Trainer) -> set[str]:
+        """Check the folder and remove what a kill left over; return the files that may be overwritten."""
+        files.check_dirpath(str(self.dirpath))
+        self._warn_of_settings(trainer)
+        files.remove_unfinished(str(self.dirpath))
+        removal = self._removal(trainer)
+        removal.remove_leftovers()
+        if not (self._continues_last and removal.resumed_path):
+            return set()
+        if self.save_last:
+            removal.complete_last(trainer.global_step, is_link=self.save_last == "link")
+        return removal.find_passed_over(self.FILE_EXTENSION)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save if the number of steps or the time has come."""
+        interval = self._interval
+        if self._every_n_train_steps:
+            if trainer.global_step % self._every_n_train_steps:
+                return
+        elif interval is None:
+            return
+        if not trainer.at_step_boundary or self._is_inert(trainer):
+            return
+        if interval is not None:
+            if not interval.is_over(trainer):
+                return
+            interval.begin(trainer)
+        self._trigger(trainer, strict=False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save if validations are what is counted, or what waited for this validation's metrics."""
+        if self._is_inert(trainer):
+            return
+        self._validated = True
+        if not self._at_epoch_end and self._is_epoch_due(trainer):
+            self._trigger(trainer, strict=True)
+        elif self._books.is_waiting:
+            self._save_if_fresh(trainer, strict=True)
+        elif self._at_epoch_end and self._is_epoch_due(trainer) and self._is_scored_by(trainer):
+            trainer.saving.keep_validated()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save if epochs are what is counted, or what waited for metrics of the epoch."""
+        if self._is_inert(trainer):
+            return
+        strict = self._validated or not sum(trainer.num_val_batches)
+        if self._at_epoch_end and self._is_epoch_due(trainer):
+            self._trigger(trainer, strict=strict)
+        elif self._books.is_waiting:
+            self._save_if_fresh(trainer, strict=strict)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Bring `last` up to the end of training."""
+        self._is_training = False
+        # A resumed run that had no step left may have been killed right before it wrote `last`.
+        is_behind = 0 <= self._books.last_step < trainer.global_step
+        if self._is_inert(trainer) or (trainer.global_step == self._start_step and not is_behind):
+            return
+        if self._books.is_waiting and trainer.is_global_zero:
+            _log.warning(
+                "ModelCheckpoint: the checkpoint that was due at step %d is not written, because training ended before "
+                "a value of %s was computed at a later validation or epoch end.",
+                self._books.triggered_step,
+                ", ".join(map(repr, self._needed_metrics())),
+            )
+        if self.save_last and self._books.last_step != trainer.global_step:
+            self._write_last_alone(trainer)
+        self._finish_before(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Save what there is, beside the other checkpoints; none of them is removed or overwritten for it."""
+        was_training, self._is_training = self._is_training, False
+        if not self.save_on_exception or not was_training or self._is_inert(trainer):
+            return
+        if not (trainer.ranks_answer or trainer.is_global_zero):
+            return  # after an error the ranks cannot agree on anything: rank 0 saves what it has
+        step = trainer.global_step
+        if step in (self._start_step, self._written_step) or isinstance(exception, CheckpointError):
+            return
+        if trainer.strategy.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
+            _log.warning(
+                "ModelCheckpoint: nothing is saved on %s, which is this rank's alone: the model is spread over all "
+                "ranks, and the others do not answer. Resume from the last checkpoint.",
+                type(exception).__name__,
+            )
+            return
+        if not self._is_finite(trainer, pl_module):
+            _log.warning("ModelCheckpoint: nothing is saved on %s: weights are not finite.", type(exception).__name__)
+            return
+        self._synchronize(trainer)
+        is_stale = bool(self._stale_metrics(trainer))
+        template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
+        path = self._free_path(trainer, self._metrics(trainer), template, own="")
+        self._written_step = step
+        try:
+            trainer.save_checkpoint(path, self.save_weights_only)
+            self._finish_before(trainer)
+        except (CheckpointError, OSError, RuntimeError):
+            _log.exception("ModelCheckpoint: the checkpoint on %s could not be saved.", type(exception).__name__)
+            return
+        lost = "" if trainer.at_step_boundary else " The step that was under way is not in it and will be repeated."
+        _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost)
+
+    def _is_finite(self, trainer: Trainer, module: Any) -> bool:
+        """Return whether all weights are; on every rank, if the ranks answer."""
+        own = trainer.strategy.own_parts(list(module.parameters()))
+        is_finite = all(bool(part.isfinite().all()) for part in own)
+        return bool(trainer.strategy.reduce_boolean_decision(is_finite)) if trainer.ranks_answer else is_finite
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the books. Taken while a checkpoint is written, they name that checkpoint already."""
+        return {"monitor": self.monitor, "dirpath": self.dirpath, **self._books.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back the books. For a validation or test, books of this callback's own training are kept."""
+        loading_in, self._loading_in = self._loading_in, None
+        if loading_in not in (None, "fit"):
+            if not self.best_model_path:
+                self._books.load_state_dict(state_dict)
+                self._books.keep_best_path_only()
+            return
+        self._books.load_state_dict(state_dict)
+        self._loaded_dirpath = state_dict.get("dirpath")
+        if self._given_dirpath is not None:
+            self._compare_folders(self._given_dirpath)
+
+    # --- when ------------------------------------------------------------------------------------------------------
+
+    def _is_inert(self, trainer: Trainer) -> bool:
+        return bool(trainer.fast_dev_run) or trainer.state.fn != "fit" or trainer.sanity_checking
+
+    def _is_epoch_due(self, trainer: Trainer) -> bool:
+        return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
+    def _resolve_at_epoch_end(self, trainer: Trainer) -> bool:
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        if not sum(trainer.num_val_batches):
+            return True
+        interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
+        return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
+
+    def _trigger(self, trainer: Trainer, *, strict: bool) -> None:
+        """The time to save has come: save now, or write `last` and wait for the metrics."""
+        if trainer.global_step == self._books.triggered_step:
+            return  # nothing was learned since
+        self._books.triggered_step = trainer.global_step
+        self._books.is_waiting = True
+        if not self._save_if_fresh(trainer, strict=strict) and self.save_last:
+            self._write_last_alone(trainer)
+
+    def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
+        """Save unless a metric that it needs is older than this step. `strict`: one that is not there is an error."""
+        self._synchronize(trainer)
+        if not self._is_fresh(trainer, strict=strict):
+            return False
+        self._books.is_waiting = False
+        self._books.triggered_step = trainer.global_step
+        self._save(trainer)
+        return True
+
+    def _is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
+        missing = [name for name in self._needed_metrics() if name not in trainer.callback_metrics]
+        if missing and strict:
+            raise missing_metric(missing, trainer.callback_metrics, self._described())
+        return not missing and not self._stale_metrics(trainer)
+
+    def _needed_metrics(self) -> list[str]:
+        if self.save_top_k == 0:
+            return []
+        names = [self.monitor] if self.monitor and self.monitor not in COUNTERS else []
+        return list(dict.fromkeys([*names, *template_names(self.filename or "")]))
+
+    def _synchronize(self, trainer: Trainer) -> None:
+        """Let all ranks have the same values of what names and scores are made of; on every rank."""
+        if names := [*self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]:
+            trainer.synchronize_metrics(*names)
+
+    def _is_scored_by(self, trainer: Trainer) -> bool:
+        """Whether the score is one of this step already, so that it belongs to the weights of now; all ranks alike."""
+        metric, step = self.monitor, trainer.global_step
+        if metric is None:
+            return False
+        return from_rank_zero(
+            trainer, lambda: metric in trainer.callback_metrics and trainer.metric_step(metric) == step
+        )
+
+    def _stale_metrics(self, trainer: Trainer) -> list[str]:
+        step, metrics = trainer.global_step, trainer.callback_metrics
+        return [
+            name
+            for name in self._needed_metrics()
+            if name not in metrics or trainer.metric_step(name) not in (None, step)
+        ]
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Trainer) -> None:
+        metrics = self._metrics(trainer)
+        score = None
+        if self.monitor is not None:
+            # Waits for the device, once per checkpoint.
+            score = self._books.top_k.cleaned(float(metrics[self.monitor]))
+            self._books.current_score = score
+        is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
+        if is_kept or self.save_last:
+            self._finish_before(trainer)
+        last_path = self._plan_last(trainer) if self.save_last else ""
+        path = self._write_kept(trainer, metrics, score, last_path) if is_kept else None
+        if self.save_last:
+            self._write_last(trainer, last_path, path)
+        trainer.when_saved(lambda: self._remove_pending(trainer))
+
+    def _finish_before(self, trainer: Trainer) -> None:
+        """Let the save before be complete, and done what follows it: names and removals of a new one build on that."""
+        if trainer.saves_in_background:
+            trainer.wait_for_save(before_save=self._is_training)
+
+    def _write_kept(
+        self, trainer: Trainer, metrics: Mapping[str, Tensor | float], score: float | None, last_path: str
+    ) -> str:
+        before = self._books.copy()
+        replaced = self.best_model_path if score is None else self.kth_best_model_path
+        path = self._free_path(trainer, metrics, None, own=replaced)
+        self._books.enter(path, score, keep_all=self.save_top_k == -1)
+        if last_path:
+            self._books.enter_last(last_path, trainer.global_step)
+        # In the background, a second save would wait for the first: one takes the content to both.
+        is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
+        trainer.saving.has_score = score is not None
+        try:
+            self._write(trainer, [path, last_path] if is_with_last else [path], before)
+        finally:
+            trainer.saving.has_score = False
+        if self.verbose:
+            shown = f"step {trainer.global_step}" + ("" if score is None else f", {self.monitor} = {score:.6g}")
+            trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
+        return path
+
+    def _write_last_alone(self, trainer: Trainer) -> None:
+        self._finish_before(trainer)
+        self._synchronize(trainer)
+        self._write_last(trainer, self._plan_last(trainer), None)
+        trainer.when_saved(lambda: self._remove_pending(trainer))
+
+    def _write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
+        """Make `last` the state of now: a link to the file just written if links are wanted, else a file."""
+        before = self._books.copy()
+        self._books.enter_last(path, trainer.global_step)
+        if kept_path == path:
+            return  # the template itself says "last"
+        if trainer.saves_in_background and kept_path is not None:
+            if self.save_last == "link":
+                trainer.when_saved(lambda: from_rank_zero(trainer, lambda: link_or_copy(kept_path, path)))
+            return
+        is_link_wanted = self.save_last == "link" and kept_path is not None
+        if is_link_wanted and from_rank_zero(trainer, lambda: link_or_warn(str(kept_path), path)):
+            return
+        self._write(trainer, [path], before)
+
+    def _write(self, trainer: Trainer, paths: list[str], before: CheckpointBooks) -> None:
+        written_before = self._written_step
+        moved = make_way(trainer, paths)
+
+        def take_back() -> None:  # the file is not there: the books must not name it
+            self._books, self._written_step = before, written_before
+            for path, old in moved.items():
+                if trainer.is_global_zero and not files.exists(path):
+                    files.move(old, path)
+
+        self._books.pending_removals += moved.values()
+        try:
+            if len(paths) == 1:
+                trainer.save_checkpoint(paths[0], self.save_weights_only)
+            else:
+                trainer.save_checkpoint_to(paths, self.save_weights_only)
+        except BaseException:
+            take_back()
+            raise
+        self._written_step = trainer.global_step
+        self._overwritable.difference_update(paths)
+        trainer.when_saved(lambda: tell_loggers(trainer, self, num_files=len(paths)), take_back)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+        """Return what names and scores are made of; with several ranks, rank 0's numbers of what is needed of it."""
+
+        def read() -> dict[str, Tensor | float]:
+            counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+            metrics: dict[str, Tensor | float] = {**counts, **trainer.callback_metrics}
+            if not trainer.ranks_answer:
+                return metrics
+            used = ["epoch", "step", *self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]
+            return {name: float(metrics[name]) for name in used if name in metrics}
+
+        return from_rank_zero(trainer, read)
+
+    def _free_path(
+        self, trainer: Trainer, metrics: Mapping[str, Tensor | float], template: str | None, *, own: str
+    ) -> str:
+        """Return the path for a new file: with a version if the name is taken by another file than `own`."""
+        path = self.format_checkpoint_name(metrics, template)
+        if not self._enable_version_counter:
+            return path
+        version = self.STARTING_VERSION
+        while path != own and path not in self._overwritable and self.file_exists(path, trainer):
+            path = self.format_checkpoint_name(metrics, template, ver=version)
+            version += 1
+        return path
+
+    def _plan_last(self, trainer: Trainer) -> str:
+        template, metrics = self.CHECKPOINT_NAME_LAST, self._metrics(trainer)
+        if any(name not in metrics for name in template_names(template)):
+            template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` waits for no metric
+        return self._free_path(trainer, metrics, template, own=self.last_model_path)
+
+    # --- removing --------------------------------------------------------------------------------------------------
+
+    def _remove_pending(self, trainer: Trainer) -> None:
+        if self._books.pending_removals:  # the books are equal on all ranks
+            from_rank_zero(trainer, self._removal(trainer).remove_pending)
+        self._books.pending_removals = []
+
+    def _removal(self, trainer: Trainer) -> CheckpointRemoval:
+        return CheckpointRemoval(
+            self._books,
+            dirpath=str(self.dirpath),
+            resumed_path=str(trainer.ckpt_path or ""),
+            may_remove_resumed=self._may_remove_resumed,
+        )
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _compare_folders(self, dirpath: str) -> None:
+        """Keep only the best path of loaded books whose files lie in another folder."""
+        loaded, self._loaded_dirpath = self._loaded_dirpath, None
+        if loaded is not None and loaded != dirpath:
+            _log.warning(
+                "ModelCheckpoint: the state is of folder %s and this run saves to %s: only best_model_path is kept.",
+                loaded,
+                dirpath,
+            )
+            self._books.keep_best_path_only()
+
+    def _warn_of_settings(self, trainer: Trainer) -> None:
+        dirpath = str(self.dirpath)
+        is_used = os.path.isdir(dirpath) and bool(os.listdir(dirpath))
+        if self.save_top_k != 0 and not trainer.ckpt_path and is_used:
+            _log.warning("ModelCheckpoint: the folder %s is not empty.", self.dirpath)
+        if not self._at_epoch_end and self._every_n_epochs and not sum(trainer.num_val_batches):
+            _log.warning("ModelCheckpoint: it saves at the end of validations, and this run has none.")
+
+    def _described(self) -> str:
+        shown = {"monitor": self.monitor, "filename": self.filename}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)

@@ -1,0 +1,306 @@
+"""Files of checkpoints: finding, linking, copying, removing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.file.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = [
+    "check_dirpath",
+    "copy",
+    "default_dirpath",
+    "default_dirpaths",
+    "exists",
+    "find_checkpoints",
+    "is_inside",
+    "is_local",
+    "link",
+    "make_way",
+    "modified_ns",
+    "move",
+    "normalized",
+    "remove",
+    "remove_unfinished",
+    "same_file",
+]
+
+_MANIFEST = "manifest.json"  # checkpoint/sharded/manifest.py's, which is not imported for a name
+_STEP_IN_NAME = re.compile(r"step=(\d+)")
+
+
+def default_dirpath(trainer: Trainer) -> str:
+    """Return the folder of a callback without `dirpath`: in the first logger's, else in the trainer's root."""
+    if not trainer.loggers:
+        return os.path.join(trainer.default_root_dir, "checkpoints")
+    version = trainer.loggers[0].version
+    folder = version if isinstance(version, str) else f"version_{version}"
+    return os.path.join(_logger_root(trainer), folder, "checkpoints")
+
+
+def _logger_root(trainer: Trainer) -> str:
+    logger = trainer.loggers[0]
+    return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name or ""))
+
+
+def default_dirpaths(trainer: Trainer) -> list[str]:
+    """Return the folders where earlier runs with these loggers may have saved: a run that starts again opens a new one.
+
+    The logger's version is not asked for, because that would decide it before a resumed run takes its old one.
+    """
+    if not trainer.loggers:
+        return [os.path.join(trainer.default_root_dir, "checkpoints")]
+    root = _logger_root(trainer)
+    try:
+        versions = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [os.path.join(version, "checkpoints") for version in versions]
+
+
+def find_checkpoints(folders: list[str], extension: str) -> list[str]:
+    """Return the finished checkpoints under these folders, newest first.
+
+    Newest by modification time, then by the step in the name. Names that begin with a dot are unfinished writes. A link
+    and the file that it leads to count once, as the file.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for folder in folders:
+        for path in _walk_local(folder, extension) if is_local(folder) else _walk_remote(folder, extension):
+            real = os.path.realpath(path) if is_local(path) else path
+            try:
+                modified = modified_ns(real)
+            except OSError:  # gone meanwhile, or a link that leads nowhere or to itself
+                continue
+            step = _STEP_IN_NAME.search(os.path.basename(real))
+            found[real] = (modified, int(step.group(1)) if step else -1)
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def _walk_local(folder: str, extension: str) -> Iterator[str]:
+    for parent, folders, files in os.walk(folder):
+        # A sharded checkpoint is a folder: it counts as one, and is not looked into.
+        names = [name for name in [*files, *folders] if name.endswith(extension) and not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in names]
+        yield from (os.path.join(parent, name) for name in names)
+
+
+def _walk_remote(folder: str, extension: str) -> Iterator[str]:
+    filesystem, root = _filesystem(folder)
+    root = root.rstrip("/")
+    seen = set()
+    for path in filesystem.find(root):
+        below = path[len(root) :].lstrip("/").split("/")
+        # A sharded checkpoint is a folder: the outermost name counts. Without a manifest it is an unfinished write.
+        depth = next((depth for depth, name in enumerate(below) if name.endswith(extension)), None)
+        if depth is None or any(name.startswith(".") for name in below[: depth + 1]):
+            continue
+        found = path[: len(path) - len("/".join(below[depth + 1 :]))].rstrip("/")
+        if found not in seen:
+            seen.add(found)
+            yield filesystem.unstrip_protocol(found)
+
+
+def is_local(path: str) -> bool:
+    """Whether the path is on this machine's file system, not a URL."""
+    return "://" not in path
+
+
+def _filesystem(path: str) -> tuple[Any, str]:  # Any: fsspec has no types
+    from fsspec.core import url_to_fs
+
+    filesystem, root = url_to_fs(path)
+    return filesystem, root
+
+
+def normalized(path: str | os.PathLike[str]) -> str:
+    """Return the path absolute, `~` and links resolved; a URL as it is."""
+    path = os.fspath(path)
+    return os.path.realpath(os.path.expanduser(path)) if is_local(path) else path
+
+
+def exists(path: str) -> bool:
+    """Whether something has this name, a link that leads nowhere included."""
+    if is_local(path):
+        return os.path.lexists(path)
+    filesystem, root = _filesystem(path)
+    return bool(filesystem.exists(root))
+
+
+def same_file(first: str | os.PathLike[str] | None, second: str) -> bool:
+    """Whether both paths lead to one file, through links or not."""
+    return bool(first) and first is not None and normalized(first) == normalized(second)
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether the file lies in this local folder or below it."""
+    return os.path.commonpath([os.path.realpath(os.path.dirname(path)), folder]) == folder
+
+
+def modified_ns(path: str) -> int:
+    """Return the modification time in nanoseconds; of what a link leads to.
+
+    That of a sharded checkpoint is its manifest's: a folder changes, too, when a save into it is broken off.
+
+    Raises:
+        FileNotFoundError: Nothing is there, or at a URL a folder whose save did not finish.
+    """
+    if is_local(path):
+        manifest = os.path.join(path, _MANIFEST)
+        return os.stat(manifest if os.path.isfile(manifest) else path).st_mtime_ns
+    filesystem, root = _filesystem(path)
+    if not filesystem.isfile(root):
+        root = f"{root}/{_MANIFEST}"
+    return int(filesystem.modified(root).timestamp() * 1e9)
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint: a file, a link, or the folder of a sharded one. Nothing there is fine.
+
+    A sharded one stops being a checkpoint before its first file goes.
+
+    Raises:
+        OSError: The system does not allow it.
+        CheckpointError: It does not, for a sharded one.
+    """
+    if _is_sharded(path):
+        from ...checkpoint import sharded
+
+        sharded.remove(path)
+    elif not is_local(path):
+        filesystem, root = _filesystem(path)
+        if filesystem.exists(root):
+            filesystem.rm(root, recursive=True)
+    elif os.path.isdir(path) and not os.path.islink(path):  # of a checkpoint plugin of the user's
+        import shutil
+
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+def _is_sharded(path: str) -> bool:
+    from ...checkpoint import verified  # knows without the heavier modules that a file is none
+
+    return not os.path.islink(path) and verified.is_folder_checkpoint(path)
+
+
+def make_way(path: str, *, for_folder: bool) -> str | None:
+    """Rename what a new checkpoint cannot replace in one step: a file where a folder comes, a folder where a file does.
+
+    The old checkpoint keeps a name that is found, "last-v1.ckpt" say, until the new one is whole.
+
+    Args:
+        path: Where a checkpoint will be written.
+        for_folder: Whether it will be a folder; else a file or a link.
+
+    Returns:
+        The new name; None where nothing is in the way.
+    """
+    if os.path.islink(path) or not exists(path):
+        return None
+    if is_local(path):
+        is_in_the_way = os.path.isfile(path) if for_folder else _is_sharded(path)
+    else:
+        filesystem, root = _filesystem(path)
+        is_in_the_way = filesystem.isfile(root) if for_folder else _is_sharded(path)
+    if not is_in_the_way:
+        return None
+    stem, extension = os.path.splitext(path)
+    free = next(name for version in count(1) if not exists(name := f"{stem}-v{version}{extension}"))
+    move(path, free)
+    return free
+
+
+def move(path: str, to: str) -> None:
+    """Give a checkpoint, a file or a folder, a name that is free."""
+    if is_local(path):
+        os.rename(path, to)
+        sync_folder(Path(to).parent)
+        return
+    filesystem, root = _filesystem(path)
+    filesystem.mv(root, _filesystem(to)[1], recursive=not filesystem.isfile(root))
+
+
+def link(target: str, path: str) -> None:
+    """Make `path` a relative link to `target` in one step: it always leads to one file or the other.
+
+    Raises:
+        OSError: The file system knows no links.
+    """
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp-link-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(temporary)
+    os.symlink(os.path.relpath(target, os.path.dirname(path)), temporary)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        os.remove(temporary)
+        raise
+    # What it led to before may be removed next: the new link has to be on the disk by then.
+    sync_folder(Path(path).parent)
+
+
+def copy(source: str, path: str) -> None:
+    """Make `path` a copy of a local checkpoint in one step: it is always the old one or the whole new one.
+
+    A checkpoint of the other form, a file or a folder, must have been moved out of the way (`make_way`).
+    """
+    import shutil
+
+    if _is_sharded(os.path.realpath(source)):
+        from ...checkpoint.sharded.copying import copy as copy_folder
+
+        copy_folder(source, path)
+        return
+
+    file, temporary = open_temporary(Path(path))
+    try:
+        with file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file)
+            sync_file(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        remove_quietly(temporary)
+        raise
+    sync_folder(Path(path).parent)
+
+
+def remove_unfinished(dirpath: str) -> None:
+    """Remove files that a killed process was writing; those of living ones are locked and stay.
+
+    Folders are left to the next sharded save, which knows which of them are in use.
+    """
+    if is_local(dirpath) and os.path.isdir(dirpath):
+        remove_stale(Path(dirpath))
+
+
+def check_dirpath(dirpath: str) -> None:
+    """Refuse a folder that cannot be written to, before hours of training end at the first save.
+
+    Raises:
+        ConfigError: The path is a file, or there is no permission.
+    """
+    if not is_local(dirpath):
+        return
+    parent = dirpath
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        raise ConfigError(f"ModelCheckpoint: {parent} is a file, not a folder.", fix="choose another dirpath.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"ModelCheckpoint: no permission to write checkpoints to {dirpath} (asked of {parent}).",
+            fix="choose another dirpath or default_root_dir, or change the permissions.",
+        )

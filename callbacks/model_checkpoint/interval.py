@@ -1,0 +1,41 @@
+"""Whether the time to write a checkpoint has come."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+    from ..rank_zero import SharedDeadline
+
+__all__ = ["TimeInterval"]
+
+
+class TimeInterval:
+    """The time between two checkpoints.
+
+    Args:
+        length: How long it is.
+    """
+
+    def __init__(self, length: timedelta) -> None:
+        self.length_s = length.total_seconds()
+        self._began_s = 0.0
+        self._deadline: SharedDeadline | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Let the next one begin; on every rank."""
+        self._began_s = time.monotonic()
+        if trainer.ranks_answer:
+            from ..rank_zero import SharedDeadline  # not imported where there is one process
+
+            ends_s = self._began_s + self.length_s
+            self._deadline = SharedDeadline(lambda: ends_s - time.monotonic())
+
+    def is_over(self, trainer: Trainer) -> bool:
+        """Return whether it has ended; on every rank, at the end of a step. Clocks differ: rank 0 decides for all."""
+        if self._deadline is not None:
+            return self._deadline.has_come(trainer.strategy, trainer.global_step)
+        return time.monotonic() - self._began_s >= self.length_s

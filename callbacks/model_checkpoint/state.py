@@ -1,0 +1,115 @@
+"""What a ModelCheckpoint remembers between saves, and saves in each checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .top_k import TopK
+
+__all__ = ["CheckpointBooks", "score_tensor"]
+
+
+@dataclass(slots=True)
+class CheckpointBooks:
+    """The books: which files are kept, and what is still to be done.
+
+    Attributes:
+        top_k: The best ones and their scores; empty without monitor.
+        best_path: The best one, without monitor the newest; empty if there is none.
+        best_score: Score of the best one.
+        last_path: Path of `last`; empty if there is none.
+        last_step: `global_step` of `last`, -1 if there is none.
+        current_score: Score of the latest checkpoint that was considered.
+        triggered_step: `global_step` when the time to save came last: it comes once per step.
+        is_waiting: Whether a save waits for its metric.
+        pending_removals: Files that have lost their place and go as soon as their successor is written.
+    """
+
+    top_k: TopK
+    best_path: str = ""
+    best_score: float | None = None
+    last_path: str = ""
+    last_step: int = -1
+    current_score: float | None = None
+    triggered_step: int = 0
+    is_waiting: bool = False
+    pending_removals: list[str] = field(default_factory=list)
+
+    def copy(self) -> CheckpointBooks:
+        """Return books that can be changed without changing these."""
+        top_k = replace(self.top_k, scores=dict(self.top_k.scores))
+        return replace(self, top_k=top_k, pending_removals=list(self.pending_removals))
+
+    def enter(self, path: str, score: float | None, *, keep_all: bool) -> None:
+        """Enter a file that is about to be written, and what has to go for it."""
+        if score is None:
+            gone = "" if keep_all else self.best_path
+            self.best_path = path
+        else:
+            gone = self.top_k.add(path, score)
+            self.best_path = self.top_k.best_path
+            self.best_score = self.top_k.scores[self.best_path]
+        if gone and gone != path:
+            self.pending_removals.append(gone)
+
+    def enter_last(self, path: str, step: int) -> None:
+        """Enter the path of `last`, and its step; under another name, the one before has to go."""
+        if self.last_path and self.last_path != path:
+            self.pending_removals.append(self.last_path)
+        self.last_path, self.last_step = path, step
+
+    def holds(self, path: str) -> bool:
+        """Whether the file is one of those that are kept."""
+        return path in self.top_k.scores or path in (self.best_path, self.last_path)
+
+    def keep_best_path_only(self) -> None:
+        """Forget all files but the best path: they lie in a folder that is not this run's to clean."""
+        self.top_k.scores = {}
+        self.last_path, self.last_step, self.best_score, self.pending_removals = "", -1, None, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors, under the field's names where it has one."""
+        kth_path = self.top_k.kth_path
+        return {
+            "best_model_score": _optional_tensor(self.best_score),
+            "best_model_path": self.best_path,
+            "current_score": _optional_tensor(self.current_score),
+            "best_k_models": {path: score_tensor(score) for path, score in self.top_k.scores.items()},
+            "kth_best_model_path": kth_path,
+            "kth_value": score_tensor(self.top_k.scores[kth_path] if kth_path else self.top_k.worst_score),
+            "last_model_path": self.last_path,
+            "last_step": self.last_step,
+            "triggered_step": self.triggered_step,
+            "is_waiting": self.is_waiting,
+            "pending_removals": list(self.pending_removals),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.best_path = state["best_model_path"]
+        self.best_score = _optional_float(state.get("best_model_score"))
+        self.current_score = _optional_float(state.get("current_score"))
+        self.top_k.scores = {path: float(score) for path, score in state.get("best_k_models", {}).items()}
+        self.last_path = state.get("last_model_path", "")
+        self.last_step = int(state.get("last_step", -1))
+        self.triggered_step = int(state.get("triggered_step", 0))
+        self.is_waiting = bool(state.get("is_waiting", False))
+        self.pending_removals = list(state.get("pending_removals", []))
+
+
+def score_tensor(score: float) -> Tensor:
+    """Return a 0-dim CPU tensor: float32 if that is exact, else float64."""
+    single = torch.tensor(score, dtype=torch.float32)
+    return single if single.item() == score else torch.tensor(score, dtype=torch.float64)
+
+
+def _optional_tensor(score: float | None) -> Tensor | None:
+    return None if score is None else score_tensor(score)
+
+
+def _optional_float(score: Tensor | float | None) -> float | None:
+    return None if score is None else float(score)

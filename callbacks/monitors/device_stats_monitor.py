@@ -1,0 +1,109 @@
+"""Log how busy the device is: memory of cards, use of the processor. Built by users."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...accelerators.cpu import CPUAccelerator
+from ...errors import ConfigError
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["DeviceStatsMonitor"]
+
+
+class DeviceStatsMonitor(Callback):
+    """Log the accelerator's statistics of rank 0's device before and after the steps that the trainer logs.
+
+    Keys: `DeviceStatsMonitor.on_train_batch_start/<statistic>` and `..._end`; likewise for validation and test. The
+    statistics are the accelerator's own: `torch.cuda.memory_stats` on cards, percentages of processor, memory and swap
+    on a CPU, which need psutil. Steps that are not logged cost a comparison.
+
+    Args:
+        cpu_stats: None for the processor's statistics where it is the accelerator, True for them beside a card's, False
+            for none.
+
+    Raises:
+        ConfigError: At the beginning: the trainer has no logger.
+        MissingDependency: At the beginning: the processor's statistics are wanted, and psutil is not installed.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self._cpu_stats = cpu_stats
+        self._noted: dict[str, float] = {}
+        self._noted_step = -1
+        self._is_on = False
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse a run without a logger; read everything once, so that what is missing is found now."""
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigError(
+                "DeviceStatsMonitor has no logger to write to.",
+                fix="pass Trainer(logger=...), or remove the callback.",
+            )
+        self._is_on = stage != "predict" and trainer.is_global_zero and bool(trainer.log_every_n_steps)
+        self._noted = {}
+        if self._is_on:
+            self._read(trainer, "setup")
+
+    def _read(self, trainer: Trainer, hook: str) -> dict[str, float]:
+        is_cpu = trainer.fabric.device.type == "cpu"
+        stats: dict[str, float] = {}
+        if not (is_cpu and self._cpu_stats is False):
+            stats.update(trainer.accelerator.get_device_stats(trainer.fabric.device))
+        if self._cpu_stats and not is_cpu:
+            stats.update(CPUAccelerator().get_device_stats(torch.device("cpu")))
+        separator = getattr(trainer.logger, "group_separator", "/")
+        return {f"{type(self).__qualname__}.{hook}{separator}{name}": value for name, value in stats.items()}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the statistics before the first batch of a step that is logged."""
+        if self._is_on and trainer.should_log and self._noted_step != trainer.global_step:
+            # Sent when the step is done: one that is skipped is tried again under the same number.
+            self._noted = self._read(trainer, "on_train_batch_start")
+            self._noted_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Send what was noted, and the statistics after the step."""
+        if not self._noted or not trainer.at_step_boundary:
+            return
+        noted, self._noted = self._noted, {}
+        if trainer.global_step > self._noted_step:
+            trainer.log_metrics({**noted, **self._read(trainer, "on_train_batch_end")}, self._noted_step)
+        self._noted_step = -1
+
+    def _evaluates_logged(self, trainer: Trainer) -> bool:
+        every = trainer.log_every_n_steps
+        return self._is_on and not trainer.sanity_checking and (trainer.progress.eval_batches + 1) % every == 0
+
+    def _evaluated(self, trainer: Trainer, hook: str) -> None:
+        if self._evaluates_logged(trainer):
+            trainer.log_metrics(self._read(trainer, hook), trainer.progress.eval_batches)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the statistics before a batch."""
+        self._evaluated(trainer, "on_validation_batch_start")
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the statistics after a batch."""
+        self._evaluated(trainer, "on_validation_batch_end")
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the statistics before a batch."""
+        self._evaluated(trainer, "on_test_batch_start")
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Log the statistics after a batch."""
+        self._evaluated(trainer, "on_test_batch_end")

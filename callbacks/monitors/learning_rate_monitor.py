@@ -1,0 +1,167 @@
+"""Log the learning rates that steps were taken with. Built by users."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.optim import Optimizer
+
+from ...errors import ConfigError
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["LearningRateMonitor"]
+
+_log = logging.getLogger(__name__)
+
+
+class LearningRateMonitor(Callback):
+    """Log the learning rate of each parameter group, and momentum and weight decay if wanted.
+
+    The value beside a step is the one that the optimizer used in that step, not the one that the schedule has set for
+    the next; the x axis is the index of the step, from 0, as for values logged in training_step.
+
+    Keys: the schedule's `name`, else "lr-" and the optimizer's class ("-1" for the second of a class); with several
+    groups "/pg1", "/pg2", or the group's "name".
+
+    Args:
+        logging_interval: "step" at the steps that go to the loggers, "epoch" at the beginning of epochs, None as each
+            schedule counts (an optimizer without schedule: by step).
+        log_momentum: Also `<key>-momentum`: momentum, or the first of the betas.
+        log_weight_decay: Also `<key>-weight_decay`.
+
+    Attributes:
+        lrs: Key -> all values logged in this run.
+        last_momentum_values: Key -> latest value.
+        last_weight_decay_values: Key -> latest value.
+
+    Raises:
+        ConfigError: A wrong interval; at the start of training, no logger, or two groups of one name.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ConfigError(
+                f"LearningRateMonitor: logging_interval={logging_interval!r}, expected 'step', 'epoch' or None.",
+                fix="choose one of them.",
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
+        self._watched: dict[str, list[tuple[str, Optimizer]]] = {"step": [], "epoch": []}
+        self._noted: dict[str, float] = {}
+        self._noted_step = -1
+        self._said_no_momentum = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find optimizers, schedules and their names."""
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigError(
+                "LearningRateMonitor has no logger to write to.",
+                fix="pass Trainer(logger=...), or remove the callback.",
+            )
+        self._watched = {"step": [], "epoch": []}
+        for name, optimizer, interval in _named_optimizers(trainer):
+            self._watched[self.logging_interval or interval].append((name, optimizer))
+            for key in _group_keys(name, optimizer):
+                self.lrs.setdefault(key, [])
+        self._noted = {}
+        if not trainer.optimizers and trainer.is_global_zero:
+            _log.warning("LearningRateMonitor: configure_optimizers returned no optimizer: there is nothing to log.")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Log what is counted by epochs: the rates that the epoch begins with."""
+        if self._watched["epoch"]:
+            self._send(trainer, self._values(self._watched["epoch"]), trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the rates before the step, if this step is logged."""
+        if trainer.should_log and self._watched["step"]:
+            self._noted = self._values(self._watched["step"])
+            self._noted_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log what was noted, once the step has been taken."""
+        if self._noted and trainer.at_step_boundary:
+            noted, self._noted = self._noted, {}
+            if trainer.global_step > self._noted_step:
+                self._send(trainer, noted, self._noted_step)
+
+    def _values(self, watched: list[tuple[str, Optimizer]]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, optimizer in watched:
+            for key, group in zip(_group_keys(name, optimizer), optimizer.param_groups, strict=True):
+                values[key] = float(group["lr"])  # a tensor is read here, at a log boundary only
+                if self.log_momentum:
+                    values[f"{key}-momentum"] = self._momentum(group)
+                if self.log_weight_decay:
+                    values[f"{key}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values
+
+    def _momentum(self, group: dict[str, Any]) -> float:
+        if "betas" in group:
+            return float(group["betas"][0])
+        if "momentum" not in group and not self._said_no_momentum:
+            self._said_no_momentum = True
+            _log.warning("LearningRateMonitor: an optimizer has neither momentum nor betas; 0 is logged.")
+        return float(group.get("momentum", 0.0))
+
+    def _send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
+        for key, value in values.items():
+            if key.endswith("-momentum"):
+                self.last_momentum_values[key] = value
+            elif key.endswith("-weight_decay"):
+                self.last_weight_decay_values[key] = value
+            else:
+                self.lrs.setdefault(key, []).append(value)
+        trainer.log_metrics(values, step)
+
+
+def _named_optimizers(trainer: Trainer) -> Iterator[tuple[str, Optimizer, str]]:
+    """Yield (name, optimizer, interval): those with a schedule by it, then those without."""
+    taken: dict[str, int] = {}
+
+    def unique(name: str) -> str:
+        count = taken[name] = taken.get(name, -1) + 1
+        return f"{name}-{count}" if count else name
+
+    optimizers = [_plain(optimizer) for optimizer in trainer.optimizers]
+    scheduled = set()
+    for config in trainer.lr_scheduler_configs:
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        optimizer = _plain(optimizer) if optimizer is not None else optimizers[0]
+        scheduled.add(id(optimizer))
+        yield config.name or unique(f"lr-{type(optimizer).__name__}"), optimizer, config.interval
+    for optimizer in optimizers:
+        if id(optimizer) not in scheduled:
+            yield unique(f"lr-{type(optimizer).__name__}"), optimizer, "step"
+
+
+def _plain(optimizer: Any) -> Optimizer:  # Any: the trainer's or the strategy's wrapper, if there is one
+    wrapped: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return wrapped
+
+
+def _group_keys(name: str, optimizer: Optimizer) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        return [f"{name}/{groups[0]['name']}" if "name" in groups[0] else name]
+    keys = [f"{name}/{group.get('name', f'pg{index}')}" for index, group in enumerate(groups, start=1)]
+    if len(set(keys)) < len(keys):
+        raise ConfigError(
+            f"LearningRateMonitor: parameter groups of {type(optimizer).__name__} share a name: {keys}.",
+            fix="give each group its own 'name', or none.",
+        )
+    return keys

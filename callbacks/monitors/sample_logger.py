@@ -1,0 +1,142 @@
+"""Show samples while training runs: pictures and text in the loggers. Built by users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...data.rng import capture_rng, restore_rng
+from ...errors import ConfigError
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["SampleLogger"]
+
+# Any: pictures in one of the forms that Logger.log_image takes, alone or with their captions; or text.
+MakeSamples = Callable[[Any, Any, Any], Any]
+
+_STAGES = ("train", "validation", "test")
+
+
+class SampleLogger(Callback):
+    """Send pictures and text that are made of a batch to every logger that can show them.
+
+    In validation and test they are made of the first batch of the first loader, in training of the last batch of every
+    n-th step. The functions run without gradients, with the module in eval mode, and random numbers that they draw are
+    given back: training is the same with and without this callback. They are called on every rank that has the batch,
+    since the module may communicate; rank 0's samples are logged.
+
+    Args:
+        images: `(pl_module, outputs, batch)` -> pictures, or a pair of pictures and a list of captions. `outputs` is
+            what the step returned. A tensor of shape (N, C, H, W) holds N pictures; else a list of what
+            `Logger.log_image` takes.
+        text: `(pl_module, outputs, batch)` -> text in Markdown.
+        stage: "train", "validation" or "test".
+        every_n_steps: In training: make samples at the steps that are a multiple. None for `log_every_n_steps`.
+        num_samples: Show at most so many pictures.
+        name: Name under which they are logged, behind the stage.
+
+    Raises:
+        ConfigError: Neither function is given, or an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        images: MakeSamples | None = None,
+        text: MakeSamples | None = None,
+        *,
+        stage: str = "validation",
+        every_n_steps: int | None = None,
+        num_samples: int = 8,
+        name: str = "samples",
+    ) -> None:
+        problems = ["neither images nor text is given"] if images is None and text is None else []
+        problems += [f"stage={stage!r} is not one of {list(_STAGES)}"] if stage not in _STAGES else []
+        problems += (
+            [f"every_n_steps={every_n_steps} is below 1"] if every_n_steps is not None and every_n_steps < 1 else []
+        )
+        problems += [f"every_n_steps={every_n_steps} counts steps of training, and stage={stage!r}"
+                     ] if every_n_steps is not None and stage != "train" else []  # fmt: skip
+        problems += [f"num_samples={num_samples} is below 1"] if num_samples < 1 else []
+        if problems:
+            raise ConfigError(f"SampleLogger: {'; '.join(problems)}.", fix="change these arguments.")
+        self.images, self.text = images, text
+        self.stage, self.every_n_steps = stage, every_n_steps
+        self.num_samples, self.name = num_samples, name
+        self._logged_step = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note where training begins: the step of a checkpoint was logged before it was taken."""
+        self._logged_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Make samples of a step that is due."""
+        if self.stage != "train" or not trainer.at_step_boundary:
+            return
+        step, every = trainer.global_step, self.every_n_steps or trainer.log_every_n_steps
+        if every and step % every == 0 and step != self._logged_step:
+            self._logged_step = step  # a step that was skipped has the number of the one before
+            self._log(trainer, pl_module, outputs, batch)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Make samples of the first batch."""
+        if self.stage == "validation" and batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
+            self._log(trainer, pl_module, outputs, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Make samples of the first batch."""
+        if self.stage == "test" and batch_idx == dataloader_idx == 0:
+            self._log(trainer, pl_module, outputs, batch)
+
+    def _log(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any) -> None:
+        with _undisturbed(pl_module):
+            images = self.images(pl_module, outputs, batch) if self.images is not None else None
+            text = self.text(pl_module, outputs, batch) if self.text is not None else None
+        if not trainer.is_global_zero:
+            return
+        step = max((trainer.global_step if trainer.state.fn == "fit" else trainer.records_at[0]) - 1, 0)
+        key = f"{self.stage}/{self.name}"
+        captions = None
+        if isinstance(images, tuple):
+            images, captions = images
+        if images is not None:
+            images = list(images[: self.num_samples])
+            more = {} if captions is None else {"caption": list(captions[: self.num_samples])}
+            for logger in trainer.loggers:
+                trainer.output.tell(
+                    logger, lambda logger=logger: logger.log_image(key, images, step=step, **more)  # type: ignore[misc]
+                )  # fmt: skip
+        if text is not None:
+            for logger in trainer.loggers:
+                trainer.output.tell(
+                    logger, lambda logger=logger: logger.log_text(key, text, step=step)  # type: ignore[misc]
+                )  # fmt: skip
+
+    @property
+    def state_key(self) -> str:
+        """One name per place and time of samples."""
+        return self._generate_state_key(stage=self.stage, every_n_steps=self.every_n_steps, name=self.name)
+
+
+@contextmanager
+def _undisturbed(module: torch.nn.Module) -> Iterator[None]:
+    """Return a context that leaves modes and random numbers as they were, and makes no gradients."""
+    modes = [(child, child.training) for child in module.modules()]
+    rng = capture_rng()
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for child, was_training in modes:
+            child.training = was_training
+        restore_rng(rng)

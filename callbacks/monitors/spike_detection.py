@@ -1,0 +1,283 @@
+"""Stop when the loss jumps, and say at which batches. Built by users; `SpikeDetector` also serves loops by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError, LoopwrightError
+from ..base import Callback, from_rank_zero
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["SpikeDetection", "SpikeDetector", "TrainingSpikeException"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_KEPT = 1000
+
+
+class TrainingSpikeException(LoopwrightError, RuntimeError):
+    """The loss of a batch jumped.
+
+    Attributes:
+        batch_idx: The batch, counted in its epoch.
+    """
+
+    def __init__(self, what: str, *, fix: str, batch_idx: int = -1) -> None:
+        super().__init__(what, fix=fix)
+        self.batch_idx = batch_idx
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (self.what, self.fix, self.batch_idx))
+
+
+def _rebuild(what: str, fix: str, batch_idx: int) -> TrainingSpikeException:
+    return TrainingSpikeException(what, fix=fix, batch_idx=batch_idx)
+
+
+class SpikeDetector:
+    """Judge one loss after the other against the mean of those before.
+
+    A loss is a spike if it is not finite (with `finite_only`), or if it is worse than the mean by at least `atol` and
+    by at least `rtol` times the mean. Spikes do not enter the mean.
+
+    Args:
+        mode: "min" where a smaller loss is better, else "max".
+        window: How many losses the mean is of.
+        warmup: How many losses are only collected at first; whether they are finite is judged nevertheless.
+        atol: Smallest difference of a spike; None for any.
+        rtol: Smallest difference of a spike as a share of the mean's size; None for any.
+        finite_only: Whether losses that are not finite are spikes.
+
+    Raises:
+        ConfigError: Arguments that cannot work, all named.
+    """
+
+    def __init__(
+        self,
+        mode: str = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        finite_only: bool = True,
+    ) -> None:
+        problems = [f"mode={mode!r} is neither 'min' nor 'max'"] if mode not in ("min", "max") else []
+        problems += [f"window={window} is below 1"] if window < 1 else []
+        problems += [f"warmup={warmup} is below 1"] if warmup < 1 else []
+        problems += [f"{name}={value} is negative" for name, value in (("atol", atol), ("rtol", rtol))
+                     if value is not None and value < 0]  # fmt: skip
+        if atol is None and rtol is None and not finite_only:
+            problems.append("atol=None, rtol=None and finite_only=False leave only a loss that is worse than the mean")
+        if problems:
+            raise ConfigError(f"SpikeDetection: {'; '.join(problems)}.", fix="change these arguments.")
+        self.mode, self.window, self.warmup = mode, window, warmup
+        self.atol, self.rtol, self.finite_only = atol, rtol, finite_only
+        self.seen = 0
+        self._losses: deque[float] = deque(maxlen=window)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the window; NaN while it is empty."""
+        return sum(self._losses) / len(self._losses) if self._losses else math.nan
+
+    def is_spike(self, loss: float) -> bool:
+        """Judge the next loss, and let it into the mean if it is none."""
+        found = self._judge(loss)
+        self.seen += 1
+        if not found and math.isfinite(loss):
+            self._losses.append(loss)
+        return found
+
+    def _judge(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return self.finite_only
+        if self.seen < self.warmup or not self._losses:
+            return False
+        mean = self.mean
+        worse_by = loss - mean if self.mode == "min" else mean - loss
+        return (
+            worse_by > 0
+            and (self.atol is None or worse_by >= self.atol)
+            and (self.rtol is None or worse_by >= self.rtol * abs(mean))
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window as plain numbers."""
+        return {"seen": self.seen, "losses": list(self._losses)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.seen = int(state_dict["seen"])
+        self._losses = deque(state_dict["losses"], maxlen=self.window)
+
+
+class SpikeDetection(Callback):
+    """Stop training with a `TrainingSpikeException` when the loss of a batch jumps, on any rank.
+
+    The batch and the one before it, whose step may have caused the jump, are added to `skip_batches.json`, a list of
+    batch numbers in their epoch. A later run may leave them out: `training_step` returns None for a batch in
+    `SpikeDetection.bad_batches`. What a spike is: `SpikeDetector`.
+
+    Losses stay on the device and are judged together at log boundaries and before a checkpoint is written, so that no
+    checkpoint is taken after a spike that it does not know of. `check_every_n_steps=1` finds a spike at once, and waits
+    for the device at each step.
+
+    Args:
+        mode: See `SpikeDetector`.
+        window: See `SpikeDetector`.
+        warmup: See `SpikeDetector`.
+        atol: See `SpikeDetector`.
+        rtol: See `SpikeDetector`.
+        exclude_batches_path: A folder or a `.json` file; None for the trainer's `default_root_dir`.
+        finite_only: See `SpikeDetector`.
+        check_every_n_steps: How often losses are judged; None for `log_every_n_steps`.
+
+    Attributes:
+        bad_batches: Numbers of all batches found so far, those in the file included.
+
+    Raises:
+        ConfigError: Arguments that cannot work.
+        TrainingSpikeException: In training, on every rank.
+    """
+
+    hears_every_step = True
+
+    def __init__(
+        self,
+        mode: str = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        finite_only: bool = True,
+        *,
+        check_every_n_steps: int | None = None,
+    ) -> None:
+        self._arguments = {"mode": mode, "window": window, "warmup": warmup, "atol": atol, "rtol": rtol,
+                           "finite_only": finite_only}  # fmt: skip
+        self.detector = SpikeDetector(**self._arguments)  # type: ignore[arg-type]
+        if check_every_n_steps is not None and check_every_n_steps < 1:
+            raise ConfigError(
+                f"SpikeDetection: check_every_n_steps={check_every_n_steps} is below 1.", fix="pass None, or 1 or more."
+            )
+        self.exclude_batches_path = None if exclude_batches_path is None else Path(exclude_batches_path).expanduser()
+        self.check_every_n_steps = check_every_n_steps
+        self.bad_batches: list[int] = []
+        # What was not judged yet: the losses of this rank, on the device, and those that every rank knows.
+        self._own: list[tuple[int, Tensor]] = []
+        self._known: list[tuple[int, int, float]] = []
+        self._every = 1
+        self._trainer: Trainer | None = None
+
+    @property
+    def state_key(self) -> str:
+        """One name per set of arguments."""
+        return self._generate_state_key(**self._arguments)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Read what earlier runs have found."""
+        self._every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
+        self._own = []
+        self._trainer = trainer
+        path = self._file(trainer)
+        found = from_rank_zero(trainer, lambda: json.loads(path.read_text()) if path.exists() else [])
+        self.bad_batches = sorted({*self.bad_batches, *found})
+
+    def _file(self, trainer: Trainer) -> Path:
+        path = self.exclude_batches_path or Path(trainer.default_root_dir)
+        return path if path.suffix == ".json" else path / "skip_batches.json"
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss, without reading it; judge all that were kept when it is time."""
+        loss = None if outputs is None else outputs.get("loss")
+        if loss is not None:
+            self._own.append((batch_idx, loss))
+        # Windows are counted, not steps: their number is the same on all ranks and grows with each.
+        if trainer.at_step_boundary and (trainer.progress.steps + trainer.progress.skipped_steps) % self._every == 0:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Judge what is left: the numbers of batches begin anew."""
+        self._look(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Ask the other ranks no more."""
+        self._trainer = None
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Ask the other ranks only if they are at the same place."""
+        if not trainer.ranks_answer:
+            self._trainer = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Judge what is left: no checkpoint is to follow a spike. One of a run that ends holds what is not judged."""
+        if not trainer.interrupted:
+            self._judge_known(trainer)
+
+    def _learn(self) -> None:
+        """Let every rank know the losses of all, in the order of their batches. One copy and one exchange."""
+        own, self._own = self._own, []
+        values = torch.stack([loss.detach().double().reshape(()) for _, loss in own]).tolist() if own else []
+        trainer = self._trainer
+        rank = 0 if trainer is None else trainer.global_rank
+        losses = [(number, rank, value) for (number, _), value in zip(own, values, strict=True)]
+        if trainer is not None and trainer.ranks_answer:
+            losses = [one for part in trainer.strategy.gather_objects(losses) for one in part]
+        self._known += sorted(losses, key=lambda one: one[:2])
+
+    def _look(self, trainer: Trainer) -> None:
+        self._learn()
+        self._judge_known(trainer)
+
+    def _judge_known(self, trainer: Trainer) -> None:
+        """Judge, with the same result on every rank."""
+        known, self._known = self._known, []
+        found = [(number, loss, mean) for number, _, loss in known
+                 for mean in (self.detector.mean,) if self.detector.is_spike(loss)]  # fmt: skip
+        if not found:
+            return
+        number, loss, mean = found[0]
+        numbers = {number for spike in found for number in (spike[0] - 1, spike[0]) if number >= 0}
+        self.bad_batches = sorted({*self.bad_batches, *numbers})
+        path = self._file(trainer)
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.bad_batches))
+        raise TrainingSpikeException(
+            f"batch {number} of epoch {trainer.current_epoch} has the loss {loss:.6g}, the mean of those before is "
+            f"{mean:.6g}.",
+            fix=f"resume from an earlier checkpoint and leave out the batches in {path}, or lower the learning rate.",
+            batch_idx=number,
+        )
+
+    def forget_run(self) -> None:
+        """Forget the losses and batches of another run."""
+        self.detector = SpikeDetector(**self._arguments)  # type: ignore[arg-type]
+        self.bad_batches, self._known, self._own = [], [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, what was found, and what is not judged yet. On every rank, while fit runs."""
+        self._learn()
+        return {
+            "detector": self.detector.state_dict(),
+            "bad_batches": list(self.bad_batches),
+            "pending": [list(one) for one in self._known],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.detector.load_state_dict(state_dict["detector"])
+        self.bad_batches = list(state_dict["bad_batches"])
+        self._known = [(number, rank, loss) for number, rank, loss in state_dict["pending"]]

@@ -1,0 +1,240 @@
+"""Log how many batches, samples and items per second each stage handles. Built by users."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError, ModuleError
+from ...fabric.peak_flops import get_available_flops, synchronize
+from ...fabric.throughput import Throughput
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["ThroughputMonitor"]
+
+
+class _Stage:
+    """Totals of one stage.
+
+    Attributes:
+        began_s: When its clock would have started had it never paused.
+    """
+
+    def __init__(self, throughput: Throughput) -> None:
+        self.throughput = throughput
+        self.began_s = 0.0
+        self.paused_at_s = 0.0
+        self.batches = self.samples = self.lengths = 0
+        self.logged_step = 0
+
+
+class ThroughputMonitor(Callback):
+    """Log `<stage>/device/samples_per_sec` and more (see `Throughput`), each `log_every_n_steps`, on rank 0.
+
+    A validation inside fit does not count as time of training. The totals of training go on when a run is resumed.
+
+    FLOPs need the attribute or property `flops_per_batch` of the module: FLOPs of one batch on one device, forward and
+    backward in training; `measure_flops` counts them. The device is waited for at log boundaries only.
+
+    Args:
+        batch_size_fn: Returns the number of samples of a batch.
+        length_fn: Returns the number of items (tokens, say) of a batch; None for no such rate.
+        window_size: Batches over which rates are taken.
+        separator: Stands between the parts of a key.
+
+    Raises:
+        ConfigError: The window is too small; at the beginning, the trainer has no logger.
+        ModuleError: A function returned no whole number above 0.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int],
+        length_fn: Callable[[Any], int] | None = None,
+        *,
+        window_size: int = 100,
+        separator: str = "/",
+    ) -> None:
+        Throughput(window_size=window_size)  # refuses what cannot be a window
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
+        self.window_size = window_size
+        self.separator = separator
+        self.available_flops: int | None = None
+        self._stages: dict[str, _Stage] = {}
+        self._resumed: dict[str, float] = {}
+        self._has_warned = False
+        self._is_on = False
+
+    @property
+    def state_key(self) -> str:
+        """One name per set of arguments."""
+        return self._generate_state_key(window_size=self.window_size, separator=self.separator)
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Find the device's peak; refuse a run without a logger."""
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigError(
+                "ThroughputMonitor has no logger to write to.",
+                fix="pass Trainer(logger=...), or remove the callback.",
+            )
+        self._is_on = trainer.is_global_zero and bool(trainer.log_every_n_steps)
+        precision = trainer.precision_plugin
+        self.available_flops = get_available_flops(trainer.fabric.device, precision.policy.compute_dtype)
+        self._stages = {}
+
+    # --- one stage -------------------------------------------------------------------------------------------------
+
+    def _start(self, trainer: Trainer, stage: str) -> None:
+        if self._is_on:
+            throughput = Throughput(self.available_flops, trainer.world_size, self.window_size, self.separator)
+            self._stages[stage] = state = _Stage(throughput)
+            state.began_s = time.perf_counter()
+
+    def _count(self, trainer: Trainer, pl_module: Any, stage: str, batch: Any, *, is_logged: bool) -> None:
+        state = self._stages[stage]
+        state.batches += 1
+        state.samples += _checked("batch_size_fn", self.batch_size_fn(batch))
+        if self.length_fn is not None:
+            state.lengths += _checked("length_fn", self.length_fn(batch))
+        if is_logged:
+            synchronize(trainer.fabric.device)
+        now_s = time.perf_counter() - state.began_s
+        state.throughput.update(
+            time=now_s,
+            batches=state.batches,
+            samples=state.samples,
+            lengths=state.lengths if self.length_fn is not None else None,
+            flops=self._flops(pl_module),
+        )
+
+    def _flops(self, pl_module: Any) -> float | None:
+        flops: float | None = getattr(pl_module, "flops_per_batch", None)
+        if flops is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"ThroughputMonitor: {type(pl_module).__name__} has no flops_per_batch; FLOPs and MFU are not logged",
+                stacklevel=2,
+            )
+        return flops
+
+    def _log(self, trainer: Trainer, stage: str, step: int | None) -> None:
+        metrics = self._stages[stage].throughput.compute()
+        trainer.log_metrics({f"{stage}{self.separator}{name}": value for name, value in metrics.items()}, step)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock, with what earlier runs have counted."""
+        self._start(trainer, "train")
+        if self._is_on:
+            self._stages["train"].logged_step = trainer.global_step
+        if self._is_on and self._resumed:
+            state, resumed = self._stages["train"], self._resumed
+            state.began_s -= resumed["time"]
+            state.batches, state.samples = int(resumed["batches"]), int(resumed["samples"])
+            state.lengths = int(resumed["lengths"])
+        self._resumed = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch; log where the trainer logs."""
+        if not self._is_on:
+            return
+        state = self._stages["train"]
+        step = trainer.global_step
+        is_logged = trainer.at_step_boundary and step % trainer.log_every_n_steps == 0 and step != state.logged_step
+        self._count(trainer, pl_module, "train", batch, is_logged=is_logged)
+        if is_logged:
+            state.logged_step = step  # a step that was skipped has the number of the one before
+            self._log(trainer, "train", None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Keep the totals for a later fit."""
+        self._resumed = self._totals()
+
+    def _totals(self) -> dict[str, float]:
+        state = self._stages.get("train")
+        if state is None:
+            return self._resumed
+        seconds = (state.paused_at_s or time.perf_counter()) - state.began_s
+        return {"time": seconds, "batches": state.batches, "samples": state.samples, "lengths": state.lengths}
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Pause the clock of training."""
+        if "train" in self._stages:
+            self._stages["train"].paused_at_s = time.perf_counter()
+        if not trainer.sanity_checking:
+            self._start(trainer, "validate")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Go on with the clock of training."""
+        state = self._stages.get("train")
+        if state is not None and state.paused_at_s:
+            state.began_s += time.perf_counter() - state.paused_at_s
+            state.paused_at_s = 0.0
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        if not trainer.sanity_checking:
+            self._evaluated(trainer, pl_module, "validate", batch)
+
+    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock of the test."""
+        self._start(trainer, "test")
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._evaluated(trainer, pl_module, "test", batch)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock of the prediction."""
+        self._start(trainer, "predict")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._evaluated(trainer, pl_module, "predict", batch)
+
+    def _evaluated(self, trainer: Trainer, pl_module: Any, stage: str, batch: Any) -> None:
+        if not self._is_on:
+            return
+        # The x axis is that of step values of an evaluation: batches ever evaluated.
+        done = self._stages[stage].batches if stage == "predict" else trainer.progress.eval_batches
+        is_logged = (done + 1) % trainer.log_every_n_steps == 0
+        self._count(trainer, pl_module, stage, batch, is_logged=is_logged)
+        if is_logged:
+            self._log(trainer, stage, done)
+
+    def forget_run(self) -> None:
+        """Count from 0."""
+        self._stages, self._resumed = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals of training."""
+        totals = self._totals()
+        return {"train": totals} if totals else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the totals of the earlier run."""
+        self._resumed = dict(state_dict.get("train", {}))
+
+
+def _checked(name: str, number: Any) -> int:
+    if isinstance(number, int) and not isinstance(number, bool) and number > 0:
+        return number
+    raise ModuleError(
+        f"ThroughputMonitor: {name} returned {number!r}, expected a whole number above 0.",
+        fix="return a size that the host knows, such as batch[0].shape[0].",
+    )

@@ -1,0 +1,327 @@
+"""Say what a training makes of its devices and its money: rates, FLOPs, MFU, memory, cost. Built by users."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
+from ..base import Callback
+from ..summary.summary import count_elements
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["TrainingEfficiency", "chinchilla_tokens", "dense_flops_per_token"]
+
+
+def dense_flops_per_token(parameters: int) -> int:
+    """Return an estimate of the training FLOPs per token of a dense model: 6 N.
+
+    2 for the multiplication and addition of each weight in the forward pass, twice that in the backward pass. Attention
+    scores are left out. Source: Kaplan et al. 2020, section 2.1.
+    """
+    return 6 * parameters
+
+
+def chinchilla_tokens(parameters: int) -> int:
+    """Return the number of tokens with which a model of this size makes the best of its FLOPs: about 20 N.
+
+    Source: Hoffmann et al. 2022, table 3.
+    """
+    return 20 * parameters
+
+
+class TrainingEfficiency(Callback):
+    """Log, under `efficiency/` at each log boundary, and sum up in `summary` and at the end of fit on rank 0:
+
+    ============================  ======================================================================================
+    samples_per_sec               of all devices, over the steps since the last log boundary, without validation
+    tokens_per_sec                where `tokens_fn` counts them
+    flops_per_sec                 model FLOPs of all devices
+    mfu                           these, as a share of the devices' peak
+    memory_peak_bytes             of rank 0's device; of its process on a CPU
+    seconds                       of wall clock since training began, validation and earlier runs included
+    cost                          of the run until now, with `price_per_hour`; cost_per_million_samples, ..._tokens
+    chinchilla_fraction           tokens so far, as a share of 20 per parameter
+    ============================  ======================================================================================
+
+    FLOPs are counted by torch during the first micro-batch, forward and backward, as matrix products and convolutions:
+    no pass is added, and the numbers of training stay the same. `flops="6n"` estimates 6 per trained parameter and
+    token (or per sample, without `tokens_fn`). Compiled modules cannot be counted from outside: they are estimated.
+
+    Rank 0's samples and tokens stand for those of every rank that reads data. The device is waited for at log
+    boundaries only, and nothing else is read from it. Totals go on when a run is resumed.
+
+    Args:
+        tokens_fn: Number of tokens of a batch: an int, or a tensor of one element, which stays on the device.
+        batch_size_fn: Number of samples of a batch; None finds it as the trainer does.
+        flops: "count", "6n", a number of FLOPs per sample, or None for no FLOPs.
+        peak_flops: Peak FLOP/s of one device; "auto" takes the usual figure of a known chip, "measure" times a
+            large matrix product before training (0.2 s), which also serves a CPU.
+        price_per_hour: Price of one device for an hour, in any currency; None for no cost.
+        verbose: Whether to print the summary at the end of fit, on rank 0.
+
+    Attributes:
+        summary: The numbers of the whole training, after fit.
+
+    Raises:
+        ConfigError: An argument cannot work.
+    """
+
+    hears_every_step = True
+
+    def __init__(
+        self,
+        tokens_fn: Callable[[Any], int | Tensor] | None = None,
+        *,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        flops: Literal["count", "6n"] | float | None = "count",
+        peak_flops: Literal["auto", "measure"] | float | None = "auto",
+        price_per_hour: float | None = None,
+        verbose: bool = True,
+    ) -> None:
+        problems = []
+        if isinstance(flops, str) and flops not in ("count", "6n"):
+            problems.append(f"flops={flops!r} is not 'count', '6n' or a number")
+        if isinstance(peak_flops, str) and peak_flops not in ("auto", "measure"):
+            problems.append(f"peak_flops={peak_flops!r} is not 'auto', 'measure' or a number")
+        for name, value in (("flops", flops), ("peak_flops", peak_flops), ("price_per_hour", price_per_hour)):
+            if isinstance(value, int | float) and value <= 0:
+                problems.append(f"{name}={value} is not above 0")
+        if problems:
+            raise ConfigError(f"TrainingEfficiency: {'; '.join(problems)}.", fix="change these arguments.")
+        self.tokens_fn = tokens_fn
+        self.batch_size_fn = batch_size_fn
+        self.flops = flops
+        self.peak_flops = peak_flops
+        self.price_per_hour = price_per_hour
+        self.verbose = verbose
+        self.summary: dict[str, float] = {}
+        self.flops_per_sample: float | None = flops if isinstance(flops, int | float) else None
+        self._totals = {"samples": 0.0, "tokens": 0.0, "seconds": 0.0, "training_seconds": 0.0}
+        self._is_on = False
+        self._counter: Any = None  # Any: torch's FLOP counter, imported where it is used
+        self._is_to_count = self._is_counting = False
+        self._samples = 0
+        self._logged_step = -1
+        self._tokens: int | Tensor = 0
+        self._peak: float | None = None
+        self._parameters = 0
+        self._replicas = self._devices = 1
+        self._began_s = self._last_s = self._paused_s = self._paused_at_s = 0.0
+
+    @property
+    def state_key(self) -> str:
+        """One name per set of arguments."""
+        return self._generate_state_key(flops=self.flops, price_per_hour=self.price_per_hour)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find the peak, start the clock."""
+        self._is_on = trainer.is_global_zero
+        if not self._is_on:
+            return
+        device = trainer.fabric.device
+        self._devices = trainer.world_size
+        self._replicas = trainer.strategy.topology.data_size
+        self._peak = self._find_peak(trainer) if self.flops is not None else None
+        self._parameters = sum(count_elements(one) for one in pl_module.parameters() if one.requires_grad)
+        self._samples, self._tokens = 0, 0
+        self._logged_step = trainer.global_step
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._is_to_count = self.flops == "count" and self.flops_per_sample is None and not _is_compiled(pl_module)
+        synchronize(device)
+        self._began_s = self._last_s = time.perf_counter()
+        self._paused_s = 0.0
+
+    def _find_peak(self, trainer: Trainer) -> float | None:
+        if not isinstance(self.peak_flops, str):
+            return self.peak_flops
+        dtype = trainer.precision_plugin.policy.compute_dtype
+        if self.peak_flops == "measure":
+            return measure_peak_flops(trainer.fabric.device, dtype)
+        return get_available_flops(trainer.fabric.device, dtype)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to count FLOPs, at the first micro-batch."""
+        if self._is_on and self._is_to_count:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._is_to_count = False
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+            self._is_counting = True
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        """End the count. With manual optimization a step may have several passes: there it ends with the batch."""
+        if self._is_counting and getattr(pl_module, "automatic_optimization", True):
+            self._is_counting = False
+            self._counter.__exit__(None, None, None)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count samples and tokens; log where the trainer logs."""
+        if not self._is_on:
+            return
+        if batch is not None:
+            size = trainer.batch_size_of(batch) if self.batch_size_fn is None else self.batch_size_fn(batch)
+            self._samples += size or 0
+            if self.tokens_fn is not None:
+                self._tokens = self._tokens + self.tokens_fn(batch)  # a tensor stays on its device
+            if self._counter is not None:
+                self._end_count(size)
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if trainer.at_step_boundary and every and step % every == 0 and step != self._logged_step:
+            self._logged_step = step  # a step that was skipped has the number of the one before
+            self._log(trainer)
+
+    def _end_count(self, size: int | None) -> None:
+        counter, self._counter = self._counter, None
+        if self._is_counting:
+            self._is_counting = False
+            counter.__exit__(None, None, None)
+        if counter.get_total_flops() and size:
+            self.flops_per_sample = counter.get_total_flops() / size
+
+    def _read(self, trainer: Trainer) -> tuple[float, float, float]:
+        """Add what was counted since the last time to the totals; return samples, tokens and seconds of it."""
+        synchronize(trainer.fabric.device)  # a log boundary: the values of the step were just read, or will be
+        now_s = time.perf_counter()
+        seconds = now_s - self._last_s - self._paused_s
+        samples = self._samples * self._replicas
+        tokens = float(self._tokens) * self._replicas
+        self._totals["samples"] += samples
+        self._totals["tokens"] += tokens
+        self._totals["seconds"] += now_s - self._last_s
+        self._totals["training_seconds"] += seconds
+        self._samples, self._tokens, self._last_s, self._paused_s = 0, 0, now_s, 0.0
+        return samples, tokens, seconds
+
+    def _log(self, trainer: Trainer) -> None:
+        metrics = self._rates(*self._read(trainer))
+        metrics.update(self._overall(trainer))
+        trainer.log_metrics({f"efficiency/{name}": value for name, value in metrics.items()})
+
+    def _rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
+        if seconds <= 0:
+            return {}
+        rates = {"samples_per_sec": samples / seconds}
+        if self.tokens_fn is not None:
+            rates["tokens_per_sec"] = tokens / seconds
+        flops = self._flops_of(samples, tokens)
+        if flops is not None:
+            rates["flops_per_sec"] = flops / seconds
+            if self._peak:
+                rates["mfu"] = rates["flops_per_sec"] / (self._peak * self._devices)
+        return rates
+
+    def _flops_of(self, samples: float, tokens: float) -> float | None:
+        if self.flops is None:
+            return None
+        if self.flops_per_sample is not None:
+            return self.flops_per_sample * samples
+        return dense_flops_per_token(self._parameters) * (samples if self.tokens_fn is None else tokens)
+
+    def _overall(self, trainer: Trainer) -> dict[str, float]:
+        totals = self._totals
+        metrics = {"seconds": totals["seconds"], **_memory(trainer.fabric.device)}
+        if self.tokens_fn is not None and self._parameters:
+            metrics["chinchilla_fraction"] = totals["tokens"] / chinchilla_tokens(self._parameters)
+        if self.price_per_hour is not None:
+            cost = metrics["cost"] = totals["seconds"] / 3600 * self.price_per_hour * self._devices
+            if totals["samples"]:
+                metrics["cost_per_million_samples"] = cost / totals["samples"] * 1e6
+            if totals["tokens"]:
+                metrics["cost_per_million_tokens"] = cost / totals["tokens"] * 1e6
+        return metrics
+
+    # --- around it ---------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop the clock of training."""
+        if self._is_on and not trainer.sanity_checking:
+            synchronize(trainer.fabric.device)
+            self._paused_at_s = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Go on with the clock of training."""
+        if self._is_on and not trainer.sanity_checking:
+            synchronize(trainer.fabric.device)
+            self._paused_s += time.perf_counter() - self._paused_at_s
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Sum up."""
+        if not self._is_on:
+            return
+        self._read(trainer)
+        self._is_on = False
+        totals = self._totals
+        self.summary = {"samples": totals["samples"], **self._rates(totals["samples"], totals["tokens"],
+                                                                    totals["training_seconds"])}  # fmt: skip
+        if self.tokens_fn is not None:
+            self.summary.update(tokens=totals["tokens"], chinchilla_tokens=chinchilla_tokens(self._parameters))
+        flops = self._flops_of(totals["samples"], totals["tokens"])
+        if flops is not None:
+            self.summary["flops"] = flops
+        if self.flops_per_sample is not None:
+            self.summary["flops_per_sample"] = self.flops_per_sample
+        self.summary.update(self._overall(trainer))
+        if self.verbose:
+            width = max(map(len, self.summary))
+            rows = [f"  {name:<{width}}  {value:,.6g}" for name, value in self.summary.items()]
+            trainer.print("\n".join(["Efficiency", *rows]))
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """End a count that is under way."""
+        if self._counter is not None:
+            self._end_count(None)
+        self._is_on = False
+
+    def forget_run(self) -> None:
+        """Count from 0."""
+        self._totals, self.summary = dict.fromkeys(self._totals, 0.0), {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals; those since the last log boundary are included."""
+        totals = dict(self._totals)
+        if self._is_on:
+            now_s = time.perf_counter()
+            totals["samples"] += self._samples * self._replicas
+            totals["tokens"] += float(self._tokens) * self._replicas  # a checkpoint waits for the device anyway
+            totals["seconds"] += now_s - self._last_s
+            totals["training_seconds"] += now_s - self._last_s - self._paused_s
+        return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the totals of the earlier run."""
+        self._totals.update(state_dict["totals"])
+        self.summary = dict(state_dict["summary"])  # where fit ran in other processes, this brings it back
+        if self.flops_per_sample is None:
+            self.flops_per_sample = state_dict["flops_per_sample"]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    from ...fabric.compiling import compiled_parts
+
+    return bool(compiled_parts(module))
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    if device.type == "cuda":
+        return {"memory_peak_bytes": float(torch.cuda.max_memory_allocated(device))}
+    if device.type == "mps":
+        return {"memory_peak_bytes": float(torch.mps.driver_allocated_memory())}
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory_peak_bytes": float(peak if sys.platform == "darwin" else peak * 1024)}

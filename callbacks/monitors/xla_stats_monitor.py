@@ -1,0 +1,97 @@
+"""Log what XLA does: graphs compiled and run, operations that fell back to the CPU, memory. Built by users."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["XLAStatsMonitor"]
+
+logger = logging.getLogger(__name__)
+
+_NS_PER_S = 1e9
+_RUNS = ("ExecuteComputation", "ExecuteReplicated")
+
+
+class XLAStatsMonitor(Callback):
+    """Log torch_xla's counters at the steps that the trainer logs, on rank 0. They are the host's: nothing waits.
+
+    Keys, after `XLAStatsMonitor/`: `compiled_graphs` and `compile_s` since the process began (both stay as they are
+    once training is steady; when they grow at every step, shapes or Python numbers in the graph change), `executions`,
+    `reads` (`.item()` and the like on single numbers, each of which waits for the device), `fallbacks` (operations
+    that XLA does not have and the CPU computed, each of which waits, too), and the accelerator's memory where the
+    runtime tells it.
+
+    Args:
+        verbose: Write the time and the compilations of each epoch to the log.
+
+    Raises:
+        ConfigError: At the beginning: the trainer has no logger, or computes on another device.
+    """
+
+    def __init__(self, verbose: bool = True) -> None:
+        self.verbose = verbose
+        self._metrics: Any = None  # Any: torch_xla is not annotated
+        self._began = 0.0
+        self._compiled = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse a run without a logger, or on another device."""
+        problems = []
+        if not trainer.loggers and not trainer.fast_dev_run:
+            problems.append(("there is no logger to write to", "pass Trainer(logger=...)"))
+        if trainer.fabric.device.type != "xla":
+            problems.append((f"the device is {trainer.fabric.device}", "pass accelerator='tpu' or 'xla'"))
+        if problems:
+            whats, fixes = zip(*problems, strict=True)
+            raise ConfigError(
+                f"XLAStatsMonitor: {'; '.join(whats)}.", fix=f"{'; '.join(fixes)}, or remove the callback."
+            )
+        self._metrics = import_module("torch_xla.debug.metrics")
+
+    def read(self) -> dict[str, float]:
+        """Return the counters of this process; the host has them."""
+        metrics = self._metrics
+        compiled = metrics.metric_data("CompileTime")
+        names = metrics.counter_names()
+        reads = "aten::_local_scalar_dense"
+        fallbacks = [name for name in names if name.startswith("aten::") and name != reads]
+        return {
+            "compiled_graphs": float(compiled[0]) if compiled else 0.0,
+            "compile_s": compiled[1] / _NS_PER_S if compiled else 0.0,
+            "executions": float(sum(metrics.counter_value(name) or 0 for name in _RUNS)),
+            "reads": float(metrics.counter_value(reads) or 0),
+            "fallbacks": float(sum(metrics.counter_value(name) or 0 for name in fallbacks)),
+        }
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note the time."""
+        self._began = time.monotonic()
+        self._compiled = self.read()["compiled_graphs"]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Send the counters after a step that is logged."""
+        if not (trainer.is_global_zero and trainer.at_step_boundary and trainer.log_every_n_steps):
+            return
+        if trainer.global_step % trainer.log_every_n_steps:
+            return
+        stats = {**self.read(), **trainer.accelerator.get_device_stats(trainer.fabric.device)}
+        trainer.log_metrics({f"XLAStatsMonitor/{name}": value for name, value in stats.items()}, trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the epoch's time and compilations to the log. The device may not have finished the epoch's work."""
+        if self.verbose and trainer.is_global_zero:
+            compiled = self.read()["compiled_graphs"] - self._compiled
+            seconds = time.monotonic() - self._began
+            logger.info("epoch %d: %.2f s, %d graphs compiled", trainer.current_epoch, seconds, compiled)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metrics": None}

@@ -1,0 +1,260 @@
+"""Stop training when a metric no longer improves. Built by users; asked after each validation or epoch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError, ModuleError, nearest
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["EarlyStopping", "EarlyStoppingReason"]
+
+_log = logging.getLogger(__name__)
+
+
+class EarlyStoppingReason(IntEnum):
+    """Why the last check asked training to stop."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(Callback):
+    """Ask training to stop when the monitored metric has not improved for `patience` checks.
+
+    A check takes place whenever a new value of the metric is there: at the end of training epochs or of validations.
+    A value that was already looked at is not counted again. `Trainer(min_epochs=, min_steps=)` hold training.
+    With several ranks all judge the same value, that of all ranks, also where the metric is logged in steps.
+
+    Args:
+        monitor: Name of the logged metric.
+        min_delta: Changes up to this size are no improvement; in the metric's unit, not negative.
+        patience: Checks without improvement until training stops.
+        verbose: Say in the log how the metric improves.
+        mode: "min" if smaller is better, else "max".
+        strict: A missing metric is an error; otherwise it is said in the log once.
+        check_finite: Stop when the metric is NaN or infinite.
+        stopping_threshold: Stop as soon as the metric is better than this.
+        divergence_threshold: Stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: Check at the end of training epochs, else of validations. None: at the end of epochs
+            if each of them ends with a validation, or if there is no validation.
+        log_rank_zero_only: Write log lines on rank zero only.
+
+    Attributes:
+        wait_count: Checks since the last improvement.
+        best_score: Best value so far: shape (), float64, on the CPU.
+        stopped_epoch: Epoch (from 0) in which it asked to stop; 0 if it did not.
+        stopping_reason: Why it asked to stop.
+        stopping_reason_message: The same as a sentence.
+
+    Raises:
+        ConfigError: A wrong argument. ModuleError, in training: no metric of this name was logged.
+    """
+
+    runs_last = True
+    mode_dict: dict[str, Callable[[float, float], bool]] = {"min": operator.lt, "max": operator.gt}
+    order_dict = {"min": "<", "max": ">"}
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        _check_arguments(monitor=monitor, min_delta=min_delta, patience=patience, mode=mode)
+        self.monitor = monitor
+        self.min_delta = -min_delta if mode == "min" else min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._at_epoch_end = bool(check_on_train_epoch_end)
+
+        self.forget_run()
+
+    def forget_run(self) -> None:
+        """Begin to wait anew."""
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._checked_step = -1
+        self._was_loaded = False
+        self._said_missing = False
+
+    @property
+    def state_key(self) -> str:
+        """Name of the state in a checkpoint: monitor and mode tell instances apart."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    @property
+    def monitor_op(self) -> Callable[[float, float], bool]:
+        """`a` is better than `b`, by the mode."""
+        return self.mode_dict[self.mode]
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Decide when to check; a run that had been stopped and is resumed stops again."""
+        at_epoch_end = self._check_on_train_epoch_end
+        if at_epoch_end is None:
+            interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
+            each_epoch = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
+            at_epoch_end = each_epoch or not sum(trainer.num_val_batches)
+        self._at_epoch_end = at_epoch_end
+        was_loaded, self._was_loaded = self._was_loaded, False
+        has_patience = (
+            self.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
+        )
+        if not was_loaded or has_patience:
+            self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
+        elif self.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
+            self._say(trainer, "EarlyStopping: this run had been stopped: %s", self.stopping_reason_message)
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Check, if epochs are what is checked."""
+        if self._at_epoch_end:
+            self._check(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Check, if validations are what is checked."""
+        if not self._at_epoch_end:
+            self._check(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, best score and reason."""
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+            "stopping_reason": int(self.stopping_reason),
+            "stopping_reason_message": self.stopping_reason_message,
+            "checked_step": self._checked_step,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what was saved. The patience is the constructor's, so that it can be raised for a resumed run."""
+        self.wait_count = int(state_dict["wait_count"])
+        self.stopped_epoch = int(state_dict["stopped_epoch"])
+        self.best_score = torch.as_tensor(state_dict["best_score"], dtype=torch.float64, device="cpu")
+        self.stopping_reason = EarlyStoppingReason(int(state_dict.get("stopping_reason", 0)))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        self._checked_step = int(state_dict.get("checked_step", -1))
+        self._was_loaded = True
+        if state_dict.get("patience", self.patience) != self.patience:
+            _log.info("EarlyStopping: patience was %s and is now %s.", state_dict["patience"], self.patience)
+
+    def _check(self, trainer: Trainer) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
+            return
+        trainer.synchronize_metrics(self.monitor)  # the value of a step is each rank's own until then
+        value, step = self._read(trainer)
+        if value is None:
+            return
+        if step is not None:
+            if step == self._checked_step:
+                return
+            self._checked_step = step
+        reason, message = self._judge(value)
+        if reason != EarlyStoppingReason.NOT_STOPPED:
+            # Kept also if a later check is better (min_epochs may hold training): the request stands, also on resume.
+            self.stopping_reason, self.stopping_reason_message = reason, message
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+        if message and (reason != EarlyStoppingReason.NOT_STOPPED or self.verbose):
+            self._say(trainer, "EarlyStopping: %s", message)
+
+    def _read(self, trainer: Trainer) -> tuple[float | None, int | None]:
+        """Return the metric's value and the step that it belongs to; None where it was not logged."""
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            self._miss(trainer)
+            return None, None
+        # .item() waits for the device; we are at the end of an epoch or a validation, where that is paid already.
+        number = value.item() if isinstance(value, Tensor) else value
+        return float(number), trainer.metric_step(self.monitor)
+
+    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
+        """Return what this value means, and update the best score and the count."""
+        name, best, is_better = f"{self.monitor} = {current:.6g}", float(self.best_score), self.monitor_op
+        if self.check_finite and not math.isfinite(current):
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} is not finite (best was {best:.6g})."
+        if self.stopping_threshold is not None and is_better(current, self.stopping_threshold):
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"{name} reached stopping_threshold ({self.order_dict[self.mode]} {self.stopping_threshold}).",
+            )
+        if self.divergence_threshold is not None and is_better(-current, -self.divergence_threshold):
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"{name} is worse than divergence_threshold = {self.divergence_threshold}.",
+            )
+        if is_better(current - self.min_delta, best):
+            self.best_score = torch.tensor(current, dtype=torch.float64)
+            self.wait_count = 0
+            return EarlyStoppingReason.NOT_STOPPED, f"{name} is the new best (was {best:.6g})."
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            return (
+                EarlyStoppingReason.PATIENCE_EXHAUSTED,
+                f"{name} did not improve on {best:.6g} by more than {abs(self.min_delta)} in {self.wait_count} checks.",
+            )
+        return EarlyStoppingReason.NOT_STOPPED, None
+
+    def _miss(self, trainer: Trainer) -> None:
+        known = sorted(trainer.callback_metrics)
+        if self.strict:
+            raise ModuleError(
+                f"EarlyStopping(monitor={self.monitor!r}): no metric of this name was logged"
+                f"{nearest(self.monitor, known)}; there are {known}.",
+                fix=f"log it with self.log({self.monitor!r}, ...), monitor one of those, or pass strict=False.",
+            )
+        if not self._said_missing:
+            self._said_missing = True
+            _log.warning("EarlyStopping: no metric %r was logged; there are %s.", self.monitor, known)
+
+    def _say(self, trainer: Trainer, text: str, *args: object) -> None:
+        if trainer.is_global_zero or not self.log_rank_zero_only:
+            _log.info(text, *args)
+
+
+def _check_arguments(*, monitor: object, min_delta: float, patience: int, mode: str) -> None:
+    problems = []
+    if not isinstance(monitor, str) or not monitor:
+        problems.append(f"monitor={monitor!r} (expected the name of a metric)")
+    if mode not in ("min", "max"):
+        problems.append(f"mode={mode!r} (expected 'min' or 'max')")
+    if not isinstance(patience, int) or patience < 0:
+        problems.append(f"patience={patience!r} (expected a whole number >= 0)")
+    if not min_delta >= 0:
+        problems.append(f"min_delta={min_delta!r} (expected a number >= 0)")
+    if problems:
+        raise ConfigError(f"EarlyStopping: {', '.join(problems)}.", fix="correct these arguments.")

@@ -1,0 +1,194 @@
+"""Leave a machine that is about to be taken away: save, then end with exit code 143. Built by users."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CheckpointError, ConfigError, ModuleError, StopBySignal, nearest
+from ..base import Callback, from_rank_zero
+from ..model_checkpoint import files as files
+from ..model_checkpoint.callback import ModelCheckpoint
+
+if TYPE_CHECKING:
+    from ...trainer.loop.run_signals import Guard
+    from ...trainer.trainer import Trainer
+
+__all__ = ["Preemption"]
+
+_log = logging.getLogger(__name__)
+
+
+class Preemption(Callback):
+    """Turn every kind of notice into one stop that all ranks agree on, with a checkpoint.
+
+    A notice is a signal at any rank (SIGTERM; those in `signals`, too), a file that appears, or a function that returns
+    True, such as a question to the cloud's metadata service. Then the ranks finish the step that they are in, all the
+    same one; rank 0 saves `dirpath/filename.ckpt`; and `fit` raises `StopBySignal`, a SystemExit with code 143. No step
+    costs anything: a signal's handler sets a flag, and file and function are asked by a thread.
+
+    `trainer.fit(..., ckpt_path="last")` goes on from the file, since it lies beside ModelCheckpoint's; not
+    with a `dirpath` that is another than its. Where SLURM can
+    put the job back into the queue, a notice does that as SLURM's own warning does, with its own checkpoint.
+
+    Args:
+        dirpath: Where to save; None for where the first ModelCheckpoint saves, or would by default.
+        filename: Name of the checkpoint, without extension; an earlier one is overwritten.
+        signals: Further signals that are a notice. A signal for which the program has a handler stays with it.
+        notice_file: A file that appears when the machine is to go; looked for on each machine.
+        is_noticed: Asked on each machine, in a thread, every `poll_s`; an exception counts as False.
+        poll_s: Seconds between two questions for file and function.
+        grace_s: Seconds from the notice until the machine goes, if they are known: the log says whether they sufficed.
+
+    Raises:
+        ConfigError: An unknown signal, or one that cannot be handled; times that are not above 0; no file name.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str = "preempted",
+        *,
+        signals: Iterable[str | int] = ("SIGUSR1",),
+        notice_file: str | os.PathLike[str] | None = None,
+        is_noticed: Callable[[], bool] | None = None,
+        poll_s: float = 5.0,
+        grace_s: float | None = None,
+    ) -> None:
+        if poll_s <= 0 or (grace_s is not None and grace_s <= 0) or not filename:
+            raise ConfigError(
+                f"Preemption: poll_s={poll_s}, grace_s={grace_s}, filename={filename!r}: expected times above 0 and a "
+                "name.",
+                fix="leave out what the default suffices for.",
+            )
+        if is_noticed is not None and not callable(is_noticed):
+            raise ConfigError(
+                f"Preemption: is_noticed is {type(is_noticed).__name__}, expected a function.",
+                fix="pass a function without arguments that returns whether the machine is to go.",
+            )
+        self.dirpath = None if dirpath is None else files.normalized(dirpath)
+        self.filename = filename
+        self.signals = [_signal(one) for one in signals]
+        self.notice_file = None if notice_file is None else Path(notice_file).expanduser()
+        self.is_noticed = is_noticed
+        self.poll_s = poll_s
+        self.grace_s = grace_s
+        self._poll: _Poll | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Begin to listen."""
+        if stage != "fit":
+            return
+        guard = trainer.guard
+        if threading.current_thread() is threading.main_thread():
+            for number in self.signals:
+                if not guard.listen_to(number):
+                    _log.warning("Preemption: the program has a handler for %s, which stays.", number.name)
+        if trainer.local_rank == 0 and (self.notice_file is not None or self.is_noticed is not None):
+            self._poll = _Poll(self, guard)
+            self._poll.start()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Save, if the run ends because of a notice."""
+        self._end_poll()
+        guard = trainer.guard
+        if not isinstance(exception, StopBySignal) or trainer.state.fn != "fit" or trainer.fast_dev_run:
+            return
+        if guard.is_to_requeue:
+            return  # that is saved already, in a place where the job looks for it
+        if trainer.world_size > 1 and not trainer.ranks_answer:
+            return
+        try:
+            folder = self.dirpath or from_rank_zero(trainer, lambda: _beside_checkpoints(trainer))
+            path = os.path.join(folder, f"{self.filename}.ckpt")
+            trainer.save_checkpoint(path)
+            trainer.wait_for_save()
+        except (CheckpointError, ModuleError, OSError, RuntimeError):
+            _log.exception("Preemption: nothing could be saved.")
+            return
+        if trainer.is_global_zero:
+            self._report(path, trainer.global_step, guard.requested_at_s)
+
+    def _report(self, path: str, step: int, noticed_s: float | None) -> None:
+        if noticed_s is None:  # the notice came to another rank
+            _log.warning("Preemption: saved %s at step %d.", path, step)
+            return
+        took_s = time.monotonic() - noticed_s
+        grace = "" if self.grace_s is None else f" of {self.grace_s:.0f} s"
+        late = " That was too long: take shorter steps, or a faster disk." if took_s > (self.grace_s or took_s) else ""
+        _log.warning("Preemption: saved %s at step %d, %.1f s%s after the notice.%s", path, step, took_s, grace, late)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Listen no more."""
+        self._end_poll()
+
+    def _end_poll(self) -> None:
+        if self._poll is not None:
+            self._poll.end()
+            self._poll = None
+
+
+class _Poll(threading.Thread):
+    """Asks for the notice until it comes or the run ends."""
+
+    def __init__(self, owner: Preemption, guard: Guard) -> None:
+        super().__init__(name="loopwright-preemption", daemon=True)
+        self._file, self._ask, self._poll_s = owner.notice_file, owner.is_noticed, owner.poll_s
+        self._guard = guard
+        self._ended = threading.Event()
+        self._has_failed = False
+
+    def run(self) -> None:
+        """Ask, again and again."""
+        while not self._ended.is_set():
+            if self._has_come():
+                _log.warning("Preemption: this machine is to go; the run saves itself and ends.")
+                self._guard.request()
+                return
+            self._ended.wait(self._poll_s)
+
+    def _has_come(self) -> bool:
+        if self._file is not None and self._file.exists():
+            return True
+        if self._ask is None:
+            return False
+        try:
+            return bool(self._ask())
+        # The user's function asks a service that may be away for a while: training is worth more than its answer.
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                _log.warning("Preemption: is_noticed failed, and is asked again: %s: %s", type(error).__name__, error)
+            return False
+
+    def end(self) -> None:
+        """Stop asking. A question that is under way is not waited for."""
+        self._ended.set()
+
+
+def _beside_checkpoints(trainer: Trainer) -> str:
+    """Return the folder in which `ckpt_path="last"` looks."""
+    own = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
+    return str(own[0]) if own else files.normalized(files.default_dirpath(trainer))
+
+
+def _signal(one: str | int) -> signal.Signals:
+    names = signal.Signals.__members__
+    try:
+        number = names[one] if isinstance(one, str) else signal.Signals(one)
+    except (KeyError, ValueError):
+        hint = nearest(one, names) if isinstance(one, str) else ""
+        raise ConfigError(
+            f"Preemption: {one!r} is no signal of this system{hint}.", fix="pass names such as 'SIGUSR1'."
+        ) from None
+    if number.name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+        raise ConfigError(
+            f"Preemption: {number.name} cannot be a notice.", fix="pass another signal, such as 'SIGUSR1'."
+        )
+    return number

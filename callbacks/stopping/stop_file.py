@@ -1,0 +1,78 @@
+"""Stop a training from outside, by making a file. Built by users."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..base import Callback
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["StopFile"]
+
+_log = logging.getLogger(__name__)
+
+
+class StopFile(Callback):
+    """Ask training to stop, in good order, when a file appears: `touch STOP`.
+
+    It is as if a callback had set `trainer.should_stop`: training ends between two steps, on all ranks at the same one,
+    `min_epochs` and `min_steps` hold, and `fit` returns as after its last epoch. Rank 0 looks, at most every
+    `interval_s`, and removes the file once it has seen it, so that the next run is not stopped by it. For the same
+    reason a file that is there when training begins is removed, with a warning.
+
+    Args:
+        path: The file; None for `STOP` in the trainer's `default_root_dir`.
+        interval_s: Seconds between two looks, which cost a system call each.
+
+    Raises:
+        ConfigError: `interval_s` is negative.
+    """
+
+    hears_every_step = True
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, interval_s: float = 1.0) -> None:
+        if interval_s < 0:
+            raise ConfigError(f"StopFile: interval_s={interval_s} is negative.", fix="pass 0 or more seconds.")
+        self.path = None if path is None else Path(path).expanduser()
+        self.interval_s = interval_s
+        self._file: Path | None = None
+        self._look_at_s = float("inf")
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Remove what an earlier run left behind."""
+        self._look_at_s = float("inf")
+        if not trainer.is_global_zero:
+            return
+        self._file = self.path or Path(trainer.default_root_dir, "STOP")
+        if self._remove():
+            _log.warning("StopFile: %s was there before training began, and is removed.", self._file)
+        self._look_at_s = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Look for the file."""
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + self.interval_s
+        if self._remove():
+            _log.warning("StopFile: %s was found: training stops.", self._file)
+            self._look_at_s = float("inf")
+            trainer.should_stop = True  # the ranks agree on where
+
+    def _remove(self) -> bool:
+        """Remove the file and return whether it was there."""
+        assert self._file is not None
+        if not self._file.exists():
+            return False
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("StopFile: %s cannot be removed (%s): it would stop the next run, too.", self._file, error)
+        return True

@@ -1,0 +1,194 @@
+"""A limit on the time of training, over all of a run's restarts. Built by users, and by `Trainer(max_time=...)`."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..base import Callback, from_rank_zero
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+    from ..rank_zero import SharedDeadline
+
+__all__ = ["Timer"]
+
+_log = logging.getLogger(__name__)
+_STAGES = ("train", "validate", "test")
+_FORMAT = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
+
+
+def _parse_duration(duration: str | timedelta | dict[str, float] | None) -> float | None:
+    """Return seconds, or None for no limit."""
+    if duration is None:
+        return None
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, dict):
+        try:
+            return timedelta(**duration).total_seconds()
+        except TypeError as error:
+            raise ConfigError(
+                f"Timer: duration={duration!r} has keys that are no units of time ({error}).",
+                fix="use days, hours, minutes, seconds, such as {'hours': 1, 'minutes': 30}.",
+            ) from None
+    match = _FORMAT.fullmatch(duration.strip()) if isinstance(duration, str) else None
+    if match is None:
+        raise ConfigError(
+            f"Timer: duration={duration!r} is no duration: expected 'DD:HH:MM:SS', a timedelta or a dict.",
+            fix="pass for example '00:12:00:00' for twelve hours.",
+        )
+    days, hours, minutes, seconds = (int(part) for part in match.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+
+
+class Timer(Callback):
+    """Measure the time in training, validation and test; ask training to stop when `duration` is over.
+
+    The request is `trainer.should_stop`: the trainer honours it at a step boundary, on all ranks together. The time of
+    earlier runs counts when a run is resumed. Validation inside fit is part of the training time.
+
+    Args:
+        duration: "DD:HH:MM:SS", a timedelta, or its arguments as a dict; None measures only.
+        interval: "step" looks at the clock after each batch, "epoch" after each epoch.
+        verbose: Say so in the log when the time is over.
+
+    Raises:
+        ConfigError: The duration or the interval cannot be read.
+    """
+
+    hears_every_step = True
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, float] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        self._duration_s = _parse_duration(duration)
+        interval = getattr(interval, "value", interval)
+        if interval not in ("step", "epoch"):
+            raise ConfigError(
+                f"Timer: interval={interval!r}, expected 'step' or 'epoch'.", fix="choose one of the two."
+            )
+        self._interval = interval
+        self._verbose = verbose
+        self._started: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._offset_s = 0.0
+        self._deadline_s = float("inf")
+        self._shared: SharedDeadline | None = None
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return when the stage began, in seconds of the monotonic clock; None if it has not."""
+        return self._started.get(_checked(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return when the stage ended, in seconds of the monotonic clock; None if it has not."""
+        return self._ended.get(_checked(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Return the seconds spent in the stage ("train", "validate", "test"), earlier runs' training included."""
+        stage = _checked(stage)
+        before = self._offset_s if stage == "train" else 0.0
+        if stage not in self._started:
+            return before
+        return self._ended.get(stage, time.monotonic()) - self._started[stage] + before
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return the seconds that are left, at least 0; None without a duration."""
+        if self._duration_s is None:
+            return None
+        return max(0.0, self._duration_s - self.time_elapsed(stage))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop at once if a resumed run has no time left."""
+        self._offset_s = from_rank_zero(trainer, self.time_elapsed)
+        self._forget_training()
+        if self._duration_s is not None and self._offset_s >= self._duration_s:
+            self._stop(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock of training."""
+        self._start("train")
+        if self._duration_s is not None:
+            self._deadline_s = self._started["train"] + self._duration_s - self._offset_s
+            if trainer.ranks_answer and self._interval == "step":
+                from ..rank_zero import SharedDeadline  # not imported where there is one process
+
+                self._shared = SharedDeadline(lambda: self._deadline_s - time.monotonic())
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Look at the clock. With several ranks, rank 0's counts, at some steps: see `SharedDeadline`."""
+        if self._shared is not None:
+            if trainer.at_step_boundary and self._shared.has_come(trainer.strategy, trainer.global_step):
+                self._shared, self._deadline_s = None, float("inf")  # once is enough
+                self._stop(trainer)
+        elif time.monotonic() >= self._deadline_s and self._interval == "step" and not trainer.should_stop:
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Look at the clock, for interval="epoch"."""
+        if self._duration_s is None:
+            return
+        if from_rank_zero(trainer, lambda: time.monotonic() >= self._deadline_s and not trainer.should_stop):
+            self._stop(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop the clock of training."""
+        self._ended["train"] = time.monotonic()
+        self._shared = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock of validation."""
+        self._start("validate")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop the clock of validation."""
+        self._ended["validate"] = time.monotonic()
+
+    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Start the clock of the test."""
+        self._start("test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop the clock of the test."""
+        self._ended["test"] = time.monotonic()
+
+    def forget_run(self) -> None:
+        """Count from 0."""
+        self._started, self._ended, self._offset_s = {}, {}, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seconds spent per stage."""
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Count the training time of the earlier run."""
+        self._offset_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        self._started.pop("train", None)
+        self._ended.pop("train", None)
+
+    def _start(self, stage: str) -> None:
+        self._started[stage] = time.monotonic()
+        self._ended.pop(stage, None)
+
+    def _stop(self, trainer: Trainer) -> None:
+        trainer.should_stop = True
+        if self._verbose and trainer.is_global_zero:
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            _log.info("Timer: the time limit is reached after %s of training; stopping at the next step.", elapsed)
+
+
+def _checked(stage: str) -> str:
+    stage = getattr(stage, "value", stage)
+    if stage not in _STAGES:
+        raise ConfigError(f"Timer: stage={stage!r} is not timed, expected one of {list(_STAGES)}.", fix="choose one.")
+    return stage

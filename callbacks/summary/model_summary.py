@@ -1,0 +1,105 @@
+"""Show the model's layers and sizes before training. Built by users, and by the Trainer as its default."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..base import Callback, from_rank_zero
+from .summary import Summary, format_table, summarize
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+__all__ = ["ModelSummary"]
+
+
+class ModelSummary(Callback):
+    """Write a table of the module's layers to standard output at the start of fit, on rank zero.
+
+    Args:
+        max_depth: Levels of submodules to list; 0 shows nothing, -1 all levels.
+        **summarize_kwargs: Handed to `summarize`.
+
+    Raises:
+        ConfigError: `max_depth` is below -1 or no whole number.
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:  # Any: what an own `summarize` takes
+        if not isinstance(max_depth, int) or max_depth < -1:
+            raise ConfigError(
+                f"{type(self).__name__}: max_depth={max_depth!r}, expected -1, 0 or more.", fix="pass a whole number."
+            )
+        self._max_depth = max_depth
+        self._summarize_kwargs = summarize_kwargs
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Measure the module and show the table."""
+        if not self._max_depth:
+            return
+        # A forward pass of a sharded module takes all ranks.
+        summary = self._summary(trainer, pl_module) if trainer.strategy.shards_parameters else None
+        from_rank_zero(trainer, lambda: self._show(trainer, pl_module, summary))
+
+    def _show(self, trainer: Trainer, pl_module: Any, summary: Summary | None) -> None:
+        if not trainer.is_global_zero:
+            return
+        summary = summary or self._summary(trainer, pl_module)
+        self.summarize(
+            summary_data=summary.columns(),
+            total_parameters=summary.total_parameters,
+            trainable_parameters=summary.trainable_parameters,
+            model_size=summary.model_size,
+            total_training_modes=summary.total_training_modes,
+            total_flops=summary.total_flops,
+            **self._summarize_kwargs,
+        )
+
+    def _summary(self, trainer: Trainer, module: Any) -> Summary:
+        """Return what is shown; may be overridden. On rank 0; on all ranks where the strategy shards."""
+        return summarize(module, self._max_depth, forward_context=trainer.fabric.autocast())
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Show the table; may be overridden.
+
+        Args:
+            summary_data: Columns as (title, cells).
+            total_parameters: Number of parameters.
+            trainable_parameters: Those with requires_grad.
+            model_size: Of the parameters, in MB.
+            total_training_modes: Submodules by mode, "train" and "eval".
+            total_flops: Of one forward pass of the example input, 0 without one.
+            **summarize_kwargs: From the constructor.
+        """
+        totals = total_rows(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        sys.stdout.write(format_table(summary_data, totals) + "\n")
+        sys.stdout.flush()
+
+
+def total_rows(
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: dict[str, int],
+    total_flops: int,
+) -> list[tuple[str, str]]:
+    """Return the rows below the table: (number, meaning)."""
+    summary = Summary(
+        total_parameters=total_parameters,
+        trainable_parameters=trainable_parameters,
+        model_size=model_size,
+        total_training_modes=total_training_modes,
+        total_flops=total_flops,
+        has_example=total_flops > 0,
+    )
+    return summary.totals()

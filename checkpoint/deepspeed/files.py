@@ -1,0 +1,177 @@
+"""The files in a folder of DeepSpeed: where they are, whose, what they hold, and what is said where they do not fit."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..file.restricted import WITHOUT_ATTRIBUTES, load_replacing
+
+__all__ = ["DeepSpeedFiles", "checkpoint_files", "find_tag_folder", "is_deepspeed_folder"]
+
+# Any in this file: what DeepSpeed and its users have put into the files.
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+UNIVERSAL = "zero"
+WHOLE_MODEL = "mp_rank_00_model_states.pt"
+
+MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
+OPTIMIZER_OF_RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_CUT_OTHERWISE = {
+    r"(\w+_)?mp_rank_(?!00)\d+_\w+\.pt": "tensor parallelism",
+    r"(layer_\d+_)?expert_\d+_\w+\.pt|expp_rank_\w+\.pt": "experts that ranks share out (MoE)",
+    r"layer_\d+-model_[\w-]+\.pt": "pipeline stages",
+}
+
+_FIX = "copy the folder again from where it came, with the files of all ranks."
+_MAX_NAMED = 5
+
+
+def find_tag_folder(path: Path) -> Path | None:
+    """Return the folder with the files: the path itself, or the one below that `latest` names; None if there is none.
+
+    A universal checkpoint is taken where the path is its folder, or nothing but `latest_universal` is there.
+    """
+    if _has_model(path):
+        return path
+    for mark in (LATEST, LATEST_UNIVERSAL):
+        try:
+            tag = (path / mark).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        below = path / tag
+        if tag and Path(tag).parts == (tag,) and tag != ".." and _has_model(below):
+            return below
+    try:
+        below_it = [entry for entry in path.iterdir() if entry.is_dir() and _has_model(entry)]
+    except OSError:
+        return None
+    return below_it[0] if len(below_it) == 1 else None
+
+
+def is_deepspeed_folder(path: Path) -> bool:
+    """Return whether DeepSpeed has saved a checkpoint in a folder, or in a folder directly below."""
+    return path.is_dir() and find_tag_folder(path) is not None
+
+
+def _has_model(folder: Path) -> bool:
+    names = (WHOLE_MODEL, "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    return any((folder / name).is_file() for name in names) or is_universal(folder)
+
+
+def is_universal(folder: Path) -> bool:
+    """Return whether a tag's folder is a universal checkpoint, of `ds_to_universal`."""
+    return (folder / UNIVERSAL / "optimizer_state.pt").is_file()
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """Return the files that a load reads, by name."""
+    folder = find_tag_folder(path)
+    assert folder is not None
+    return sorted(folder.rglob("*.pt"))
+
+
+class DeepSpeedFiles:
+    """The files in one tag's folder.
+
+    Attributes:
+        folder: The tag's folder.
+        named: Classes and functions that the files read so far name, beside DeepSpeed's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.named: set[str] = set()
+
+    def load(self, path: Path) -> Any:
+        """Return the content of a file; its tensors stay in it.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        try:
+            with open(path, "rb") as file:
+                is_zip = file.read(2) == b"PK"
+            with warnings.catch_warnings():  # about old storages, which do not matter here
+                warnings.simplefilter("ignore")
+                named: set[str] = set()
+                content = load_replacing(path, mmap=is_zip, named=named, known=WITHOUT_ATTRIBUTES)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, IndexError,
+                AttributeError) as error:  # fmt: skip
+            reason = str(error).partition("\n")[0][:200]
+            raise damaged(self.folder, f"{path.name} cannot be read: {reason}") from error
+        shown = path.relative_to(self.folder)
+        self.named |= {f"{name} (in {shown})" for name in named if not name.startswith("deepspeed.")}
+        return content
+
+    def load_dict(self, path: Path) -> dict[str, Any]:
+        """Return what `load` does, of a file that holds a dict."""
+        content = self.load(path)
+        if not isinstance(content, dict):
+            raise damaged(self.folder, f"{path.name} holds a {type(content).__name__}, and not a dict")
+        return content
+
+    def by_rank(self, pattern: re.Pattern[str]) -> dict[int, Path]:
+        """Return the files of one kind by the rank that has saved them.
+
+        Args:
+            pattern: Its last group is the rank.
+        """
+        found: dict[int, Path] = {}
+        for path in sorted(self.folder.iterdir()):
+            match = pattern.fullmatch(path.name)
+            if match is None:
+                continue
+            rank = int(match[pattern.groups])
+            if rank in found:
+                raise damaged(self.folder, f"there are both {found[rank].name} and {path.name}: files of two saves")
+            found[rank] = path
+        return found
+
+    def require_all(self, found: Mapping[int, Path], size: int, what: str) -> None:
+        """Raise a CheckpointError unless there is the file of each of `size` ranks, and of no other."""
+        missing = [rank for rank in range(size) if rank not in found]
+        extra = [found[rank].name for rank in sorted(found) if rank >= size]
+        if missing:
+            raise damaged(
+                self.folder,
+                f"{size} ranks have saved it, and the {what} of rank {some(missing)} are missing",
+            )
+        if extra:
+            raise damaged(self.folder, f"{size} ranks have saved it, and there is {some(extra)}: files of two saves")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_other_cuts(folder: Path) -> None:
+    """Raise a CheckpointError if the files are of a model that ranks have cut in a way that is not read."""
+    names = [path.name for path in folder.iterdir()]
+    for pattern, what in _CUT_OTHERWISE.items():
+        if any(re.fullmatch(pattern, name) for name in names):
+            raise unsupported(folder, what)
+
+
+def unsupported(folder: Path, what: str) -> CheckpointError:
+    """Return the error about a folder that was saved with something that is not read."""
+    return CheckpointError(
+        f"the DeepSpeed folder {str(folder)!r} was saved with {what}, which is not read.",
+        fix="make a universal checkpoint of it with `python -m deepspeed.checkpoint.ds_to_universal` and read that.",
+    )
+
+
+def damaged(folder: Path, problem: str) -> CheckpointError:
+    """Return the error about a folder whose files are missing, malformed, or of several saves."""
+    return CheckpointError(f"the DeepSpeed folder {str(folder)!r} is not whole: {problem}.", fix=_FIX)
+
+
+def some(found: Sequence[object]) -> str:
+    """Return the first few of what was found, for a message."""
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return ", ".join(map(str, found[:_MAX_NAMED])) + more

@@ -1,0 +1,334 @@
+"""Reads folders that DeepSpeed's `engine.save_checkpoint` has written.
+
+    latest                                            the name of the folder below that was saved last
+    <tag>/mp_rank_00_model_states.pt                  weights, counts, what the user had saved: stages 0, 1, 2
+    <tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt the same of rank r: stage 3
+    <tag>/zero_pp_rank_<r>_mp_rank_00_optim_states.pt rank r's part of masters and optimizer state: stages 1 to 3
+    <tag>/zero/<name>/fp32.pt, exp_avg.pt, ...        a universal checkpoint, of `ds_to_universal`: whole tensors
+
+All of them are pickles with objects of DeepSpeed's classes. They are read by restricted.py, which executes nothing:
+DeepSpeed's own objects are left out, since nothing here needs them, and any other name is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..file.lazy import is_tensor, map_tensors
+from ..to_plain import to_plain
+from .files import (
+    MODEL_OF_RANK,
+    OPTIMIZER_OF_RANK,
+    UNIVERSAL,
+    WHOLE_MODEL,
+    DeepSpeedFiles,
+    checkpoint_files,
+    damaged,
+    find_tag_folder,
+    is_universal,
+    refuse_other_cuts,
+    some,
+    unsupported,
+)
+from .optimizers import flats_of, merged_steps, names_of_groups, numbered, steps_of_rank, without_zero
+from .partitions import Flat, MergedTensor, Misfit, cut_groups, cut_parameters
+
+__all__ = ["DeepSpeedFolder", "load", "read_folder"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: what DeepSpeed and its users have put into the files.
+
+_OWN_KEYS = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names", "num_experts",
+    "ds_autoep_layers", "autoep_layers",
+))  # fmt: skip
+# Of Lightning up to 2.0, which had a module of its own around the user's.
+_LIGHTNING_PREFIX = "_forward_module."
+
+
+@dataclass(slots=True)
+class DeepSpeedFolder:
+    """The content of a folder of DeepSpeed, in the field's keys; its tensors are not read.
+
+    Attributes:
+        path: The tag's folder.
+        tree: `state_dict` with float32 weights, `optimizer_states`, `lr_schedulers`, counts, and the client's entries.
+        form: "DeepSpeed folder" or "DeepSpeed universal folder".
+        metadata: Version, stage and number of ranks.
+        dropped: Paths of entries and names of classes that were left out, since they are no plain values.
+    """
+
+    path: Path
+    tree: dict[str, Any]
+    form: str
+    metadata: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+
+def load(path: Path, *, map_location: Any, lazy: bool, is_safe: bool, verify: bool) -> dict[str, Any]:
+    """Return the content of a folder for the Trainer; see `storage.load`.
+
+    Args:
+        path: The folder.
+        map_location: As in torch.load.
+        lazy: Whether tensors stay in the files until they are read.
+        is_safe: Whether entries that are no plain values are an error; else they are left out, with a warning. They
+            are not unpickled in either case.
+        verify: Whether to compare the checksums of the files first.
+    """
+    from ..sharded.reader import read_to
+    from ..verified import verify_as
+
+    if verify:
+        for file in checkpoint_files(path):
+            verify_as(file, str(file))
+    folder = read_folder(path)
+    if folder.dropped and is_safe:
+        raise CheckpointError(
+            f"{str(path)!r} has entries that are no tensors or plain values: {some(folder.dropped)}.",
+            fix="pass weights_only=False, which leaves them out (nothing in the files is executed either way), or "
+            "`loopwright checkpoint convert FOLDER out.ckpt --drop-objects`.",
+        )
+    if folder.dropped:
+        logger.warning("%s: left out, since they are no plain values: %s", path, some(folder.dropped))
+    if lazy:
+        return folder.tree
+    placed: dict[object, Tensor] = {}
+
+    def place(value: Any, where: str) -> Tensor:
+        # The files are mapped: tied weights of one file are two tensors with one memory.
+        memory = (value.data_ptr(), value.shape, value.stride()) if isinstance(value, Tensor) else id(value)
+        if memory not in placed:
+            read = (
+                MergedTensor(where, value.shape, [value.reshape(-1)], value.dtype)
+                if isinstance(value, Tensor)
+                else value
+            )
+            placed[memory] = read_to(read, map_location)
+        return placed[memory]
+
+    tree: dict[str, Any] = map_tensors(folder.tree, place)
+    return tree
+
+
+def read_folder(path: Path) -> DeepSpeedFolder:
+    """Return the content of a folder of DeepSpeed; tensors stay in the files.
+
+    Args:
+        path: What `engine.save_checkpoint` was given, or the tag's folder in it, or a universal checkpoint.
+
+    Raises:
+        CheckpointError: Files are missing, are of another number of ranks, or do not fit together; or the model was cut
+            in a way that is not known here.
+    """
+    folder = find_tag_folder(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{str(path)!r} has no checkpoint of DeepSpeed.", fix="pass what engine.save_checkpoint got."
+        )
+    refuse_other_cuts(folder)
+    try:
+        return _Reader(folder).read()
+    except Misfit as error:
+        raise damaged(folder, f"{error} (of another save, or offloaded to a disk)") from error
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise damaged(folder, f"a file is malformed ({type(error).__name__}: {error})") from error
+
+
+class _Reader:
+    """Read one tag's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = DeepSpeedFiles(folder)
+        self.is_cut = False  # whether the ranks have parts of the parameters themselves (stage 3)
+
+    def read(self) -> DeepSpeedFolder:
+        models = self._models()
+        model = models[0]
+        weights: dict[str, Any] = {}
+        is_converted = is_universal(self.folder)
+        metadata = {"deepspeed": str(model.get("ds_version", "unknown"))}
+        if is_converted:
+            weights, optimizer = self._universal(models)
+            metadata["stage"] = "universal"
+        elif model.get("param_shapes"):
+            weights, optimizer = self._zero(models)
+            metadata["stage"] = "3" if self.is_cut else "1 or 2"
+        else:
+            weights, optimizer = without_zero(model)
+            metadata["stage"] = "0"
+        if "dp_world_size" in model:
+            metadata["ranks"] = str(model["dp_world_size"])
+        plain, dropped = to_plain({key: value for key, value in model.items() if key not in _OWN_KEYS})
+        tree: dict[str, Any] = {"epoch": 0, "global_step": int(model.get("global_steps") or 0), **(plain or {})}
+        weights = self._completed(weights, models)
+        tree["state_dict"], names = _without_prefix(weights, model.get("ds_config"))
+        tree.pop("optimizer_states", None)
+        if optimizer is not None:
+            tree["optimizer_states"] = [_renamed(optimizer, names)]
+        if "lr_schedulers" not in tree:
+            schedule, left_out = to_plain(model.get("lr_scheduler"), "lr_scheduler")
+            dropped += left_out
+            tree["lr_schedulers"] = [] if schedule is None else [schedule]
+        form = "DeepSpeed universal folder" if is_converted else "DeepSpeed folder"
+        return DeepSpeedFolder(self.folder, tree, form, metadata, [*dropped, *sorted(self.files.named)])
+
+    def _models(self) -> list[dict[str, Any]]:
+        """Return the files with weights: one, or in stage 3 one of each rank."""
+        whole = self.folder / WHOLE_MODEL
+        ranks = self.files.by_rank(MODEL_OF_RANK)
+        if whole.is_file() and ranks and not is_universal(self.folder):
+            raise damaged(self.folder, f"there are both {WHOLE_MODEL} and {ranks[min(ranks)].name}: files of two saves")
+        if whole.is_file():
+            return [self.files.load_dict(whole)]
+        if not ranks:
+            return [{"module": {}}]
+        self.is_cut = True
+        first = self.files.load_dict(ranks[min(ranks)])
+        self.files.require_all(ranks, int(first.get("dp_world_size") or len(ranks)), "model states")
+        return [first, *(self.files.load_dict(ranks[rank]) for rank in sorted(ranks)[1:])]
+
+    # -- ZeRO ------------------------------------------------------------------------------------------------------
+
+    def _zero(self, models: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        files = self.files.by_rank(OPTIMIZER_OF_RANK)
+        if not files:
+            raise damaged(self.folder, "the optimizer states of all ranks are missing, which hold the float32 weights")
+        first = steps_of_rank(self.files.load_dict(files[min(files)]))
+        if len(first.num_ranks) > 1:
+            raise unsupported(self.folder, "experts that ranks share out (MoE)")
+        size = max(first.num_ranks, default=len(files))
+        self.files.require_all(files, size, "optimizer states")
+        ranks = [first, *(steps_of_rank(self.files.load_dict(files[rank])) for rank in sorted(files)[1:])]
+        shapes = models[0]["param_shapes"]
+        wrong = [rank for rank, one in enumerate(ranks) if len(one.masters) != len(shapes)]
+        if wrong:
+            count = len(ranks[wrong[0]].masters)
+            raise Misfit(f"rank {wrong[0]} has masters of {count} groups, and the model has {len(shapes)}")
+        if self.is_cut:
+            if len(models) != size:
+                raise Misfit(f"there are model states of {len(models)} ranks, and optimizer states of {size}")
+            sizes = [sum(part.numel() for part in one.masters) for one in ranks]
+            layouts = cut_parameters(shapes, sizes)
+        else:
+            totals = [sum(one.masters[group].numel() for one in ranks) for group in range(len(shapes))]
+            layouts = cut_groups(shapes, totals, first.paddings, size)
+        masters = flats_of(ranks, self.is_cut, lambda rank, group: rank.masters[group])
+        weights = {name: layout.merged(name, masters, torch.float32) for name, layout in layouts.items()}
+        return weights, merged_steps(ranks, layouts, is_cut=self.is_cut)
+
+    # -- universal -------------------------------------------------------------------------------------------------
+
+    def _universal(self, models: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        common = self.files.load_dict(self.folder / UNIVERSAL / "optimizer_state.pt")
+        inner = common.get("optimizer_state_dict")
+        inner = inner if isinstance(inner, dict) else {}
+        shapes: dict[str, Any] = {}
+        for group in models[0].get("param_shapes") or []:
+            shapes.update(group)
+        weights: dict[str, Any] = {}
+        states: dict[str, dict[str, Any]] = {}
+        step = next((entry["step"] for entry in inner.get("state", {}).values() if "step" in entry), None)
+        root = self.folder / UNIVERSAL
+        for file in sorted(root.rglob("*.pt")):
+            name = file.parent.relative_to(root).as_posix()
+            if name == ".":
+                continue
+            value = self.files.load(file)
+            if isinstance(value, dict):
+                if any(key in value for key in ("sub_param_shape", "ep_is_expert_param")):
+                    raise unsupported(self.folder, f"parts of {name} that tensor parallelism or MoE has cut")
+                value = value["param"]
+            if is_tensor(value) and value.ndim and name in shapes:
+                value = MergedTensor(f"{name} ({file.name})", shapes[name], [value.detach().reshape(-1)], value.dtype)
+            if file.stem == "fp32":
+                weights[name] = _as_float32(name, value)
+            else:
+                states.setdefault(name, {})[file.stem] = value
+        for entry in states.values():
+            if step is not None and "step" not in entry:
+                entry["step"] = step
+        groups = common.get("param_groups") or inner.get("param_groups")
+        members = models[0].get("param_shapes")
+        if not groups or not members:
+            return weights, None
+        names = names_of_groups(groups, [list(group) for group in members])
+        return weights, numbered(groups, names, states)
+
+    # -- the rest of the weights -------------------------------------------------------------------------------------
+
+    def _completed(self, weights: dict[str, Any], models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return all of the model's weights in its order: trained, frozen, tied ones and buffers; floats as float32."""
+        model = models[0]
+        saved = model.get("module") or {}
+        buffers = set(model.get("buffer_names") or ())
+        shared = dict(model.get("shared_params") or {})
+        shapes = dict(model.get("frozen_param_shapes") or {})
+        fragments = [one.get("frozen_param_fragments") or {} for one in models]
+        result: dict[str, Any] = {}
+        lost = []
+        for name, value in saved.items():
+            if name in weights and not (name in buffers and _is_whole(value, weights[name])):
+                result[name] = weights[name]
+            elif self.is_cut and name in shapes and name in fragments[0]:
+                pieces = Flat([part[name] for part in fragments]).pieces(0, shapes[name].numel())
+                result[name] = MergedTensor(name, shapes[name], pieces, torch.float32)
+            elif name in shared:
+                result[name] = None  # below; its place in the order is here
+            elif self.is_cut and name not in buffers and isinstance(value, Tensor) and not value.numel():
+                lost.append(name)
+            else:
+                result[name] = _as_float32(name, value)
+        if lost:
+            raise damaged(self.folder, f"there is nothing of {some(lost)} in the files")
+        result.update({name: value for name, value in weights.items() if name not in result})
+        for name, source in shared.items():
+            if name in result:
+                result[name] = result[source]
+        return result
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _without_prefix(weights: dict[str, Any], config: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return weights without the name of a module that was around the user's, and the changed names."""
+    ours = config.get("loopwright") if isinstance(config, dict) else None
+    prefix = str(ours["prefix"]) if ours else _LIGHTNING_PREFIX
+    if not weights or not all(name.startswith(prefix) for name in weights):
+        return weights, {}
+    names = {name: name.removeprefix(prefix) for name in weights}
+    return {names[name]: value for name, value in weights.items()}, names
+
+
+def _renamed(optimizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    for group in optimizer["param_groups"]:
+        if "param_names" in group:
+            group["param_names"] = [names.get(name, name) for name in group["param_names"]]
+    return optimizer
+
+
+def _is_whole(value: Any, like: Any) -> bool:
+    """Return whether a buffer is in the model's file, with its dtype, which ds_to_universal does not keep."""
+    return isinstance(value, Tensor) and value.shape == like.shape
+
+
+def _as_float32(name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.float16, torch.bfloat16):
+        return value.detach() if isinstance(value, Tensor) else value
+    return MergedTensor(name, value.shape, [value.detach().reshape(-1)], torch.float32)

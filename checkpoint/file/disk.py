@@ -1,0 +1,170 @@
+"""What the file system does for a checkpoint: a locked temporary file, fsync, rename, removal of stale files.
+
+And what is said where it refuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from io import FileIO
+from pathlib import Path
+
+from ...errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: temporary files of killed processes stay
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "cannot_remove",
+    "cannot_write",
+    "make_folder",
+    "open_temporary",
+    "remove_quietly",
+    "remove_stale",
+    "sync_file",
+    "sync_folder",
+]
+
+logger = logging.getLogger(__name__)
+
+_MARK = ".tmp-"
+_LONGEST_NAME = 150  # of 255 bytes that file systems allow
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, so that they survive a power cut."""
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for parent in reversed(new):
+        sync_folder(parent.parent)
+
+
+def open_temporary(target: Path) -> tuple[FileIO, Path]:
+    """Return a new, locked file beside `target`, open for reading and writing, and its path.
+
+    The kernel drops the lock when the process ends, however it ends: so the next save knows what is stale.
+    """
+    stem = target.name.encode()[:_LONGEST_NAME].decode(errors="ignore")
+    while True:
+        path = target.with_name(f".{stem}{_MARK}{os.getpid()}-{os.urandom(4).hex()}")
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o666)
+        file = FileIO(descriptor, "r+")
+        # Another process that looks for stale files may have locked or removed it in between.
+        if _lock(descriptor) is not False and path.exists():
+            return file, path
+        file.close()
+        remove_quietly(path)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove temporary files that killed processes have left in a folder."""
+    if fcntl is None:
+        return
+    for name in os.listdir(folder):
+        if not name.startswith(".") or _MARK not in name:
+            continue
+        path = folder / name
+        try:
+            with open(path, "rb") as file:
+                if _lock(file.fileno()) is True:
+                    path.unlink()
+                    logger.info("removed %s, which an interrupted save had left", path)
+        except OSError as error:  # somebody else's file, or gone already: it does not stop this save
+            logger.debug("left %s: %s", path, error)
+
+
+def remove_quietly(path: Path) -> None:
+    """Remove a temporary file; a failure is logged, since an error is already on its way."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("cannot remove the unfinished file %s: %s", path, error)
+
+
+def sync_file(descriptor: int) -> None:
+    """Wait until a file's content is on the disk."""
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves the data in the drive's cache
+    if full_sync is not None:
+        fcntl.fcntl(descriptor, full_sync)
+    else:
+        os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk, where the system can do that."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems have no such call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open file: True done, False another process holds it, None this file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+_FIXES = {
+    errno.ENOSPC: "free space on that disk, keep fewer checkpoints (save_top_k), or choose another folder (dirpath).",
+    errno.EACCES: "choose a folder that this user may write to (dirpath, default_root_dir), or change its permissions.",
+    errno.EROFS: "the file system is read-only: choose another folder (dirpath, default_root_dir).",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`), or choose another file system.",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another folder.",
+    errno.EISDIR: "pass the path of a file: there is a folder of that name.",
+    errno.ENAMETOOLONG: "choose a shorter file name.",
+}
+_FIXES[errno.EDQUOT] = _FIXES[errno.ENOSPC]
+_FIXES[errno.EPERM] = _FIXES[errno.EACCES]
+_FIXES[errno.EEXIST] = _FIXES[errno.ENOTDIR]
+
+
+def cannot_remove(shown: str, error: OSError) -> CheckpointError:
+    """Return the error for a checkpoint that the system does not let us remove."""
+    return CheckpointError(
+        f"the checkpoint {shown!r} cannot be removed: {error.strerror or error}.",
+        fix=_FIXES.get(error.errno or 0, "remove it by hand."),
+    )
+
+
+def cannot_write(what: str, error: OSError, size_bytes: int, folder: Path) -> CheckpointError:
+    """Return the error for what the system does not let us write: why, how much it needs, what is free.
+
+    Args:
+        what: Begins the sentence, such as "the checkpoint 'a.ckpt'".
+        error: Of the system.
+        size_bytes: About how much was to be written.
+        folder: On the disk that it was to be written to.
+    """
+    free = _free_bytes(folder)
+    text = f"{what} could not be written: {error.strerror or error}. It needs about {size_bytes:,} bytes"
+    text += f"; {free:,} bytes are free in {str(folder)!r}." if free is not None else "."
+    text += " No unfinished file is left; if there is a file at that path, it is whole."
+    return CheckpointError(text, fix=_FIXES.get(error.errno or 0, "check the disk, or choose another folder."))
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the free space where a folder is, or would be; None if the system does not say."""
+    for place in (folder, *folder.absolute().parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:  # not made yet, or not ours to see: the one above may say
+            continue
+    return None

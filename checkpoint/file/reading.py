@@ -1,0 +1,91 @@
+"""A checkpoint file read by torch, safely, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import CheckpointError
+from .. import verified
+from ..plain import untrust
+from . import digest as seal
+
+__all__ = ["read_file"]
+
+# What torch.load raises for bytes that are no checkpoint; it documents no list.
+_READ_ERRORS = (
+    pickle.UnpicklingError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+    struct.error,
+)
+
+
+def read_file(
+    path: Path, shown: str, map_location: Any, *, is_safe: bool, mmap: bool, verify: bool
+) -> dict[str, Any]:  # Any: as in torch.load
+    """Return the content of a local file that messages call `shown`; see `storage.load`."""
+    if verify or not os.access(path, os.R_OK) or not path.is_file():  # the latter are explained there
+        is_sealed = verified.verify_as(path, shown).sealed
+    else:
+        with open(path, "rb") as file:
+            is_sealed = seal.is_sealed(file, path.stat().st_size)
+    try:  # what we have sealed is plain: nothing but the Trusted entries needs trust
+        loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe or is_sealed)
+    except (OSError, *_READ_ERRORS) as error:
+        if not verify:
+            verified.verify_as(path, shown)  # if it is damaged, this says where
+        _raise_unreadable(error, shown)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"{shown!r} holds a {type(loaded).__name__}, and a checkpoint is a dict.",
+            fix="pass a file that a Trainer has saved, or read this one with torch.load.",
+        )
+    result: dict[str, Any] = untrust(loaded, allow=not is_safe)
+    return result
+
+
+def _raise_unreadable(error: Exception, shown: str) -> NoReturn:
+    """Raise the error for a file whose bytes are as they were written, and that torch does not read."""
+    if isinstance(error, OSError):
+        raise verified.cannot_read(shown, error) from error
+    if isinstance(error, pickle.UnpicklingError):
+        raise CheckpointError(
+            f"the checkpoint {shown!r} cannot be read safely, as tensors and plain values: {_reason(error)}",
+            fix="pass weights_only=False, only if you trust whoever wrote the file: reading it so can run any code.",
+        ) from error
+    raise CheckpointError(
+        f"the checkpoint {shown!r} cannot be read: {type(error).__name__}: {error}",
+        fix="if it was saved on another device, pass map_location='cpu'; else the file is damaged.",
+    ) from error
+
+
+def _read(path: Path, map_location: Any, *, mmap: bool, is_safe: bool) -> Any:  # Any: whatever the file holds
+    if is_safe:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    try:
+        with warnings.catch_warnings():  # about pickle protocols, which do not matter for the reading below
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError):
+        return torch.load(path, map_location=map_location, weights_only=False, mmap=mmap)
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """Return the sentence of torch's long message that says what it refused."""
+    text = str(error).partition("Check the documentation")[0].rpartition("WeightsUnpickler error:")[2]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].partition(" Please use")[0] if lines else type(error).__name__

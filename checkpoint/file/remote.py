@@ -1,0 +1,117 @@
+"""Checkpoints at URLs, through fsspec.
+
+A remote store has no fsync, and its files cannot be changed in place: a checkpoint is made whole in a local temporary
+folder (TMPDIR), sent under a temporary key, looked at, and moved.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote
+
+from ...errors import CheckpointError, MissingDependency
+
+__all__ = ["Remote", "as_local"]
+
+_TAIL_BYTES = 4096
+_LOCAL_SCHEMES = ("file://", "local://")
+
+
+def as_local(path: str | Path) -> Path | None:
+    """Return the local path that a path or URL names, or None for a remote one."""
+    text = str(path)
+    for scheme in _LOCAL_SCHEMES:
+        if text.startswith(scheme):
+            return Path(unquote(text[len(scheme) :]))
+    return None if isinstance(path, str) and ("://" in path or "::" in path) else Path(path).expanduser()
+
+
+class Remote:
+    """One file of a remote store.
+
+    Args:
+        url: Address that fsspec understands.
+        options: Arguments of the file system: credentials, endpoints.
+
+    Raises:
+        MissingDependency: The protocol needs a package that is not installed.
+        CheckpointError: The protocol is unknown.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+        from fsspec.core import url_to_fs
+
+        try:
+            self._store, self._key = url_to_fs(url, **(options or {}))
+        except ImportError as error:
+            package = error.name or url.partition("://")[0]
+            raise MissingDependency(package, needed_for=f"the checkpoint path {url!r}") from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"the checkpoint path {url!r} cannot be understood: {error}.",
+                fix="pass a local path, or a URL of a protocol that fsspec knows, such as s3://bucket/run.ckpt.",
+            ) from error
+        self.url = url
+
+    def exists(self) -> bool:
+        """Return whether there is such a file."""
+        return bool(self._store.isfile(self._key))
+
+    def is_folder(self) -> bool:
+        """Return whether the address is a folder."""
+        return bool(self._store.isdir(self._key))
+
+    def open(self) -> tuple[IO[bytes], int]:
+        """Return the file, open for reading, and its size in bytes."""
+        return self._store.open(self._key, "rb"), int(self._store.size(self._key))
+
+    def send(self, source: Path) -> None:
+        """Put a local file there: under a temporary key first, then moved.
+
+        Raises:
+            OSError: What arrived is not what was sent; what was there before may be gone if the move failed.
+        """
+        folder, name = posixpath.split(self._key)
+        temporary = posixpath.join(folder, f".{name}.tmp-{os.urandom(4).hex()}")
+        self._store.makedirs(folder, exist_ok=True)
+        try:
+            self._store.put_file(str(source), temporary)
+            self._compare(source, temporary)
+            self._store.mv(temporary, self._key)
+        except BaseException:
+            if self._store.exists(temporary):
+                self._store.rm_file(temporary)
+            raise
+        self._compare(source, self._key)
+
+    def fetch(self, target: Path) -> None:
+        """Copy the file to a local one."""
+        self._store.get_file(self._key, str(target))
+
+    def neighbours(self) -> list[str]:
+        """Return the names of the files in the same folder."""
+        folder = posixpath.dirname(self._key)
+        if not self._store.isdir(folder):
+            return []
+        return [posixpath.basename(name) for name in self._store.ls(folder, detail=False)]
+
+    def remove(self) -> None:
+        """Remove the file."""
+        self._store.rm_file(self._key)
+
+    def _compare(self, source: Path, key: str) -> None:
+        # The last bytes hold the seal, a digest of all headers and of every record's CRC.
+        self._store.invalidate_cache()
+        expected = source.stat().st_size
+        found = int(self._store.size(key))
+        if found != expected:
+            raise OSError(f"{expected} bytes were sent, {found} bytes arrived")
+        start = max(0, expected - _TAIL_BYTES)
+        with self._store.open(key, "rb") as file, open(source, "rb") as own:
+            file.seek(start)
+            own.seek(start)
+            if file.read() != own.read():
+                raise OSError("what arrived differs from what was sent")

@@ -1,0 +1,158 @@
+"""Reads and writes safetensors files: weights without anything else.
+
+safetensors has no tied tensors: of several names of one tensor, the first is written; the others stand in the metadata
+under `loopwright.tied`, as JSON from each to the first, and are put back when Loopwright reads the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..sharded.shard_file import write_tensor
+from .lazy import is_tensor, read_tensor, size_bytes
+from .streamed import FileSink, write_whole
+
+__all__ = ["TIED_KEY", "WeightsTensor", "read_weights", "write_weights"]
+
+TIED_KEY = "loopwright.tied"
+
+_ALIGNMENT = 64
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
+    torch.int64: "I64", torch.uint64: "U64", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class WeightsTensor:
+    """A tensor of a safetensors file that has not been read yet."""
+
+    def __init__(self, file: Path, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.path = name
+        self.shape = shape
+        self.dtype = dtype
+        self._file = file
+
+    def __repr__(self) -> str:
+        return f"<WeightsTensor {self.path}: shape {tuple(self.shape)}, {self.dtype}, not read>"
+
+    def read(self) -> Tensor:
+        """Return the tensor, on the CPU."""
+        from safetensors import safe_open
+
+        with safe_open(str(self._file), "pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(self.path)
+        return tensor
+
+
+def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, str]]:  # Any: WeightsTensor
+    """Return the tensors of a file by name, not read, and its metadata.
+
+    Raises:
+        CheckpointError: It is no safetensors file, or is truncated.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt", device="cpu") as file:
+            metadata = dict(sorted((file.metadata() or {}).items()))  # they come in any order
+            found: dict[str, Any] = {}  # Any: WeightsTensor
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                part = file.get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    dtype = file.get_tensor(name).dtype
+                found[name] = WeightsTensor(path, name, torch.Size(part.get_shape()), dtype)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as safetensors: {error}.",
+            fix="copy the file again from where it came; it is truncated, altered, or of another kind.",
+        ) from error
+    for name, first in _tied(metadata).items():
+        if first in found and name not in found:
+            found[name] = found[first]
+    return found, metadata
+
+
+def write_weights(
+    weights: Mapping[str, Any],  # Any: Tensor or StoredTensor
+    path: str | Path,
+    *,
+    advance: Callable[[int], object] | None = None,
+    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+) -> None:
+    """Write tensors as a safetensors file, one at a time in memory; the file takes its place when it is whole.
+
+    Args:
+        weights: By name; one that stands under several names is written once.
+        path: File or URL.
+        advance: Called with the number of bytes whenever some were written.
+        storage_options: Arguments of the remote file system.
+
+    Raises:
+        CheckpointError: There are entries that such a file cannot hold, which are all named, or it cannot be written.
+    """
+    problems = [
+        f"{name}: {value.dtype if is_tensor(value) else type(value).__name__}"
+        for name, value in weights.items()
+        if not is_tensor(value) or value.dtype not in _NAMES
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} entries cannot stand in a safetensors file: {', '.join(problems[:10])}.",
+            fix="write another format (--to state-dict), or leave them out of the state dict.",
+        )
+    names = [name for name in weights if name == "__metadata__" or type(name) is not str]
+    if names:
+        raise CheckpointError(f"a safetensors file cannot have the names {names}.", fix="rename them with --map.")
+    tied = _find_tied(weights)
+    kept = sorted((name for name in weights if name not in tied), key=lambda name: -weights[name].dtype.itemsize)
+    metadata = {"format": "pt"} | ({TIED_KEY: json.dumps(tied)} if tied else {})
+    header: dict[str, Any] = {"__metadata__": metadata}  # Any: JSON
+    position = 0
+    for name in kept:
+        end = position + size_bytes(weights[name])
+        shape = list(weights[name].shape)
+        header[name] = {"dtype": _NAMES[weights[name].dtype], "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+
+    def write(file: FileIO) -> None:
+        FileSink(file).write(memoryview(len(text).to_bytes(8, "little") + text))
+        sink = FileSink(file, advance)
+        for name in kept:
+            write_tensor(read_tensor(weights[name]), sink)
+
+    write_whole(path, position, write, storage_options)
+
+
+def _find_tied(weights: Mapping[str, Any]) -> dict[str, str]:  # Any: Tensor or StoredTensor
+    """Return for each further name of a tensor its first one."""
+    first: dict[object, str] = {}
+    tied = {}
+    for name, value in weights.items():
+        memory: object = id(value)
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.numel():
+            memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if first.setdefault(memory, name) != name:
+            tied[name] = first[memory]
+    return tied
+
+
+def _tied(metadata: Mapping[str, str]) -> dict[str, str]:
+    try:
+        tied = json.loads(metadata.get(TIED_KEY, "{}"))
+    except ValueError:
+        return {}
+    return {str(name): str(first) for name, first in tied.items()} if isinstance(tied, dict) else {}

@@ -1,0 +1,230 @@
+"""Folders on disk and at URLs: the few operations that a checkpoint folder needs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ..file import disk
+from ..file.disk import cannot_remove
+from ..file.remote import Remote, as_local
+from .manifest import MANIFEST
+from .shard_file import Sink
+
+__all__ = ["OWN_NAME", "LocalPlace", "RemotePlace", "is_folder_checkpoint", "place_of", "remove"]
+
+# A file of a save; its token tells of which.
+OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.(?:ckpt|safetensors)")
+
+_BUFFER = 1 << 20
+
+
+class LocalPlace:
+    """A folder on disk.
+
+    Args:
+        folder: Its path; it need not be there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def address(self, name: str) -> str:
+        """Return the path of a file in it."""
+        return str(self.folder / name)
+
+    def names(self) -> set[str]:
+        """Return the names in it; none if it is not there."""
+        try:
+            return set(os.listdir(self.folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            OSError: It is not there, or is no regular file.
+        """
+        found = os.stat(self.folder / name)
+        if not stat.S_ISREG(found.st_mode):  # a pipe would block whoever opens it
+            raise OSError(errno.EINVAL, "it is no regular file", str(self.folder / name))
+        return found.st_size
+
+    def open(self, name: str) -> IO[bytes]:
+        """Return a file, open for reading, without a buffer."""
+        return open(self.folder / name, "rb", buffering=0)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        self.size(name)
+        return (self.folder / name).read_bytes()
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Sink]:
+        """Open a new file for writing; it is on the disk when this ends, or gone if that fails."""
+        path = self.folder / name
+        try:
+            with io.FileIO(path, "xb") as file:
+                writer = io.BufferedWriter(file, _BUFFER)
+                try:
+                    yield writer
+                    writer.flush()
+                    disk.sync_file(file.fileno())
+                except BaseException:
+                    file.close()  # else the writer would try once more to write when it is collected
+                    raise
+                writer.detach()
+            disk.sync_folder(self.folder)
+        except BaseException:
+            if self.folder.is_dir():
+                disk.remove_quietly(path)
+            raise
+
+    def remove(self, names: set[str]) -> None:
+        """Remove files; a failure is logged."""
+        for name in sorted(names):
+            disk.remove_quietly(self.folder / name)
+
+
+class RemotePlace:
+    """A folder at a URL, through fsspec.
+
+    Args:
+        url: Its address.
+        options: Arguments of the file system.
+
+    Raises:
+        MissingDependency: The protocol needs a package that is not installed.
+        CheckpointError: The protocol is unknown.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        self.options = options
+        self.remote = Remote(self.url, options)  # explains a protocol that cannot be used
+        self._store, self._key = url_to_fs(self.url, **(options or {}))
+
+    def address(self, name: str) -> str:
+        """Return the URL of a file in it."""
+        return f"{self.url}/{name}"
+
+    def names(self) -> set[str]:
+        """Return the names in it; none if it is not there."""
+        self._store.invalidate_cache()
+        try:
+            found = self._store.ls(self._key, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        return {str(name).rstrip("/").rpartition("/")[2] for name in found}
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            OSError: It is not there.
+        """
+        return int(self._store.size(self._path(name)))
+
+    def open(self, name: str) -> IO[bytes]:
+        """Return a file, open for reading."""
+        file: IO[bytes] = self._store.open(self._path(name), "rb")
+        return file
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        return bytes(self._store.cat_file(self._path(name)))
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Sink]:
+        """Open a new file for writing; it has arrived when this ends, or is gone if that fails."""
+        self._store.makedirs(self._key, exist_ok=True)
+        try:
+            with self._store.open(self._path(name), "wb") as file:
+                yield file
+        except BaseException:
+            self._remove(name)
+            raise
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file in one request, over what is there.
+
+        Raises:
+            OSError: Something else arrived.
+        """
+        self._store.makedirs(self._key, exist_ok=True)
+        self._store.pipe_file(self._path(name), content)
+        self._store.invalidate_cache()
+        if self.read(name) != content:
+            raise OSError(errno.EIO, "what arrived differs from what was sent", self.address(name))
+
+    def remove(self, names: set[str]) -> None:
+        """Remove files; what is gone already is fine."""
+        for name in sorted(names):
+            self._remove(name)
+
+    def remove_folder(self) -> None:
+        """Remove the manifest, then all the rest."""
+        self._remove(MANIFEST)
+        if self._store.exists(self._key):
+            self._store.rm(self._key, recursive=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._key}/{name}"
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._store.rm_file(self._path(name))
+
+
+def place_of(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> LocalPlace | RemotePlace:  # Any: fsspec
+    """Return the folder that a path or URL names."""
+    local = as_local(path)
+    return RemotePlace(str(path), storage_options) if local is None else LocalPlace(local)
+
+
+def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own
+    """Return whether a path or URL is a folder with a manifest: a sharded checkpoint whose save has finished."""
+    local = as_local(path)
+    if local is not None:
+        return (local / MANIFEST).is_file()
+    return Remote(f"{str(path).rstrip('/')}/{MANIFEST}", storage_options).exists()
+
+
+def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+    """Remove a checkpoint folder with all that is in it; nothing happens if there is none.
+
+    It is gone in one step, before its files are removed; what a kill in between leaves, the next save into the same
+    parent folder removes. At a URL the manifest goes first. Of a link only the link is removed.
+
+    Raises:
+        CheckpointError: It is a folder without a manifest, or the system does not allow it.
+    """
+    local = as_local(path)
+    try:
+        if local is None:
+            if is_folder_checkpoint(path, storage_options):
+                RemotePlace(str(path), storage_options).remove_folder()
+        elif local.is_symlink():
+            local.unlink()
+        elif is_folder_checkpoint(local):
+            hidden = local.with_name(f".tmp-{os.getpid()}-{os.urandom(4).hex()}.folder")
+            os.rename(local, hidden)
+            shutil.rmtree(hidden)
+        elif local.exists():
+            raise OSError(errno.EISDIR, f"it has no {MANIFEST}, so it is no checkpoint folder", str(local))
+    except OSError as error:
+        raise cannot_remove(str(path), error) from error

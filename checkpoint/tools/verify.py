@@ -1,0 +1,60 @@
+"""Whether a checkpoint of any form is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import CheckpointError
+from .. import sharded, storage
+from ..deepspeed.files import is_deepspeed_folder
+from ..deepspeed.folder import read_folder
+from ..file.remote import as_local
+from ..file.safetensors_file import read_weights
+from .dcp_folder import DcpFolder
+from .formats import LIGHTNING_EXTRA, is_dcp_folder, is_safetensors
+
+__all__ = ["check"]
+
+_MAX_NAMED = 5
+
+
+def check(path: str | Path, advance: Callable[[int], object] | None = None) -> str:
+    """Read a checkpoint once, compare it with its checksums, and return in words what was compared.
+
+    Args:
+        path: File, folder or URL.
+        advance: Called with the number of bytes whenever some were read, in whatever thread reads.
+
+    Raises:
+        CheckpointNotFound: There is nothing at the path.
+        CheckpointError: It is damaged, or no checkpoint; names what is wrong, as file and tensor.
+    """
+    local = as_local(path)
+    if local is not None and is_dcp_folder(local) and not sharded.is_folder_checkpoint(local):
+        return _check_dcp(local, advance)
+    if local is not None and is_safetensors(local):
+        weights, _ = read_weights(local)
+        return f"{len(weights)} tensors (safetensors has no checksums: only sizes and places were compared)"
+    if local is not None and is_deepspeed_folder(local):
+        read_folder(local)  # whether the files of all ranks are there, and fit together
+    found = storage.verify(path, advance=advance)
+    if found.sealed:
+        return f"every byte matches its checksum ({found.entries} records, {found.size_bytes:,} bytes)"
+    if not found.entries:
+        return f"it can be opened (torch's old format has no checksums; {found.size_bytes:,} bytes)"
+    return f"{found.entries} records match their checksums, {found.size_bytes:,} bytes (no seal: headers have none)"
+
+
+def _check_dcp(path: Path, advance: Callable[[int], object] | None) -> str:
+    folder = DcpFolder(path)
+    problems = folder.check(advance)
+    if (path / LIGHTNING_EXTRA).is_file():
+        storage.verify(path / LIGHTNING_EXTRA)
+    if problems:
+        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise CheckpointError(
+            f"the folder {str(path)!r} is damaged: {'; '.join(problems[:_MAX_NAMED])}{more}.",
+            fix="use another checkpoint, or copy this one again from where it came.",
+        )
+    return f"{folder.num_records} records match their checksums (.metadata has none)"

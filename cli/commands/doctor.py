@@ -1,0 +1,84 @@
+"""`loopwright doctor`: what this machine offers for training, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...doctor import Finding
+
+__all__ = ["doctor"]
+
+_MARKS = {"ok": " ", "note": "-", "warning": "!", "problem": "X"}
+_NAME_WIDTH = 24
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print the findings and return the exit code: 0, or 1 if there is a problem.
+
+    Args:
+        arguments: What came after `loopwright doctor`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="loopwright doctor",
+        description="Say what this machine offers for training, and what is wrong with it: devices, packages, engines "
+        "that import, compilers, shared memory, limits, connections between processes, and the disk where checkpoints "
+        "go. A line begins with ! for what will be slow or fail under load, with X for what does not work, with - for "
+        "what is missing and not everyone needs. The exit code is 1 if there is an X.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where checkpoints are to go (here)")
+    parser.add_argument(
+        "--disk-size",
+        type=float,
+        default=256,
+        metavar="MB",
+        help="how much is written and read there; 0: nothing (256)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60, metavar="SECONDS", help="limit for the import of an engine (60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    given = parser.parse_args(arguments)
+    for name in ("disk_size", "timeout"):
+        if not getattr(given, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a number of at least 0")
+
+    from ...doctor import examine
+
+    findings = examine(given.folder.expanduser(), disk_bytes=int(given.disk_size * 1e6), timeout_s=given.timeout)
+    levels = _print_json(findings) if given.json else _print_text(findings)
+    return 1 if "problem" in levels else 0
+
+
+def _print_json(findings: Iterable[Finding]) -> list[str]:
+    entries = [{**asdict(one), "level": one.level.value} for one in findings]
+    sys.stdout.write(json.dumps(entries, indent=2) + "\n")
+    return [str(entry["level"]) for entry in entries]
+
+
+def _print_text(findings: Iterable[Finding]) -> list[str]:
+    levels: list[str] = []
+    section = None
+    for one in findings:
+        if one.section != section:
+            sys.stdout.write(f"{'' if section is None else chr(10)}{one.section}\n")
+            section = one.section
+        sys.stdout.write(f"{_MARKS[one.level.value]} {one.name:{_NAME_WIDTH}} {one.value}\n")
+        if one.advice:
+            sys.stdout.write(f"  {'':{_NAME_WIDTH}} -> {one.advice}\n")
+        sys.stdout.flush()  # an engine's import takes seconds: what is known is shown
+        levels.append(one.level.value)
+    problems, warnings = levels.count("problem"), levels.count("warning")
+    sys.stdout.write(f"\n{_count(problems, 'problem')}, {_count(warnings, 'warning')}\n")
+    return levels
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number or 'no'} {name if number == 1 else f'{name}s'}"

@@ -1,0 +1,263 @@
+"""`loopwright launch`: start a program in several processes. A thin layer over torch's elastic launch (torchrun)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import ConfigError, LaunchError, LoopwrightError
+from .launch_options import Request, read_request
+
+__all__ = ["Plan", "launch", "make_plan"]
+
+_DEFAULT_PORT = "29400"
+# Strategies that start processes themselves: below a launcher each process would start more.
+_OWN_PROCESSES = ("spawn", "fork", "notebook")
+# Our name -> torchrun's, where the value is passed on as it is.
+_PASSED_ON = {
+    name: name
+    for name in (
+        "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "monitor-interval",
+        "shutdown-timeout", "log-dir", "redirects", "tee", "node-rank",
+    )
+} | {"local-address": "local-addr", "main-address": "master-addr", "main-port": "master-port"}  # fmt: skip
+_VARIABLES = {
+    "accelerator": "LT_ACCELERATOR",
+    "strategy": "LT_STRATEGY",
+    "devices": "LT_DEVICES",
+    "precision": "LT_PRECISION",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started.
+
+    Attributes:
+        torchrun: Arguments of torchrun before the program.
+        program: The program and its arguments.
+        variables: Environment variables that the processes get.
+    """
+
+    torchrun: tuple[str, ...]
+    program: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self) -> str:
+        """Return the same as a line for a shell."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        words += ["python", "-m", "torch.distributed.run", *map(shlex.quote, (*self.torchrun, *self.program))]
+        return " ".join(words)
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Start the program that the arguments name, and wait for it.
+
+    Returns:
+        0 if all processes ended well; else what the first that failed ended with (128 + the signal's number, if one
+        killed it); 2 if nothing was started.
+    """
+    try:
+        request = read_request(arguments)
+        plan = make_plan(request, num_gpus=_num_gpus(), num_cpus=_num_cpus(), variables=os.environ)
+        if request.is_dry_run:
+            sys.stdout.write(f"{plan.command()}\n")
+            return 0
+        _check_program(request)
+        return _start(plan)
+    except LoopwrightError as error:
+        sys.stderr.write(f"loopwright launch: {error}\n")
+        return 2
+
+
+def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapping[str, str]) -> Plan:
+    """Return what to start.
+
+    Args:
+        request: What the user asked for.
+        num_gpus: GPUs of this machine.
+        num_cpus: CPU cores that this process may use.
+        variables: Environment variables that are set already.
+
+    Raises:
+        ConfigError: The request contradicts itself, or something is missing; all of it is named.
+    """
+    from ...fabric import join_errors
+
+    problems: list[ConfigError] = []
+    nproc, local = _num_processes(request.options, num_gpus, num_cpus, problems)
+    nnodes = _num_nodes(request.options, problems)
+    meeting = _meeting(request.options, nnodes, problems)
+    _check_strategy(request.options, problems)
+    if problems:
+        raise join_errors(problems)
+    ours = {_VARIABLES[name]: value for name, value in request.options.items() if name in _VARIABLES}
+    if nnodes is not None and nnodes.isdecimal() and int(nnodes) > 1:
+        ours["LT_NUM_NODES"] = nnodes
+    if local > 1 and "OMP_NUM_THREADS" not in variables:
+        ours["OMP_NUM_THREADS"] = str(max(1, num_cpus // local))
+    kind = ("--module",) if request.is_module else ()
+    return Plan((*meeting, f"--nproc-per-node={nproc}", *kind), request.program, ours)
+
+
+def _num_processes(
+    options: Mapping[str, str], num_gpus: int, num_cpus: int, problems: list[ConfigError]
+) -> tuple[str, int]:
+    """Return what torchrun is told about the number of processes on this machine, and the number."""
+    devices = options.get("devices", "auto")
+    listed = [index for index in devices.split(",") if index.strip()]
+    asked = len(listed) if "," in devices else int(devices) if devices.isdecimal() else None
+    nproc = options.get("nproc-per-node")
+    if nproc is None:
+        is_cpu = options.get("accelerator", "auto") == "cpu"
+        count = asked if asked is not None else 1 if is_cpu else max(1, num_gpus)
+        if count < 1:
+            problems.append(ConfigError("--devices=0 leaves nothing to train on.", fix="pass --devices=1 or more."))
+        return str(count), count
+    if nproc == "gpu" and not num_gpus:
+        problems.append(ConfigError("--nproc-per-node=gpu, but this machine has no GPU.", fix="pass a number."))
+    local = int(nproc) if nproc.isdecimal() else num_gpus or num_cpus if nproc != "cpu" else num_cpus
+    if asked is not None and asked != local:
+        problems.append(
+            ConfigError(
+                f"--nproc-per-node={nproc} is {local} on this machine, but --devices={devices} is {asked}: each "
+                "process has one device.",
+                fix="leave one of the two out.",
+            )
+        )
+    return nproc, local
+
+
+def _num_nodes(options: Mapping[str, str], problems: list[ConfigError]) -> str | None:
+    """Return the number of machines, or MIN:MAX; None where the user did not speak of machines."""
+    nnodes, num_nodes = options.get("nnodes"), options.get("num-nodes")
+    if nnodes is not None and num_nodes is not None and nnodes != num_nodes:
+        problems.append(
+            ConfigError(
+                f"--nnodes={nnodes} and --num-nodes={num_nodes} say different things.", fix="leave one of the two out."
+            )
+        )
+    return nnodes if nnodes is not None else num_nodes
+
+
+def _meeting(options: Mapping[str, str], nnodes: str | None, problems: list[ConfigError]) -> list[str]:
+    """Return torchrun's arguments on how machines meet."""
+    by_hand = [name for name in ("node-rank", "main-address", "main-port") if name in options]
+    by_rdzv = [name for name in ("rdzv-backend", "rdzv-endpoint") if name in options]
+    passed = dict(options)
+    if by_hand and by_rdzv and options.get("rdzv-backend") != "static":
+        problems.append(
+            ConfigError(
+                f"{_flags(by_hand)} and {_flags(by_rdzv)} are two ways for machines to meet.",
+                fix="pass --node-rank, --main-address and --main-port, or the --rdzv-... options.",
+            )
+        )
+    elif by_rdzv:
+        missing = [name for name in ("rdzv-endpoint", "rdzv-id") if name not in options]
+        if options.get("rdzv-backend", "c10d") != "static" and missing:
+            problems.append(_missing(missing, "--rdzv-backend"))
+        passed.setdefault("rdzv-backend", "c10d")
+    elif nnodes is None and by_hand:
+        problems.append(
+            ConfigError(
+                f"{_flags(by_hand)}: this is for several machines, but --nnodes is missing.",
+                fix="pass --nnodes, the number of machines; or leave it out to use this machine only.",
+            )
+        )
+    elif nnodes is None or (nnodes == "1" and not by_hand):
+        # The name of a machine need not resolve; its processes reach each other all the same.
+        passed.setdefault("local-address", "127.0.0.1")
+        return ["--standalone", *_passed_on(passed)]
+    elif ":" in nnodes:
+        problems.append(_missing(["rdzv-backend", "rdzv-endpoint", "rdzv-id"], f"--nnodes={nnodes}"))
+    else:
+        missing = [name for name in ("node-rank", "main-address") if name not in options]
+        if int(nnodes) > 1 and missing:
+            problems.append(_missing(missing, f"--nnodes={nnodes}"))
+        if int(options.get("node-rank", "0")) >= int(nnodes):
+            problems.append(
+                ConfigError(
+                    f"--node-rank={options['node-rank']}, but with --nnodes={nnodes} machines have the numbers 0 to "
+                    f"{int(nnodes) - 1}.",
+                    fix="pass the right number.",
+                )
+            )
+        passed.setdefault("main-port", _DEFAULT_PORT)
+        passed.setdefault("node-rank", "0")
+    return [f"--nnodes={nnodes or 1}", *_passed_on(passed)]
+
+
+def _passed_on(options: Mapping[str, str]) -> list[str]:
+    return [f"--{theirs}={options[ours]}" for ours, theirs in _PASSED_ON.items() if ours in options]
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
+
+
+def _missing(names: Sequence[str], needed_by: str) -> ConfigError:
+    return ConfigError(
+        f"{needed_by} needs {_flags(names)} as well.",
+        fix="pass the same options on every machine; only --node-rank differs, where it is needed.",
+    )
+
+
+def _check_strategy(options: Mapping[str, str], problems: list[ConfigError]) -> None:
+    strategy = options.get("strategy", "").lower()
+    if any(word in strategy for word in _OWN_PROCESSES):
+        problems.append(
+            ConfigError(
+                f"--strategy={strategy} starts processes itself, but `loopwright launch` has started them already.",
+                fix="pass --strategy=ddp; or run the program without `loopwright launch`.",
+            )
+        )
+
+
+def _check_program(request: Request) -> None:
+    if not request.is_module and not Path(request.program[0]).is_file():
+        raise ConfigError(
+            f"{request.program[0]!r} is no file in {os.getcwd()!r}.",
+            fix="pass the path of a script, or -m and the name of a module; options come before it.",
+        )
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(plan: Plan) -> int:
+    """Run torchrun in this process, and return the exit code."""
+    # Private to torch's launcher, but the only way to tell its causes apart: torchrun itself ends with 1 for all.
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    os.environ.update(plan.variables)
+    try:
+        torchrun.run(torchrun.parse_args([*plan.torchrun, *plan.program]))
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        sys.stderr.write(f"loopwright launch: ended by {error.sigval.name}\n")
+        return 128 + int(error.sigval)
+    except (DistError, RendezvousError) as error:
+        raise LaunchError(
+            f"the machines did not meet: {error}.",
+            fix="look whether all were started with the same options, whether --main-address (or --rdzv-endpoint) is "
+            "reached from each, and whether another program uses its port.",
+        ) from error
+    return 0

@@ -1,0 +1,281 @@
+"""What `loopwright launch` takes, from the command line and from a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, nearest
+
+__all__ = ["OPTIONS", "Option", "Request", "read_request"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option that takes a value; in a file it is a key of the same name.
+
+    Attributes:
+        name: As it is typed, without the dashes in front.
+        metavar: What the help shows for its value.
+        help: What it does.
+        accept: Whether a value can be right.
+        group: Under which heading of the help it stands.
+        other_names: Names that torchrun's users know.
+    """
+
+    name: str
+    metavar: str
+    help: str
+    accept: Callable[[str], bool] = bool
+    group: str = "processes"
+    other_names: tuple[str, ...] = ()
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) >= 1
+
+
+def _is_range(text: str) -> bool:
+    least, _, most = text.partition(":")
+    return _is_count(least) and (not most or (_is_count(most) and int(most) >= int(least)))
+
+
+def _is_seconds(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+_GROUPS = {
+    "processes": "how many processes",
+    "machines": "several machines",
+    "faults": "failures and output",
+    "trainer": "what Trainer and Fabric get where the program does not say it (as LT_... variables)",
+}
+OPTIONS = (
+    Option(
+        "nproc-per-node",
+        "N|auto|cpu|gpu",
+        "processes on this machine; auto: one per GPU, or per CPU core where there is none. Without it: what --devices "
+        "says, else one per GPU, else 1",
+        lambda text: _is_count(text) or text in ("auto", "cpu", "gpu"),
+    ),
+    Option(
+        "nnodes",
+        "N|MIN:MAX",
+        "number of machines, on each of which the same command is started; without it: this one",
+        _is_range,
+        "machines",
+    ),
+    Option("node-rank", "R", "number of this machine, from 0", str.isdecimal, "machines"),
+    Option("main-address", "HOST", "address of the machine with number 0", bool, "machines", ("master-addr",)),
+    Option(
+        "main-port",
+        "PORT",
+        "port on the machine with number 0 (default: 29400)",
+        lambda text: _is_count(text) and int(text) < 65536,
+        "machines",
+        ("master-port",),
+    ),
+    Option(
+        "rdzv-backend", "NAME", "c10d or etcd-v2: machines number themselves, and may come and go", bool, "machines"
+    ),
+    Option("rdzv-endpoint", "HOST[:PORT]", "where machines meet", bool, "machines"),
+    Option("rdzv-id", "ID", "name of the job, the same on all machines", bool, "machines"),
+    Option("rdzv-conf", "KEY=VALUE,...", "more for the rendezvous, such as timeout=60 (seconds)", bool, "machines"),
+    Option("local-address", "HOST", "how the others reach this machine", bool, "machines", ("local-addr",)),
+    Option("max-restarts", "N", "how often all processes are started again after a failure", str.isdecimal, "faults"),
+    Option("monitor-interval", "SECONDS", "how often processes are looked at", _is_seconds, "faults"),
+    Option("shutdown-timeout", "SECONDS", "time that processes have to end after a signal", str.isdecimal, "faults"),
+    Option("log-dir", "PATH", "where --redirects and --tee write", bool, "faults"),
+    Option("redirects", "1|2|3", "write stdout (1), stderr (2) or both to files", bool, "faults"),
+    Option("tee", "1|2|3", "as --redirects, and to the terminal too", bool, "faults"),
+    Option("accelerator", "NAME", "LT_ACCELERATOR: cpu, gpu, cuda, ...", bool, "trainer"),
+    Option("strategy", "NAME", "LT_STRATEGY: ddp, fsdp, ...", bool, "trainer"),
+    Option("devices", "N|LIST|auto", "LT_DEVICES: devices of each machine", bool, "trainer"),
+    Option("num-nodes", "N", "LT_NUM_NODES: the same as --nnodes", _is_count, "trainer"),
+    Option("precision", "NAME", "LT_PRECISION: bf16-mixed, 32-true, ...", bool, "trainer"),
+)
+_PROGRAM_KEYS = ("script", "module", "args")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        options: Value by the option's name; those that were given.
+        program: The script and its arguments, or the module and its arguments.
+        is_module: Whether the program is a module's name, as in `python -m`.
+        is_dry_run: Whether to say only what would be run.
+    """
+
+    options: Mapping[str, str]
+    program: tuple[str, ...]
+    is_module: bool = False
+    is_dry_run: bool = False
+
+
+@dataclass
+class _Found:
+    """What one source says, and what is wrong with it."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ()
+    is_module: bool = False
+    problems: list[ConfigError] = field(default_factory=list)
+
+    def add(self, option: Option, text: str, shown: str) -> None:
+        """Take a value, if it can be right."""
+        if option.accept(text):
+            self.options[option.name] = text
+        else:
+            self.problems.append(
+                ConfigError(f"{shown} is {text!r}, expected {option.metavar}.", fix=f"it means: {option.help}.")
+            )
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """Return what the command line and its --config say; the command line wins.
+
+    Args:
+        arguments: What came after `loopwright launch`.
+
+    Raises:
+        ConfigError: An option or key is unknown, or a value cannot be right; all are named.
+        SystemExit: --help was asked for, or an option lacks its value.
+    """
+    from ...fabric import join_errors
+
+    options, program, has_dashes = _split(arguments)
+    given, unknown = _parser().parse_known_args(options)
+    flags = _Found()
+    for option in OPTIONS:
+        text = getattr(given, option.name.replace("-", "_"))
+        if text is not None:
+            flags.add(option, text, f"--{option.name}")
+    names = [f"--{name}" for option in OPTIONS for name in (option.name, *option.other_names)]
+    for word in unknown:
+        if word.startswith("-"):
+            flags.problems.append(
+                ConfigError(
+                    f"{word} is no option of `loopwright launch`{nearest(word, [*names, '--config', '--dry-run'])}.",
+                    fix="see `loopwright launch --help`; options of your program come after its name.",
+                )
+            )
+    file = _Found() if given.config is None else _read_file(given.config)
+    problems = [*flags.problems, *file.problems]
+    if program and file.program and has_dashes:
+        program, given.module = [*file.program, *program], file.is_module
+    elif not program:
+        program, given.module = list(file.program), file.is_module
+    if not program and not problems:
+        problems.append(
+            ConfigError(
+                "`loopwright launch` was given no program.",
+                fix="write its name after the options: loopwright launch --nproc-per-node 2 train.py",
+            )
+        )
+    if problems:
+        raise join_errors(problems)
+    return Request({**file.options, **flags.options}, tuple(program), given.module, given.dry_run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loopwright launch",
+        usage="loopwright launch [options] script.py [arguments]\n"
+        "       loopwright launch [options] -m module [arguments]\n"
+        "       loopwright launch --config file.yaml [options] [-- arguments]",
+        description="Start a program in several processes, on this machine or on several, by torch's elastic launch.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a YAML file with the names of these options as keys, and with script (or module) and args; what is "
+        "written on the command line wins",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    groups = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
+    for option in OPTIONS:
+        flags = [f"--{name}" for name in (option.name, *option.other_names)]
+        groups[option.group].add_argument(*flags, metavar=option.metavar, help=option.help)
+    return parser
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Return our options, then the program with its arguments, and whether `--` stood between them.
+
+    The program is the first word that is neither an option nor an option's value. Names may be written with `_`.
+    """
+    with_value = {f"--{name}" for option in OPTIONS for name in (option.name, *option.other_names)} | {"--config"}
+    ours: list[str] = []
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-"):
+        if arguments[index] == "--":
+            return ours, list(arguments[index + 1 :]), True
+        name, is_joined, value = arguments[index].partition("=")
+        name = name.replace("_", "-")
+        index += 1
+        if name in with_value and not is_joined and index < len(arguments):
+            is_joined, value = "=", arguments[index]
+            index += 1
+        ours.append(f"{name}{is_joined}{value}")
+    return ours, list(arguments[index:]), False
+
+
+def _read_file(path: str) -> _Found:
+    """Return what a YAML file says."""
+    content = _load(path)
+    found = _Found()
+    by_name = {name: option for option in OPTIONS for name in (option.name, *option.other_names)}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if value is None or name in _PROGRAM_KEYS:
+            continue
+        if name in by_name:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            found.add(by_name[name], text, f"{key} in {path}")
+        else:
+            known = [*by_name, *_PROGRAM_KEYS]
+            found.problems.append(
+                ConfigError(
+                    f"{path} has the unknown key {key!r}{nearest(name, known)}.", fix=f"use some of {', '.join(known)}."
+                )
+            )
+    names = [name for name in ("script", "module") if content.get(name) is not None]
+    if len(names) == 2:
+        found.problems.append(ConfigError(f"{path} has script and module.", fix="keep one of them."))
+    words = content.get("args") or []
+    if isinstance(words, str):
+        import shlex
+
+        words = shlex.split(words)
+    if not isinstance(words, list):
+        found.problems.append(ConfigError(f"args in {path} is {words!r}.", fix="write a list, or one string."))
+    elif names:
+        found.is_module = names[0] == "module"
+        found.program = (str(content[names[0]]), *map(str, words))
+    return found
+
+
+def _load(path: str) -> dict[Any, Any]:  # Any: whatever a YAML file holds
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not Path(path).is_file():
+        raise ConfigError(f"--config {path!r} is no file.", fix="pass the path of a YAML file.")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config {path!r} cannot be read: {error}", fix="mend the file.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path!r} holds no keys, but {content!r}.", fix="write lines of `key: value`.")
+    return dict(content)

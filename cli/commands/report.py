@@ -1,0 +1,107 @@
+"""`loopwright report`: one HTML page of runs. `loopwright watch`: their curves in the terminal, live."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+
+from ...errors import LoopwrightError
+
+__all__ = ["report", "watch"]
+
+_DIRECTORIES = "a run's directory, or one that holds several; NAME=DIR gives its run a name"
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Write the page and return the exit code: 0, or 2 if there was nothing to write or no place for it.
+
+    Args:
+        arguments: What came after `loopwright report`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="loopwright report",
+        description="Make one HTML page of runs, from what their loggers and checkpoints left: curves, numbers, "
+        "checkpoints, configuration, environment. The page holds all it needs and asks the network for nothing.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("directories", nargs="+", metavar="RUN_DIR", help=_DIRECTORIES)
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="the page (report.html)")
+    parser.add_argument("--title", help="the page's heading (the names of the runs)")
+    _add_smoothing(parser, 0.6, "where the slider stands at first: 0 draws what was logged")
+    parser.add_argument("--no-checkpoints", action="store_true", help="do not look for checkpoints, and into them")
+    given = parser.parse_args(arguments)
+
+    def write() -> int:
+        from ...report import read_runs, write_report
+
+        runs = read_runs(given.directories, checkpoints=not given.no_checkpoints)
+        path = write_report(runs, given.output, title=given.title, smoothing=given.smoothing)
+        metrics = len({name for run in runs for name in run.series})
+        checkpoints = sum(len(run.checkpoints) for run in runs)
+        sys.stdout.write(
+            f"{path}: {_count(len(runs), 'run')}, {_count(metrics, 'metric')}, {_count(checkpoints, 'checkpoint')}, "
+            f"{path.stat().st_size / 1e6:.1f} MB\n"
+        )
+        for run in runs:
+            for problem in run.problems:
+                sys.stderr.write(f"loopwright report: {run.name}: {problem}\n")
+        return 0
+
+    return _guarded("report", write)
+
+
+def watch(arguments: Sequence[str]) -> int:
+    """Show the curves until Ctrl-C and return the exit code: 0, or 2 if there is no such directory.
+
+    Args:
+        arguments: What came after `loopwright watch`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="loopwright watch",
+        description="Show the curves of runs in the terminal while they train; Ctrl-C ends it. Where the output is no "
+        "terminal, they are printed once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("directories", nargs="+", metavar="RUN_DIR", help=_DIRECTORIES)
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="time between two looks (2)")
+    parser.add_argument("--metric", action="append", default=[], metavar="PATTERN", help="show only these: '*loss'")
+    parser.add_argument("--once", action="store_true", help="print the curves and end")
+    _add_smoothing(parser, 0.0, "0 draws what was logged, 0.9 a calm line (0)")
+    given = parser.parse_args(arguments)
+    if not given.every > 0:
+        parser.error(f"--every {given.every:g}: expected seconds above 0")
+
+    def show() -> int:
+        from rich.console import Console
+
+        from ...report.runs import RunReader
+        from ...report.terminal import NO_LIMIT, render_terminal, watch
+
+        reader, console = RunReader(given.directories), Console()
+        if given.once:
+            size = (console.width, NO_LIMIT)
+            console.print(render_terminal(reader.read(), size, metrics=given.metric, smoothing=given.smoothing))
+            return 0
+        with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+            watch(reader, console, every_s=given.every, metrics=given.metric, smoothing=given.smoothing)
+        return 0
+
+    return _guarded("watch", show)
+
+
+def _add_smoothing(parser: argparse.ArgumentParser, default: float, text: str) -> None:
+    parser.add_argument("--smoothing", type=float, default=default, metavar="0..0.99", help=text)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _guarded(command: str, work: Callable[[], int]) -> int:
+    try:
+        return work()
+    except (LoopwrightError, OSError) as error:
+        sys.stderr.write(f"loopwright {command}: {error}\n")
+        return 2

@@ -1,0 +1,119 @@
+"""Makes modules with Lightning's paths from the tables; their names are looked up when they are first used.
+
+`install` puts one `LightningFinder` at the front of `sys.meta_path`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.metadata import Distribution, DistributionFinder
+
+__all__ = ["ROOTS", "VERSION", "LightningFinder"]
+
+# The version whose names and signatures the tables follow.
+VERSION = "2.6.6"
+
+# Package that a program imports -> its place in the tables.
+ROOTS = {"lightning": "", "pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
+
+
+class LightningFinder:
+    """Finds and makes the modules, and answers `importlib.metadata.version("lightning")`.
+
+    It has the methods of importlib's finders and loaders, without their base classes, whose import takes 5 ms.
+
+    Attributes:
+        serves_classes_of: The package of the classes that stand for Lightning's: a command line finds them by name.
+    """
+
+    serves_classes_of = "loopwright.compat."
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load a module of the tables, None for any other."""
+        if fullname.split(".", 1)[0] not in ROOTS:
+            return None
+        from .paths import PATHS
+
+        place = _place(fullname)
+        if place not in PATHS:
+            return None
+        is_package = any(other.startswith(f"{place}." if place else "") for other in PATHS if other != place)
+        return spec_from_loader(
+            fullname, cast("Loader", self), origin="loopwright.compat.lightning", is_package=is_package
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave it to Python."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its names; none of them is looked up yet."""
+        from .homes import has_home
+        from .paths import PATHS
+
+        place = _place(module.__name__)
+        names = PATHS[place].split()
+        more = next((name[1:] for name in names if name.startswith("*")), None)
+        served = [name for name in names if not name.startswith("*")]
+
+        def lookup(name: str) -> Any:  # Any: whatever the name means
+            if name in served:
+                value = _resolve(place, name)
+            elif f"{place}.{name}".lstrip(".") in PATHS:
+                return import_module(f"{module.__name__}.{name}")
+            elif not name.startswith("__") and has_home(name):
+                # Lightning's modules import from each other, and programs take a name from where they saw it.
+                value = _resolve(place, name)
+            elif more is not None and not name.startswith("__"):
+                value = getattr(import_module(f"{__package__.rpartition('.')[0]}.{more}"), name)
+            else:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            setattr(module, name, value)
+            return value
+
+        children = {other.rpartition(".")[2] for other in PATHS if other.rpartition(".")[0] == place and other}
+        module.__dict__.update(
+            __getattr__=lookup,
+            __dir__=lambda: sorted({*module.__dict__, *served, *children}),
+            __all__=[name for name in served if not name.startswith("_")],
+            __version__=VERSION,
+        )
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """Give the metadata of the packages, to programs that ask for one of them by name."""
+        from .metadata import find
+
+        return find(getattr(context, "name", None), VERSION)
+
+
+def _place(fullname: str) -> str:
+    """Return the key of a module in the tables."""
+    root, _, rest = fullname.partition(".")
+    return ".".join(part for part in (ROOTS[root], rest) if part)
+
+
+def _resolve(place: str, name: str) -> Any:  # Any: whatever the name means
+    """Return what a name of a module means here."""
+    from .homes import find_home
+
+    home = find_home(place, name)
+    if home.startswith("!"):
+        from .absent import make_absent
+
+        return make_absent(name, place, home[1:])
+    module, _, attribute = home.partition(":")
+    package = "loopwright" if module == "" else f".{module}"
+    root = sys.modules[__name__].__name__.rsplit(".", 4)[0]
+    found = import_module(package if package == root else f"{root}{package}")
+    return getattr(found, attribute or name)

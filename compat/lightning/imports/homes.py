@@ -1,0 +1,158 @@
+"""What each name of Lightning means here: the second table. paths.py, the first, says where names can be imported from.
+
+A home is `module` or `module:name` within loopwright, or `!why` for a name without a meaning here.
+"""
+
+from __future__ import annotations
+
+__all__ = ["find_home", "has_home"]
+
+_OWN = "compat.lightning"
+
+# Module of loopwright -> names of Lightning that it serves; `A=B` is Lightning's A, which is called B there.
+_HOMES = {
+    "accelerators": "Accelerator CPUAccelerator CUDAAccelerator "
+    "MPSAccelerator XLAAccelerator TPUAccelerator=XLAAccelerator find_usable_cuda_devices",
+    "callbacks": "BackboneFinetuning BaseFinetuning BatchSizeFinder Callback Checkpoint "
+    "DeviceStatsMonitor EMAWeightAveraging EarlyStopping EarlyStoppingReason GradientAccumulationScheduler "
+    "LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary "
+    "OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme SpikeDetection "
+    "StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer TrainingSpikeException WeightAveraging",
+    "callbacks.finetuning": "multiplicative",
+    "checkpoint": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO=TorchCheckpointIO",
+    "data": "AttributeDict CombinedLoader move_data_to_device=move_to_device",
+    "fabric": "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment "
+    "SLURMEnvironment TorchElasticEnvironment is_wrapped isolate_rng pl_worker_init_function reset_seed "
+    "seed_everything",
+    "fabric.peak_flops": "get_available_flops",
+    "fabric.throughput": "Throughput measure_flops",
+    "loggers": "CometLogger DummyLogger Logger MLFlowLogger WandbLogger rank_zero_experiment",
+    "loggers.base": "DummyExperiment",
+    "loggers.csv_logger": "ExperimentWriter",
+    "precision": "DoublePrecision HalfPrecision MixedPrecision Precision XLAPrecision "
+    "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
+    "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
+    "TPUPrecision=XLAPrecision TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
+    "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler",
+    "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync ParallelStrategy "
+    "SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm XLAFSDPStrategy "
+    "XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
+    "strategies.deepspeed.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision",
+    "trainer.loop.optimizers": "LightningOptimizer=ManagedOptimizer",
+    "trainer.loop.schedule": "LRSchedulerConfig",
+    "tuner": "Tuner _LRFinder=LearningRateCurve",
+    f"{_OWN}.cli.argument_parser": "LRSchedulerTypeTuple LightningArgumentParser ReduceLROnPlateau",
+    f"{_OWN}.cli.lightning_cli": "LRSchedulerCallable LightningCLI OptimizerCallable SaveConfigCallback "
+    "instantiate_class "
+    "instantiate_module",
+    f"{_OWN}.collectives": "Collective SingleDeviceCollective TorchCollective",
+    f"{_OWN}.connectors": "_AcceleratorConnector _CallbackConnector _CheckpointConnector _ResultMetric",
+    f"{_OWN}.demos": "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule "
+    "ManualOptimBoringModel Net RandomDataset RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen",
+    f"{_OWN}.enums": "GradClipAlgorithmType Interval LightningEnum RestartStage RunningStage "
+    "TrainerFn TrainerState TrainerStatus WriteInterval",
+    f"{_OWN}.errors": "LightningDeprecationWarning MisconfigurationException PossibleUserWarning SIGTERMException "
+    "disable_possible_user_warnings",
+    f"{_OWN}.fabric": "Fabric find_free_network_port",
+    f"{_OWN}.utilities.files": "_NotYetLoadedTensor _lazy_load get_filesystem "
+    "load_hparams_from_tags_csv load_hparams_from_yaml "
+    "save_hparams_to_tags_csv save_hparams_to_yaml is_shared_filesystem",
+    f"{_OWN}.utilities.hparams": "HyperparametersMixin clean_namespace collect_init_args get_init_args is_picklable "
+    "lightning_getattr lightning_hasattr lightning_setattr parse_class_init_keys save_hyperparameters update_hparams",
+    f"{_OWN}.utilities.versions": "__version__ module_available package_available",
+    f"{_OWN}.loggers": "CSVLogger TensorBoardLogger merge_dicts",
+    f"{_OWN}.utilities.memory": "garbage_collection_cuda get_cpu_stats get_device_stats get_nvidia_gpu_stats "
+    "is_cuda_available is_cuda_out_of_memory is_cudnn_snafu is_oom_error is_out_of_cpu_memory num_cuda_devices "
+    "recursive_detach",
+    f"{_OWN}.module": "CheckpointHooks DataHooks LightningDataModule LightningModule ModelHooks",
+    f"{_OWN}.optimizer": "_MockOptimizer do_nothing_closure",
+    f"{_OWN}.utilities.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
+    "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
+    f"{_OWN}.precision": "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
+    f"{_OWN}.prediction_writer": "BasePredictionWriter",
+    f"{_OWN}.progress": "Tqdm convert_inf get_standard_metrics",
+    f"{_OWN}.utilities.rank_zero": "WarningCache rank_prefixed_message rank_zero_debug rank_zero_deprecation "
+    "rank_zero_info "
+    "rank_zero_only rank_zero_warn",
+    f"{_OWN}.utilities.sizes": "convert_tensors_to_scalars convert_to_tensors extract_batch_size has_iterable_dataset "
+    "has_len "
+    "has_len_all_ranks sized_len suggested_max_num_workers DistributedSamplerWrapper UnrepeatedDistributedSampler "
+    "UnrepeatedDistributedSamplerWrapper",
+    f"{_OWN}.registries": "ACCELERATOR_REGISTRY AcceleratorRegistry=ACCELERATOR_REGISTRY STRATEGY_REGISTRY "
+    "StrategyRegistry=STRATEGY_REGISTRY",
+    f"{_OWN}.summary": "LEFTOVER_PARAMS_NAME LayerSummary NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE "
+    "get_formatted_model_size get_human_readable_count parse_batch_shape summarize",
+    f"{_OWN}.trainer": "Trainer",
+    f"{_OWN}.utilities.type_names": "CollectibleGroup DistributedDataParallel EVAL_DATALOADERS LRSchedulerConfigType "
+    "LRSchedulerPLType LRSchedulerType LRSchedulerTypeUnion Optimizable OptimizerConfig OptimizerLRScheduler "
+    "OptimizerLRSchedulerConfig TRAIN_DATALOADERS ReduceOp STEP_OUTPUT Steppable _MAP_LOCATION_TYPE _PATH",
+    f"{_OWN}.utilities.values": "CHECKPOINT_PAST_HPARAMS_KEYS CONVERSION_DTYPES CPU_DEVICE FLOAT16_EPSILON "
+    "FLOAT32_EPSILON "
+    "FLOAT64_EPSILON FRAMEWORK_NAME LOCAL_FILE_URI_PREFIX _runif_reasons call_register_accelerators "
+    "max_seed_value min_seed_value "
+    "cli_lightning_logo migrate_checkpoint pl_legacy_patch",
+}  # fmt: skip
+
+# Why a name has no meaning here -> the names.
+_ABSENT = {
+    "its loops are not classes here: trainer/loop/ has functions of a "
+    "run": "AbstractClosure Closure ClosureResult ManualResult OutputResult check_finite_loss prepare_for_backward",
+    "quantized and fp8 layers are their libraries' own; convert the module in configure_model":
+    "BitsandbytesPrecision BitsandbytesPrecisionPlugin TransformerEnginePrecision TransformerEnginePrecisionPlugin "
+    "TPUBf16Precision TPUBf16PrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin LightningDoublePrecisionModule",
+    "Habana's devices are not supported": "HPUAccelerator HPUCheckpointIO HPUParallelStrategy HPUPrecisionPlugin "
+    "SingleHPUStrategy",
+    "tensor parallel meshes are not there": "ModelParallelStrategy",
+    "it needs a hosted service that has no public interface here; pass a WandbLogger, MLFlowLogger or CometLogger":
+    "LitLogger NeptuneLogger download_model_from_registry find_model_local_ckpt_path",
+    "PyTorchProfiler records one window by itself": "RegisterRecordFunction ScheduleWrapper",
+    "FSDP is torch's fully_shard here; use fabric.save and fabric.load, or checkpoints of any layout":
+    "_get_full_state_dict_context",
+    "DeepSpeed's own converter does it: zero_to_fp32.py in its checkpoint folder":
+    "DeepSpeedLayerSummary DeepSpeedSummary convert_zero_checkpoint_to_fp32_state_dict deepspeed_param_size "
+    "ds_checkpoint_dir remove_module_hooks",
+    "demos other than the boring ones are not copied": "Dictionary LightningLSTM LightningTransformer MNIST "
+    "MNISTDataModule PositionalEncoding SequenceSampler SimpleLSTM Transformer WikiText2 tokenize "
+    "get_torchvision_model",
+    "an XLA host is found by its runtime": "XLAEnvironment",
+    "there is no server here": "ServableModule ServableModuleValidator",
+    "the bar has columns of its own": "BatchesProcessedColumn CustomBarColumn CustomInfiniteTask CustomProgress "
+    "CustomTimeColumn MetricsTextColumn ProcessingSpeedColumn",
+}  # fmt: skip
+
+# Beginning of a module's path -> names that mean something else there than elsewhere.
+_LOCAL = {
+    "fabric.loggers": {
+        "CSVLogger": f"{_OWN}.loggers:FabricCSVLogger",
+        "TensorBoardLogger": f"{_OWN}.loggers:FabricTensorBoardLogger",
+    },
+    "fabric.utilities": {"ThroughputMonitor": "fabric.throughput:ThroughputMonitor"},
+    "pytorch.utilities.model_summary": {"ModelSummary": f"{_OWN}.summary:ModelSummary"},
+}
+
+
+def _by_name() -> dict[str, str]:
+    table = {}
+    for module, names in _HOMES.items():
+        for entry in names.split():
+            name, _, called = entry.partition("=")
+            table[name] = f"{module}:{called or name}"
+    for why, names in _ABSENT.items():
+        table.update(dict.fromkeys(names.split(), f"!{why}"))
+    return table
+
+
+_BY_NAME = _by_name()
+
+
+def find_home(place: str, name: str) -> str:
+    """Return the home of a name in the module at `place`, which is its path without "lightning."."""
+    for beginning, names in _LOCAL.items():
+        if name in names and (place == beginning or place.startswith(f"{beginning}.")):
+            return names[name]
+    return _BY_NAME[name]
+
+
+def has_home(name: str) -> bool:
+    """Return whether a name of Lightning means something here."""
+    return name in _BY_NAME

@@ -1,0 +1,113 @@
+"""Lightning's helpers for files: file systems, hyperparameters as YAML or CSV, and checkpoints that stay on disk."""
+
+from __future__ import annotations
+
+import csv
+from ast import literal_eval
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ....checkpoint import storage
+from ....checkpoint.file.lazy import read_tensor
+
+__all__ = [
+    "get_filesystem",
+    "is_shared_filesystem",
+    "load_hparams_from_tags_csv",
+    "load_hparams_from_yaml",
+    "save_hparams_to_tags_csv",
+    "save_hparams_to_yaml",
+]
+
+
+def get_filesystem(path: str | Path, **kwargs: Any) -> Any:  # Any: fsspec is not annotated
+    """Return the fsspec file system of a path or URL."""
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(str(path), **kwargs)[0]
+
+
+def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: int = 3) -> bool:  # Any: a strategy
+    """Return whether all ranks see one file system at a path: with one process, or behind a URL. On every rank.
+
+    Args:
+        strategy: Knows the ranks.
+        path: The folder; the working directory by default.
+        timeout: Accepted; nothing waits.
+    """
+    if path is not None and "://" in str(path):
+        return True
+    if getattr(strategy, "world_size", 1) == 1:
+        return True
+    import socket
+
+    # Ranks on one machine see one file system; for several machines it is not tried out.
+    return len(set(strategy.gather_objects(socket.gethostname()))) == 1
+
+
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:  # Any: a mapping
+    """Write hyperparameters as YAML."""
+    from omegaconf import OmegaConf
+
+    entries = dict(hparams) if isinstance(hparams, Mapping) else dict(vars(hparams))
+    Path(config_yaml).write_text(OmegaConf.to_yaml(OmegaConf.create(entries, flags={"allow_objects": True})))
+
+
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> dict[str, Any]:
+    """Return hyperparameters of a YAML file; an empty dict if there is no file."""
+    from omegaconf import OmegaConf
+
+    if not Path(config_yaml).is_file():
+        return {}
+    found = OmegaConf.to_container(OmegaConf.load(config_yaml), resolve=True)
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Any) -> None:  # Any: a mapping or namespace
+    """Write hyperparameters as a table of keys and values."""
+    entries = dict(hparams) if isinstance(hparams, Mapping) else dict(vars(hparams))
+    with open(tags_csv, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("key", "value"))
+        writer.writerows(entries.items())
+
+
+def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
+    """Return hyperparameters of a table of keys and values; an empty dict if there is no file."""
+    if not Path(tags_csv).is_file():
+        return {}
+    with open(tags_csv, newline="") as file:
+        return {row["key"]: _literal(row["value"]) for row in csv.DictReader(file)}
+
+
+def _literal(text: str) -> Any:  # Any: what was written
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class _NotYetLoadedTensor:
+    """A tensor of a file that was opened by `_lazy_load`.
+
+    `_load_tensor` reads it, and so does `torch.Tensor` code that asks for a tensor by that method.
+    """
+
+    def __init__(self, stored: Any) -> None:  # Any: Tensor or StoredTensor
+        self._stored = stored
+
+    def _load_tensor(self) -> Any:  # Any: a tensor
+        return read_tensor(self._stored)
+
+    def __getattr__(self, name: str) -> Any:  # Any: the tensor's
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._stored if hasattr(self._stored, name) else self._load_tensor(), name)
+
+
+def _lazy_load(filename: str | Path) -> Any:  # Any: a nested checkpoint
+    """Return the content of a file of torch.save; its tensors are read when they are asked for."""
+    from ....checkpoint.file.lazy import map_tensors
+
+    return map_tensors(storage.load(filename, lazy=True, verify=False), lambda stored, _: _NotYetLoadedTensor(stored))

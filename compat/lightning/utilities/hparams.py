@@ -1,0 +1,164 @@
+"""Lightning's helpers for hyperparameters and for attributes that a batch size or rate may stand under."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
+from types import FrameType
+from typing import Any
+
+from ....data.hparams import HyperParameters, save_hyperparameters
+from ....tuner.setting import write_setting
+
+__all__ = [
+    "HyperparametersMixin",
+    "clean_namespace",
+    "collect_init_args",
+    "get_init_args",
+    "is_picklable",
+    "lightning_getattr",
+    "lightning_hasattr",
+    "lightning_setattr",
+    "parse_class_init_keys",
+    "save_hyperparameters",
+    "update_hparams",
+]
+
+
+class HyperparametersMixin:
+    """`save_hyperparameters` and `hparams` for classes that are no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log_hyperparams = False
+
+    def save_hyperparameters(
+        self,
+        *args: Any,  # Any: see the function of this name
+        ignore: Any = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+        given_hparams: dict[str, Any] | None = None,
+    ) -> None:
+        """Keep the arguments of `__init__` in `self.hparams`; see `LightningModule.save_hyperparameters`."""
+        current = inspect.currentframe()
+        caller = frame if frame is not None else current.f_back if current is not None else None
+        save_hyperparameters(self, *args, ignore=ignore, frame=caller, given_hparams=given_hparams, logger=logger)
+
+    @property
+    def hparams(self) -> Any:  # Any: entries are attributes
+        """The hyperparameters: a mapping with attribute access."""
+        return self.__dict__.setdefault("_hparams", HyperParameters())
+
+    @property
+    def hparams_initial(self) -> Any:  # Any: entries are attributes
+        """Copy of the hyperparameters from when they were saved."""
+        return self.__dict__.get("_hparams_initial", HyperParameters())
+
+    def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
+        """Take entries out of the hyperparameters."""
+        remove_ignored(self, ignore_list)
+
+
+def remove_ignored(owner: Any, ignore_list: list[str] | str) -> None:  # Any: module or data module
+    """Take entries out of an object's hyperparameters."""
+    for name in [ignore_list] if isinstance(ignore_list, str) else ignore_list:
+        owner.hparams.pop(name, None)
+
+
+def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
+    """Put values into nested hyperparameters, in place."""
+    for key, value in updates.items():
+        if isinstance(value, Mapping) and isinstance(hparams.get(key), dict):
+            update_hparams(hparams[key], value)
+        else:
+            hparams[key] = value
+
+
+def is_picklable(obj: object) -> bool:
+    """Return whether pickle can write an object."""
+    try:
+        pickle.dumps(obj)
+    except Exception:  # whatever an object's own reduction raises
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[str, Any] | Namespace) -> None:
+    """Take out what pickle cannot write, in place."""
+    entries: Any = vars(hparams) if isinstance(hparams, Namespace) else hparams
+    for key in [key for key, value in entries.items() if not is_picklable(value)]:
+        del entries[key]
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Return the names of `self`, of `*args` and of `**kwargs` in a class's `__init__`; None where there is none."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+
+    def of_kind(kind: Any) -> str | None:
+        return next((parameter.name for parameter in parameters if parameter.kind == kind), None)
+
+    return parameters[0].name, of_kind(inspect.Parameter.VAR_POSITIONAL), of_kind(inspect.Parameter.VAR_KEYWORD)
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the `__init__` that runs in a frame."""
+    _, _, _, local = inspect.getargvalues(frame)
+    if "__class__" not in local:
+        return {}
+    owner, positional, keywords = parse_class_init_keys(local["__class__"])
+    names = [name for name in inspect.signature(local["__class__"].__init__).parameters if name != owner]
+    found = {name: local[name] for name in names if name in local and name not in (positional, keywords)}
+    return {**found, **local.get(keywords or "", {})}
+
+
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return the arguments of every `__init__` on the stack from this frame up, the innermost first."""
+    current: FrameType | None = frame
+    while current is not None:
+        owner = current.f_locals.get("__class__")
+        if owner is not None and (not classes or issubclass(owner, classes)):
+            found = get_init_args(current)
+            if found:
+                path_args.append(found)
+            inside = True
+        elif inside:
+            break
+        current = current.f_back
+    return path_args
+
+
+def _holders(model: Any, attribute: str) -> list[Any]:  # Any: module, mapping or namespace
+    trainer = getattr(model, "_trainer", None)
+    datamodule = getattr(trainer, "datamodule", None)
+    places = [model, getattr(model, "hparams", None), datamodule, getattr(datamodule, "hparams", None)]
+    return [
+        place
+        for place in places
+        if place is not None and (attribute in place if isinstance(place, Mapping) else hasattr(place, attribute))
+    ]
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:  # Any: a module
+    """Return whether module, data module or the hyperparameters of one have a value of this name."""
+    return bool(_holders(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:  # Any: a module, and its value
+    """Return the value of this name; that of the data module wins over that of the module."""
+    holders = _holders(model, attribute)
+    if not holders:
+        raise AttributeError(f"{attribute!r} is neither an attribute of the model, nor in its hparams or datamodule.")
+    return holders[-1][attribute] if isinstance(holders[-1], Mapping) else getattr(holders[-1], attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:  # Any: a module, and its value
+    """Set the value of this name wherever it stands."""
+    if not _holders(model, attribute):
+        raise AttributeError(f"{attribute!r} is neither an attribute of the model, nor in its hparams or datamodule.")
+    datamodule = getattr(getattr(model, "_trainer", None), "datamodule", None)
+    write_setting(tuple(owner for owner in (model, datamodule) if owner is not None), attribute, value)

@@ -1,0 +1,115 @@
+"""Lightning's helpers for what only rank 0 does. Their rank is that of the environment, until something assigns it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "LightningDeprecationWarning",
+    "WarningCache",
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_module",
+    "rank_zero_only",
+    "rank_zero_warn",
+]
+
+from ..errors import LightningDeprecationWarning
+
+log = logging.getLogger(__name__)
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+
+class _RankZeroOnly:
+    """`rank_zero_only`: a decorator whose function runs on rank 0 alone, with the rank as its attribute.
+
+    Attributes:
+        rank: Rank of this process.
+    """
+
+    def __init__(self) -> None:
+        self._assigned: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process: what was assigned, else that of the environment, else 0."""
+        if self._assigned is not None:
+            return self._assigned
+        return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._assigned = rank
+
+    def __call__(self, fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:  # Any: the user's function
+        """Return the function, which gives `default` on the other ranks."""
+
+        @functools.wraps(fn)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:  # Any: as the function's
+            return fn(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = _RankZeroOnly()
+
+
+@rank_zero_only
+def rank_zero_debug(*args: Any, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
+    """Log at level DEBUG on rank 0."""
+    log.debug(*args, stacklevel=stacklevel + 1, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_info(*args: Any, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
+    """Log at level INFO on rank 0."""
+    log.info(*args, stacklevel=stacklevel + 1, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
+    """Warn on rank 0."""
+    warnings.warn(message, stacklevel=stacklevel + 2, **kwargs)
+
+
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
+    """Warn on rank 0 that something will be taken away."""
+    rank_zero_warn(message, stacklevel=stacklevel + 1, **{"category": LightningDeprecationWarning, **kwargs})
+
+
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """Return the message behind its rank, if there is one."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+class WarningCache(set[str]):
+    """Messages that were said already."""
+
+    def warn(self, message: str, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
+        """Warn once."""
+        if message not in self:
+            self.add(message)
+            rank_zero_warn(message, stacklevel=stacklevel + 1, **kwargs)
+
+    def deprecation(self, message: str, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
+        """Warn once of what will be taken away."""
+        if message not in self:
+            self.add(message)
+            rank_zero_deprecation(message, stacklevel=stacklevel + 1, **kwargs)
+
+    def info(self, message: str, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
+        """Log once."""
+        if message not in self:
+            self.add(message)
+            rank_zero_info(message, stacklevel=stacklevel + 1, **kwargs)
+
+
+rank_zero_module = log

@@ -1,0 +1,164 @@
+"""Lightning's helpers for data: lengths, batch sizes, and what becomes of a collection's leaves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+
+from ....data import apply_to_collection
+from ....data.move import find_batch_size
+
+__all__ = [
+    "DistributedSamplerWrapper",
+    "UnrepeatedDistributedSampler",
+    "UnrepeatedDistributedSamplerWrapper",
+    "convert_tensors_to_scalars",
+    "convert_to_tensors",
+    "extract_batch_size",
+    "has_iterable_dataset",
+    "has_len",
+    "has_len_all_ranks",
+    "sized_len",
+    "suggested_max_num_workers",
+]
+
+
+def sized_len(dataloader: object) -> int | None:
+    """Return the length of what has one, else None."""
+    try:
+        return len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def has_iterable_dataset(dataloader: object) -> bool:
+    """Return whether a loader reads an IterableDataset."""
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+
+
+def has_len(dataloader: object) -> bool:
+    """Return whether a loader's length can be relied on."""
+    return sized_len(dataloader) is not None and not has_iterable_dataset(dataloader)
+
+
+def has_len_all_ranks(
+    dataloader: object, strategy: Any = None, allow_zero_length_dataloader_with_multiple_devices: bool = False
+) -> bool:  # Any: a strategy, which is not asked: ranks need not be equally long here
+    """Return whether a loader's length can be relied on."""
+    return has_len(dataloader)
+
+
+def extract_batch_size(batch: Any) -> int:  # Any: a nested batch
+    """Return the size of a batch.
+
+    Raises:
+        ValueError: Its tensors do not say.
+    """
+    size = find_batch_size(batch)
+    if size is None:
+        raise ValueError("the batch has no tensors, or tensors that do not agree on a first dimension")
+    return size
+
+
+def convert_to_tensors(data: Any, device: torch.device) -> Any:  # Any: a nested collection
+    """Return a collection with numbers as tensors on the device, and tensors on it."""
+
+    def convert(value: Any) -> Tensor:  # Any: a number, tensor or array
+        return torch.as_tensor(value).to(device)
+
+    import numpy as np
+
+    return apply_to_collection(data, (bool, int, float, np.ndarray, Tensor), convert)
+
+
+def convert_tensors_to_scalars(data: Any) -> Any:  # Any: a nested collection
+    """Return a collection with tensors of one element as numbers.
+
+    Raises:
+        ValueError: A tensor has more.
+    """
+
+    def convert(value: Tensor) -> Any:  # Any: a number
+        if value.numel() != 1:
+            raise ValueError(f"the metric of shape {tuple(value.shape)} is no single number")
+        return value.item()
+
+    return apply_to_collection(data, Tensor, convert)
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """Return how many loader workers each process of this machine can have a core for.
+
+    Raises:
+        ValueError: There are no processes.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"local_world_size={local_world_size}, expected 1 or more")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size - 1)
+
+
+class _Indices(Dataset[Any]):
+    """A sampler's indices of one pass, as something that can be sampled from."""
+
+    def __init__(self, sampler: Sampler[Any]) -> None:
+        self._sampler = sampler
+        self._drawn: list[Any] | None = None
+
+    def reset(self) -> None:
+        """Draw again at the next use."""
+        self._drawn = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self._drawn is None:
+            self._drawn = list(self._sampler)
+        return self._drawn[index]
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Deals the samples of any sampler out over ranks. Trainer and Fabric do so by themselves."""
+
+    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
+        self._indices = _Indices(sampler)
+        super().__init__(self._indices, *args, **kwargs)
+
+    def __iter__(self) -> Any:
+        self._indices.reset()
+        return (self._indices[index] for index in super().__iter__())
+
+
+class UnrepeatedDistributedSampler(DistributedSampler[Any]):
+    """Deals every sample out once: some ranks get one less."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
+        super().__init__(*args, **kwargs)
+        size = len(self.dataset)  # type: ignore[arg-type]
+        self.total_size = size
+        self.num_samples = len(range(self.rank, size, self.num_replicas))
+
+    def __iter__(self) -> Any:
+        order = list(range(self.total_size))
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.total_size, generator=generator).tolist()
+        return iter(order[self.rank :: self.num_replicas])
+
+
+class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
+    """Deals every sample of any sampler out once."""
+
+    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
+        self._indices = _Indices(sampler)
+        super().__init__(self._indices, *args, **kwargs)
+
+    def __iter__(self) -> Any:
+        self._indices.reset()
+        return (self._indices[index] for index in super().__iter__())

@@ -1,0 +1,239 @@
+"""One process's share of an evaluation loader: every sample is read once, by one process, and nothing is padded.
+
+Processes may have different numbers of batches, and none at all: whoever loops over a share must not communicate per
+batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from ..combined import CombinedLoader
+from ..limit import find_length
+from ..persistent_workers import SteadyLoader, steady
+from ..rng import KINDS, capture_rng, derive_key, restore_rng, seed_global_generators
+from ..sources.combined import combined_length
+from ..sources.indexed import is_indexed
+from ..sources.stateful import is_stateful
+from ..tree import map_loaders
+from ..worker import SeedingDataset, WorkerInit
+from .indexed import DealtIndexStream, borrowed_rng
+from .iterable import EvalIterableShard, is_dealt_iterable, of_rank
+from .shard import Shard, interleave, is_rank_aware
+
+__all__ = ["EvalShard", "count_eval_rounds", "in_loader_order", "shard_eval"]
+
+
+def shard_eval(
+    loader: Any, shard: Shard, *, share: Callable[[Any], Any] | None = None
+) -> Any:  # Any: whatever the user evaluates with
+    """Return this process's share of a loader that is evaluated with.
+
+    Of a DataLoader with a map-style data set or a `ShardedIterable`, and of a list or tuple of batches, process `rank`
+    reads the batches `rank`, `rank + size` and so on; of a `CombinedLoader`, those of its members. Anything else, and
+    what knows its rank by itself, is returned as `steady` returns it: each process reads it as it is.
+
+    Args:
+        loader: One loader, or a `CombinedLoader`.
+        shard: Its policy does not matter here.
+        share: Returns rank 0's object on all ranks; called at the beginning of a pass over a loader whose sampler draws
+            random numbers, by all ranks. None: such samplers draw from random numbers that depend on the number of the
+            pass only.
+    """
+    if shard.size == 1 or not shard.splits:
+        return loader if isinstance(loader, CombinedLoader) else steady(loader)
+    if isinstance(loader, CombinedLoader):
+        return _share_combined(loader, shard, share)
+    if isinstance(loader, SteadyLoader):
+        loader = loader.loader
+    if is_dealt_iterable(loader):
+        return EvalIterableShard(loader, shard)
+    if hasattr(loader, "dataset"):
+        loader = of_rank(loader, shard)
+    if is_rank_aware(loader) or is_stateful(loader):
+        return steady(loader)
+    if is_indexed(loader):
+        return EvalShard(loader, shard, share)
+    return EvalListShard(loader, shard) if isinstance(loader, (list, tuple)) else steady(loader)
+
+
+def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[Any], Any] | None) -> CombinedLoader:
+    lengths = [find_length(one) for one in loader.flattened]
+    longest = max((math.inf if length is None else length for length in lengths), default=0)
+
+    def share_one(one: Any) -> Any:
+        length = find_length(one)
+        # A process without any batch of a loader that is to begin again and again could not go on: it reads all of it.
+        is_whole = loader.mode == "max_size_cycle" and length is not None and length < min(longest, shard.size)
+        return one if is_whole else shard_eval(one, shard, share=share)
+
+    shared = CombinedLoader(map_loaders(share_one, loader.iterables), loader.mode)
+    shared.limits = loader.limits
+    return shared
+
+
+def count_eval_rounds(loader: Any) -> int | None:
+    """Return how many batches the process with the most has, for what `shard_eval` returned: equal on all ranks.
+
+    Limits are to be resolved with it (`resolve_limit`), so that all processes have the same; None if nobody knows.
+    """
+    if not isinstance(loader, CombinedLoader):
+        return getattr(loader, "num_rounds", find_length(loader))
+    counts = [count_eval_rounds(one) for one in loader.flattened]
+    limits = loader.limits if isinstance(loader.limits, list) else [loader.limits] * len(counts)
+    if None in counts:
+        return None
+    capped = [
+        min(math.inf if count is None else count, math.inf if limit is None else limit)
+        for count, limit in zip(counts, limits, strict=True)
+    ]
+    return int(combined_length(capped, loader.mode))
+
+
+def in_loader_order(loader: Any, parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions, of any type
+    """Return predictions of all processes in the order of the user's loader.
+
+    Args:
+        loader: What `shard_eval` returned, on any rank.
+        parts: For each rank, in order, one item per batch that it read.
+
+    Returns:
+        One item per batch. Of a loader that was not dealt out, the batches of rank 0 first, then those of rank 1.
+    """
+    is_dealt = isinstance(loader, (EvalShard, EvalListShard, EvalIterableShard))
+    return interleave(parts) if is_dealt else list(chain.from_iterable(parts))
+
+
+class EvalListShard:
+    """The share of a list of batches.
+
+    Attributes:
+        loader: The list.
+        num_rounds: Batches of the process that has the most.
+    """
+
+    def __init__(self, loader: Sequence[Any], shard: Shard) -> None:
+        self.loader = loader
+        self._shard = shard
+
+    @property
+    def num_rounds(self) -> int:
+        """Batches of the process that has the most."""
+        return -(-len(self.loader) // self._shard.size)
+
+    def global_batch_indices(self, count: int) -> list[int]:
+        """Return which batches of the list the first `count` of this process are."""
+        return self._shard.numbers(count)
+
+    def __len__(self) -> int:
+        return _count_own(len(self.loader), self._shard)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self._shard.rank, None, self._shard.size)
+
+
+class EvalShard:
+    """The share of a DataLoader with a map-style data set; may be iterated again and again.
+
+    As in training, all indices are read on all ranks, and only the data of the share is fetched. Workers that persist
+    have random numbers of their own for each batch, by its number in the user's loader.
+
+    Args:
+        loader: The user's loader, which is left alone.
+        shard: What part of it this process reads.
+        share: As in `shard_eval`.
+
+    Attributes:
+        loader: The same.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shard: Shard, share: Callable[[Any], Any] | None = None) -> None:
+        self.loader = loader
+        self._shard = shard.with_policy("zero_weight")  # the last round may be incomplete
+        self._share = share
+        self._passes = 0
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = getattr(loader, name)
+        self._is_steady = loader.num_workers > 0 and loader.persistent_workers
+        self._draws = self._is_steady or not _is_sequential(sampler)
+        self._index = DealtIndexStream(sampler, 1, self._shard, first_number=0)
+        self._copy = copy.copy(loader)
+        changes: dict[str, Any] = {name: self._index, "_iterator": None}
+        if self._is_steady:
+            changes["dataset"] = SeedingDataset(loader.dataset)
+            changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        for attribute, value in changes.items():
+            object.__setattr__(self._copy, attribute, value)  # DataLoader refuses plain assignment
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Batches of the process that has the most; None if the loader does not say how many it has."""
+        length = find_length(self.loader)
+        return None if length is None else -(-length // self._shard.size)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch, as the user's loader says."""
+        return self.loader.batch_size
+
+    @property
+    def dataset(self) -> Any:
+        """The user's data set."""
+        return self.loader.dataset
+
+    def global_batch_indices(self, count: int) -> list[int]:
+        """Return which batches of the user's loader the first `count` of this process are."""
+        return self._shard.numbers(count)
+
+    def __len__(self) -> int:
+        return _count_own(len(self.loader), self._shard)
+
+    def shut_down(self) -> None:
+        """End workers that persist; the next pass starts others."""
+        object.__setattr__(self._copy, "_iterator", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._draws:
+            self._index.prepare(0, b"", is_numbered=False)
+            return iter(self._copy)
+        shared = self._find_rng()
+        if self._share is not None and self._shard.rank == 0:
+            return self._begin(shared)  # draws as a single process does
+        with borrowed_rng(shared):
+            return self._begin(shared)
+
+    def _begin(self, rng: dict[str, Any]) -> Iterator[Any]:
+        self._index.prepare(0, derive_key(rng, "evaluation"), is_numbered=self._is_steady)
+        if self._is_steady:  # only some passes start workers, which draws
+            self._index.skip(0, {}, lambda: restore_rng({kind: rng[kind] for kind in KINDS if kind in rng}))
+        iterator = iter(self._copy)
+        self._index.look_ahead(0)  # draws what the sampler draws
+        self._index.check()
+        return iterator
+
+    def _find_rng(self) -> dict[str, Any]:
+        """Return the state of the generators with which this pass begins on all ranks."""
+        if self._share is not None:
+            state: dict[str, Any] = self._share(capture_rng())
+            return state
+        self._passes += 1
+        with borrowed_rng(capture_rng()):
+            seed_global_generators(f"evaluation {self._passes}".encode())
+            return capture_rng()
+
+
+def _is_sequential(sampler: Any) -> bool:
+    """Return whether the sampler gives the same indices on all ranks without drawing a random number."""
+    if type(sampler) is BatchSampler:
+        return _is_sequential(sampler.sampler)
+    return type(sampler) in (SequentialSampler, list, range, tuple)
+
+
+def _count_own(length: int, shard: Shard) -> int:
+    return max(0, -(-(length - shard.rank) // shard.size))

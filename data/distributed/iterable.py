@@ -1,0 +1,292 @@
+"""Reading one process's share of a DataLoader with a `ShardedIterable`: its batches are dealt out to the processes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from ..limit import find_length, resolve_limit
+from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
+from ..sharded_iterable import Collate, IterableShare, ShardedIterable
+from ..sources.base import Source
+from ..worker import WorkerInit
+from .shard import Shard
+
+__all__ = ["DealtIterableSource", "EvalIterableShard", "is_dealt_iterable", "of_rank"]
+
+log = logging.getLogger(__name__)
+_END: Any = object()
+
+
+def is_dealt_iterable(loader: Any) -> bool:
+    """Return whether this is a DataLoader with a `ShardedIterable` whose batches can be dealt out."""
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.dataset, ShardedIterable)
+        and loader.dataset.split is None
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def of_rank(loader: Any, shard: Shard) -> Any:
+    """Return a loader that reads this process's share by itself.
+
+    Args:
+        loader: Of a `ShardedIterable` with `split`, a copy with the data set of this rank is returned; where it has
+            none and cannot be dealt out, its data set is told the rank; any other loader stays as it is.
+        shard: What part of the data this process reads.
+    """
+    data = getattr(loader, "dataset", None)
+    if not isinstance(data, ShardedIterable):
+        return loader
+    rank, size = (shard.rank, shard.size) if shard.splits else (0, 1)
+    if data.split is None or not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        data.set_shard(rank, size)
+        return loader
+    return _changed(loader, dataset=data.of_rank(rank, size))
+
+
+def _changed(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    changed = copy.copy(loader)
+    for name, value in {**changes, "_iterator": None}.items():
+        object.__setattr__(changed, name, value)  # DataLoader refuses plain assignment
+    return changed
+
+
+def _find_length(loader: DataLoader[Any]) -> int | None:
+    """Return how many batches one process would read; None where the user's data set does not say."""
+    data: Any = loader.dataset
+    return find_length(_changed(loader, dataset=data.dataset))
+
+
+def _open_share(loader: DataLoader[Any], shard: Shard, key: bytes, *, start: int = 0, first: int = 0) -> Iterator[Any]:
+    """Begin a pass over the share; gives batches, each with a digest of the order.
+
+    Args:
+        loader: The user's loader.
+        shard: The share.
+        key: Of the random numbers, equal on all ranks; the global generators are left alone.
+        start: Samples to leave out.
+        first: Number of the first round.
+    """
+    data: Any = loader.dataset
+    share = IterableShare(
+        data.dataset, shard.rank, shard.size, shard.uneven, loader.batch_size, loader.drop_last, start, key
+    )  # fmt: skip
+    collate = Collate(
+        loader.collate_fn, key + shard.rank.to_bytes(4, "little"), first, is_batched=loader.batch_size is not None
+    )  # fmt: skip
+    changes = {
+        "dataset": share, "batch_sampler": None, "batch_size": None, "drop_last": False, "collate_fn": collate,
+        "worker_init_fn": WorkerInit(loader.worker_init_fn), "persistent_workers": False, "generator": None,
+        "in_order": True,
+    }  # fmt: skip
+    with RngStream(key + b"workers"):
+        return iter(_changed(loader, **changes))
+
+
+class DealtIterableSource(Source):
+    """The share of one process of a DataLoader with a `ShardedIterable`.
+
+    Every process reads the whole stream, so that each knows by itself where the epoch ends: nothing is communicated.
+    A place is a number of samples; going back to it reads what comes before it again.
+
+    Args:
+        loader: The same on all ranks.
+        shard: What part of it this process reads.
+    """
+
+    kind = "iterable"
+
+    def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
+        super().__init__(loader)
+        self._shard = shard
+        self._iterator: Iterator[Any] = iter(())
+        self._ahead: deque[Any] = deque()
+        self._order: int | None = None
+        self._is_open = self._has_ended = False
+        self._epoch = 0
+        self._samples = 0  # of all processes, before the first batch of this pass
+        self._key = b""
+        self._opening: dict[str, Any] = {}
+        self._loaded: dict[str, Any] | None = None
+        self._find_lengths()
+
+    @property
+    def _per_round(self) -> int:
+        return self._shard.size * (self.loader.batch_size or 1)
+
+    @property
+    def _consumed(self) -> int:
+        """Batches of all processes before this pass."""
+        return -(-self._samples // (self.loader.batch_size or 1))
+
+    def _find_lengths(self) -> None:
+        length = _find_length(self.loader)
+        self.length = None if length is None else self.first + self._shard.count_rounds(max(0, length - self._consumed))
+
+    @override
+    def begin(self, epoch: int) -> None:
+        self.begin_shared(epoch, capture_rng())
+
+    @override
+    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+        state, self._loaded = self._loaded, None
+        if state is not None:
+            restore_generators(self._find_generators(), state["current"])
+        self._opening = capture_generators(self._find_generators())
+        self._start(epoch, derive_key(shared_rng, epoch, "iterable"), samples=0, rounds=0)
+
+    @override
+    def resume(self, epoch: int) -> None:
+        state = self._loaded
+        assert state is not None
+        if state["is_at_end"]:  # nothing to give; `begin` of the next epoch needs the state
+            self.position, self._is_open, self._has_ended = state["rounds"], True, True
+            self._ahead.clear()
+            self._stay_at_end()
+            return
+        self._loaded = None
+        self._opening = state["opening"]
+        restore_generators(self._find_generators(), self._opening)
+        if state["samples"] and self._shard.rank == 0:
+            log.warning(
+                "%s cannot begin in the middle of an epoch: reading %d samples again.",
+                type(self.loader.dataset.dataset).__name__,
+                state["samples"],
+            )
+        self._start(epoch, bytes.fromhex(state["key"]), samples=state["samples"], rounds=state["rounds"])
+
+    def _start(self, epoch: int, key: bytes, *, samples: int, rounds: int) -> None:
+        self._epoch, self._key, self._samples = epoch, key, samples
+        self.first = self.position = rounds
+        self.shift = self._consumed // self._shard.size - rounds
+        self._is_open, self._has_ended, self._order = True, False, None
+        self._ahead.clear()
+        self._iterator = iter(())  # ends the workers of an epoch that was cut short
+        self._iterator = _open_share(self.loader, self._shard, key, start=samples, first=rounds)
+        self._find_lengths()
+
+    @override
+    def apply_limit(self, limit: int | float | None, name: str) -> int | float:
+        length = _find_length(self.loader)
+        everything = None if length is None else self._shard.count_rounds(length)
+        rounds = resolve_limit(limit, everything, name)
+        if rounds == resolve_limit(None, everything, name):
+            self.most = math.inf if self.length is None else self.length
+        else:
+            # An epoch ends at the batch at which it would, had as many processes read it from its beginning.
+            self.most = self.first + self._shard.count_rounds(max(0, int(rounds) * self._shard.size - self._consumed))
+        return self.most
+
+    @override
+    def at_most(self, upto: int) -> int:
+        """Return how many batches are left, at most `upto`: exact, and equal on all ranks."""
+        if self.length is not None:
+            upto = min(upto, self.length - self.position)
+        while len(self._ahead) < upto and not self._has_ended and self._is_open:
+            read = next(self._iterator, _END)
+            if read is _END:
+                self._has_ended = True
+                break
+            batch, self._order = read
+            self._ahead.append(batch)
+        return max(0, min(upto, len(self._ahead)))
+
+    @override
+    def has_next(self) -> bool:
+        return self.at_most(1) > 0
+
+    @override
+    def take(self) -> Any:
+        if not self.has_next():
+            raise StopIteration
+        self.position += 1
+        return self._ahead.popleft()
+
+    @override
+    def can_go_back(self, back: int) -> bool:
+        return back <= self.position - self.first
+
+    @override
+    def state_dict(self, back: int = 0) -> dict[str, Any]:
+        if self._loaded is not None:  # not yet entered, or entered at its end
+            return self._loaded
+        position = self.position - back
+        is_at_end = not back and self._has_ended and not self._ahead
+        samples = self._samples + (position - self.first) * self._per_round
+        return {
+            "kind": self.kind,
+            "is_open": self._is_open,
+            "is_at_end": is_at_end or (self.length is not None and position >= self.length),
+            "is_dealt": True,
+            "is_per_rank": False,
+            "data_size": self._shard.size,
+            "epoch": self._epoch,
+            "position": -(-samples // (self.loader.batch_size or 1)),
+            "samples": samples,
+            "rounds": position,
+            "key": self._key.hex(),
+            "opening": self._opening,
+            "current": capture_generators(self._find_generators()),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._loaded = state
+
+    def _find_generators(self) -> dict[str, Any]:
+        # Workers have copies of their own, which begin anew in each pass.
+        return {} if self.loader.num_workers else find_generators(dataset=self.loader.dataset.dataset)
+
+    @override
+    def describe_order(self) -> int | None:
+        self.has_next()
+        return self._order
+
+    @override
+    def close(self) -> None:
+        self._iterator = iter(())
+        self._ahead.clear()
+        self._is_open = False
+
+
+class EvalIterableShard:
+    """One process's share of an evaluation loader with a `ShardedIterable`; may be iterated again and again.
+
+    Args:
+        loader: The user's loader.
+        shard: What part of it this process reads.
+
+    Attributes:
+        loader: The same.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
+        self.loader = loader
+        self._shard = shard.with_policy("zero_weight")  # the last round may be incomplete
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Batches of the process that has the most; None if the loader does not say how many it has."""
+        length = _find_length(self.loader)
+        return None if length is None else self._shard.count_rounds(length)
+
+    def global_batch_indices(self, count: int) -> list[int]:
+        """Return which batches of the user's loader the first `count` of this process are."""
+        return self._shard.numbers(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        from .shard import NO_BATCH
+
+        # The same in each pass, and on all ranks.
+        for batch, _ in _open_share(self.loader, self._shard, b"evaluation"):
+            if batch is not NO_BATCH:
+                yield batch

@@ -1,0 +1,157 @@
+"""What the batch stream reads from: the interface of a source, of which there is one for each kind of loader."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ...errors import DataError
+from ..limit import find_length, resolve_limit
+
+__all__ = ["Source", "announce_epoch"]
+
+
+class Source(ABC):
+    """One loader, read batch by batch; used by `BatchStream` only.
+
+    Attributes:
+        length: Batches in an epoch, as the loader says; None when it does not say. A loader that has more is left
+            there; one that has fewer ends its epoch early.
+        position: Batches given since the epoch began.
+        ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next` need
+            not be asked.
+        most: Where a limit ends an epoch before the loader does: nothing behind it is read.
+
+    Batches are counted as one process gets them. A run that goes on with more or fewer processes, or with another
+    batch size, keeps its count: then `first` batches had been given in the epoch before, which were `first + shift`
+    batches of the loader as it is now.
+    """
+
+    kind = "source"
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.length = find_length(loader)
+        self.position = 0
+        self.first = 0
+        self.shift = 0
+        self.ends_at_length = False
+        self.most: int | float = math.inf
+
+    @abstractmethod
+    def begin(self, epoch: int) -> None:
+        """Begin a pass over the loader; draws what the loader itself draws when iterated."""
+
+    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+        """Begin with the random numbers of rank 0 where the ranks have to draw the same; where not, just begin."""
+        self.begin(epoch)
+
+    @abstractmethod
+    def has_next(self) -> bool:
+        """Return whether `take` has a batch; may fetch what `take` will return."""
+
+    @abstractmethod
+    def take(self) -> Any:
+        """Return the next batch; called once per micro-batch, after `has_next` said that there is one."""
+
+    def at_most(self, upto: int) -> int:
+        """Return how many batches are left, at most `upto`: 0 for certain at the end, else a bound.
+
+        Called where `ends_at_length` is False: a loader may say that it has more than it gives.
+        """
+        if self.length is not None:
+            upto = min(upto, self.length - self.position)
+        return upto if upto > 0 and self.has_next() else 0
+
+    def apply_limit(self, limit: int | float | None, name: str) -> int | float:
+        """Return after how many batches the open epoch ends, by a limit in the grammar of `resolve_limit`."""
+        whole = None if self.length is None else self.length + self.shift
+        self.most = max(self.first, resolve_limit(limit, whole, name) - self.shift)
+        return self.most
+
+    def count_ahead(self, upto: int) -> int | None:
+        """Return exactly how many batches are left, at most `upto`; None if that takes reading them."""
+        return None
+
+    @abstractmethod
+    def state_dict(self, back: int = 0) -> dict[str, Any]:
+        """Return what `resume` needs, as plain values and tensors.
+
+        Args:
+            back: As of so many batches ago, where `can_go_back(back)`.
+        """
+
+    def can_go_back(self, back: int) -> bool:
+        """Return whether `state_dict` can tell how things were `back` batches ago, in this epoch."""
+        return back <= self.position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state for `resume` or the next `begin`.
+
+        Raises:
+            DataError: The state was made by another kind of loader.
+        """
+        if state["kind"] != self.kind:
+            raise DataError(
+                f"The checkpoint's training data came from {_DESCRIPTION[state['kind']]}, but "
+                f"{type(self.loader).__name__} is {_DESCRIPTION[self.kind]}.",
+                fix="resume with the loader that the run had, or start a new run from the checkpoint's weights.",
+            )
+        self._load(state)
+
+    @abstractmethod
+    def _load(self, state: dict[str, Any]) -> None:
+        """Keep a state of the right kind."""
+
+    @abstractmethod
+    def resume(self, epoch: int) -> None:
+        """Begin the epoch of the loaded state and go to its position."""
+
+    def _stay_at_end(self) -> None:
+        """Let the epoch end where it was left, after `position` batches."""
+        self.first, self.shift = self.position, 0
+        if self.length is not None:
+            self.length = self.position
+
+    def announce_epoch(self, epoch: int) -> None:
+        """Tell samplers and data sets which epoch begins."""
+        announce_epoch(self.loader, epoch)
+
+    def describe_order(self) -> int | None:
+        """Return a number that is equal on all ranks if what is dealt out to them is; None if nothing is."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the pass: stop workers that do not outlive it, drop what was read ahead."""
+
+    def shut_down(self) -> None:
+        """Close, and stop workers that outlive a pass too."""
+        self.close()
+
+
+_DESCRIPTION = {
+    "indexed": "a DataLoader with a map-style data set",
+    "stateful": "a loader with state_dict and load_state_dict",
+    "replay": "an iterable that can only be read from its start",
+    "combined": "a collection of loaders",
+    "iterable": "a DataLoader with a ShardedIterable",
+}
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` once on each of the loader, its samplers and its data set that has it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [
+        loader,
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
+    told: list[Any] = []
+    for part in parts:
+        if part is not None and callable(getattr(part, "set_epoch", None)) and not any(part is one for one in told):
+            part.set_epoch(epoch)
+            told.append(part)

@@ -1,0 +1,55 @@
+"""Which source reads a loader for one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import ModuleError
+from ..combined import CombinedLoader
+from ..sharded_iterable import ShardedIterable
+from ..tree import is_collection
+from .base import Source
+from .combined import CombinedSource
+from .indexed import IndexedSource, is_indexed
+from .reread import ReplaySource
+from .stateful import StatefulSource, has_stateful_data, is_stateful
+
+__all__ = ["make_source"]
+
+
+def make_source(loader: Any, *, is_placed: bool = False) -> Source:  # Any: whatever the user trains with
+    """Return the source that reads this loader.
+
+    Args:
+        loader: Anything that can be iterated.
+        is_placed: Whether a `ShardedIterable` in it knows its share already; else it reads everything.
+
+    Raises:
+        ModuleError: The loader cannot be iterated.
+    """
+    if isinstance(loader, CombinedLoader):
+        limits = loader.limits
+        all_limits = limits if isinstance(limits, list) else [limits] * len(loader.flattened)
+        sources = [make_source(one) for one in loader.flattened]
+        return CombinedSource(loader.iterables, sources, mode=loader.mode, limits=all_limits)
+    if is_collection(loader):
+        return make_source(CombinedLoader(loader, mode="max_size_cycle"))
+    if not is_placed and isinstance(getattr(loader, "dataset", None), ShardedIterable):
+        from ..distributed.iterable import DealtIterableSource, is_dealt_iterable, of_rank
+        from ..distributed.shard import Shard
+
+        if is_dealt_iterable(loader):
+            return DealtIterableSource(loader, Shard())
+        loader = of_rank(loader, Shard())
+    if is_stateful(loader):
+        return StatefulSource(loader)
+    if is_indexed(loader):
+        return IndexedSource(loader)
+    if has_stateful_data(loader):
+        return StatefulSource(loader, loader.dataset)
+    if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise ModuleError(
+            f"The training data is a {type(loader).__name__}, which cannot be iterated.",
+            fix="pass a DataLoader, another iterable of batches, or a list, tuple or dict of these.",
+        )
+    return ReplaySource(loader)

@@ -1,0 +1,238 @@
+"""Reading several loaders side by side, or one after the other, as one; called by `BatchStream`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from ...errors import DataError
+from ..tree import unflatten
+from .base import Source
+
+__all__ = ["CombinedSource", "combined_length"]
+
+
+def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
+    """Return how many batches loaders of these lengths give together; `math.inf` stands for an unknown length."""
+    if not lengths:
+        return 0
+    if mode == "min_size":
+        return min(lengths)
+    return sum(lengths) if mode == "sequential" else max(lengths)
+
+
+class CombinedSource(Source):
+    """A collection of loaders; its batches have the collection's shape (in mode "sequential", the loader's own).
+
+    Args:
+        loaders: The collection: nested lists, tuples and dicts of loaders.
+        sources: A source for each loader, in order.
+        mode: As in `CombinedLoader`.
+        limits: The most batches to take from each loader; None: all.
+    """
+
+    kind = "combined"
+
+    def __init__(
+        self, loaders: Any, sources: Sequence[Source], *, mode: str, limits: Sequence[int | float | None]
+    ) -> None:
+        self.loader = loaders
+        self.position = self.first = self.shift = 0
+        self.ends_at_length = False
+        self.most = math.inf
+        self._sources = list(sources)
+        self._mode = mode
+        self._limits = [math.inf if limit is None else limit for limit in limits]
+        self._is_done = [False] * len(self._sources)
+        self._current = 0
+        self.length = self._find_length()
+        self._epoch = 0
+        self._is_open = False
+        self._loaded: dict[str, Any] | None = None
+
+    @override
+    def begin(self, epoch: int) -> None:
+        self._loaded = None
+        self._open(epoch)
+        for number in range(len(self._sources)):
+            if self._mode != "sequential" or number == 0:
+                self._begin(number)
+        self.length = self._find_length()
+
+    @override
+    def resume(self, epoch: int) -> None:
+        state = self._loaded
+        assert state is not None
+        self._loaded = None
+        self._open(epoch)
+        self.position = state["position"]
+        self._is_done = list(state["is_done"])
+        self._current = state["current"]
+        for source, source_state in zip(self._sources, state["sources"], strict=True):
+            if source_state["is_open"]:
+                source.resume(epoch)
+        self.length = self._find_length()
+
+    def _open(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.position, self._is_open = 0, True
+        self._is_done = [False] * len(self._sources)
+        self._current = 0
+
+    def _begin(self, number: int) -> None:
+        self._sources[number].begin(self._epoch)
+
+    def _find_length(self) -> int | None:
+        lengths = [math.inf if source.length is None else source.length for source in self._sources]
+        if math.inf in lengths:
+            return None
+        lengths = [min(*pair) for pair in zip(lengths, self._limits, strict=True)]
+        if self._mode == "max_size_cycle":  # a loader that was begun anew does not count any more
+            lengths = [length for length, is_done in zip(lengths, self._is_done, strict=True) if not is_done]
+            return int(max(lengths, default=self.position))
+        if self._mode == "sequential" and self._sources:
+            # What was given of earlier ones, perhaps to another number of processes, is in the position.
+            ahead = sum(lengths[self._current :]) - self._sources[self._current].position
+            return int(self.position + ahead)
+        return int(combined_length(lengths, self._mode))
+
+    def _has(self, number: int) -> bool:
+        source = self._sources[number]
+        return source.position < self._limits[number] and source.has_next()
+
+    @override
+    def has_next(self) -> bool:
+        if not self._is_open:
+            return False
+        numbers = range(len(self._sources))
+        if self._mode == "min_size":
+            return all(self._has(number) for number in numbers)
+        if self._mode == "max_size":
+            return any(self._has(number) for number in numbers)
+        if self._mode == "sequential":
+            return self._go_to_next_with_data()
+        for number in numbers:
+            if not self._is_done[number]:
+                if self._has(number):
+                    return True
+                self._is_done[number] = True
+        return False
+
+    def _go_to_next_with_data(self) -> bool:
+        while not self._has(self._current):
+            if self._current + 1 == len(self._sources):
+                return False
+            self._sources[self._current].close()
+            self._current += 1
+            self._begin(self._current)
+        return True
+
+    @override
+    def take(self) -> Any:
+        if self._mode == "sequential":
+            if not self._go_to_next_with_data():
+                raise StopIteration
+            batch = self._sources[self._current].take()
+        else:
+            batch = unflatten(self.loader, [self._take_from(number) for number in range(len(self._sources))])
+        self.position += 1
+        return batch
+
+    def _take_from(self, number: int) -> Any:
+        source = self._sources[number]
+        if not self._has(number):
+            if self._mode == "max_size":
+                return None
+            self._is_done[number] = True
+            self._begin(number)
+            if not self._has(number):
+                is_empty = not self.position
+                raise DataError(
+                    f"Loader {number} of the collection ({type(source.loader).__name__}) gives no batches"
+                    f"{'' if is_empty else ' when reread'}.",
+                    fix="leave it out, or pass CombinedLoader(..., mode='max_size')."
+                    if is_empty
+                    else "pass loaders that can be iterated again and again, or CombinedLoader(..., mode='min_size').",
+                )
+        return source.take()
+
+    @override
+    def announce_epoch(self, epoch: int) -> None:
+        for source in self._sources:
+            source.announce_epoch(epoch)
+
+    @override
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+        self._is_open = False
+
+    @override
+    def shut_down(self) -> None:
+        for source in self._sources:
+            source.shut_down()
+        self._is_open = False
+
+    @override
+    def can_go_back(self, back: int) -> bool:
+        return back <= self.position and all(
+            count == 0 or source.can_go_back(count)
+            for source, count in zip(self._sources, self._went_ahead(back), strict=True)
+        )
+
+    def _went_ahead(self, back: int) -> list[int]:
+        """Return how many of the last `back` batches came from each loader, were it not for those begun anew."""
+        if self._mode == "sequential":
+            return [back if number == self._current else 0 for number in range(len(self._sources))]
+        if self._mode == "max_size_cycle":
+            return [back] * len(self._sources)
+        return [max(0, source.position - (self.position - back)) for source in self._sources]
+
+    @override
+    def state_dict(self, back: int = 0) -> dict[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
+        is_over = self._is_over()
+        for source, limit in zip(self._sources, self._limits, strict=True):
+            source.most = source.position if is_over else limit
+        return {
+            "kind": self.kind,
+            "is_open": self._is_open,
+            "is_at_end": self.length is not None and self.position - back >= self.length,
+            "epoch": self._epoch,
+            "position": self.position - back,
+            "mode": self._mode,
+            "is_done": list(self._is_done),
+            "current": self._current,
+            "sources": [
+                source.state_dict(count) for source, count in zip(self._sources, self._went_ahead(back), strict=True)
+            ],
+        }
+
+    def _is_over(self) -> bool:
+        """Return whether the epoch has ended for certain; asks no loader, which might draw."""
+        if self.position >= self.most:
+            return True
+        has_ended = [
+            source.length is not None and source.position >= min(source.length, limit)
+            for source, limit in zip(self._sources, self._limits, strict=True)
+        ]
+        if self._mode == "max_size_cycle":
+            return all(ended or done for ended, done in zip(has_ended, self._is_done, strict=True))
+        return self._mode == "min_size" and any(has_ended)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        count = len(state["sources"])
+        if count != len(self._sources) or state["mode"] != self._mode:
+            raise DataError(
+                f"The checkpoint has the positions of {count} loaders in mode {state['mode']!r}; the training data is "
+                f"{len(self._sources)} loaders in mode {self._mode!r}.",
+                fix="resume with the collection of loaders that the run had.",
+            )
+        for source, source_state in zip(self._sources, state["sources"], strict=True):
+            source.load_state_dict(source_state)
+        self._is_open = False
+        self._loaded = state

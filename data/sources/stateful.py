@@ -1,0 +1,198 @@
+"""Reading a loader that can save and restore its own position; called by `BatchStream`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from ...errors import DataError
+from ..limit import find_length
+from ..rng import RngStream, capture_rng, derive_key
+from .base import Source
+
+__all__ = ["StatefulSource", "has_stateful_data", "is_stateful"]
+
+_NOTHING: Any = object()
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether the loader has both `state_dict` and `load_state_dict`."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def has_stateful_data(loader: Any) -> bool:
+    """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
+
+    With workers, each of them has a data set of its own, whose place the loader does not tell.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not loader.num_workers
+        and is_stateful(loader.dataset)
+    )
+
+
+class StatefulSource(Source):
+    """A loader that brings `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
+
+    Its state is taken when asked for, at the batch that was given last. One without a length is read one batch ahead,
+    to know the end of the epoch; then its state is taken before each look, and it draws from random numbers of its
+    own.
+
+    A loader whose loaded state says that it is at the end of a pass may end the next pass at once, as the rest of that
+    one, or begin a new pass: both are understood.
+
+    Args:
+        loader: The loader.
+        keeper: What has the state; None: the loader itself. Iterating over the loader must go on where its loaded
+            state was taken.
+    """
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any, keeper: Any = None) -> None:
+        super().__init__(loader)
+        self._keeper = loader if keeper is None else keeper
+        self._iterator: Iterator[Any] = iter(())
+        self._ahead: Any = _NOTHING
+        self._before_ahead: dict[str, Any] = {}
+        self._stream: RngStream | None = None
+        self._is_open = False
+        self._has_ended = False
+        self._may_be_rest = False  # whether the pass may be the empty rest of one that had ended
+        self._is_broken = False  # whether reading raised an error
+        self._epoch = 0
+        self._loaded: dict[str, Any] | None = None
+
+    @override
+    def begin(self, epoch: int) -> None:
+        state, self._loaded = self._loaded, None
+        self._open(epoch)
+        if state is not None:
+            self._leave_epoch(state)
+        if self.length is None:
+            key = derive_key(capture_rng(), epoch, "stateful")
+            self._iterator = iter(self.loader)
+            self._stream = RngStream(key)
+        else:
+            self._iterator = iter(self.loader)
+
+    @override
+    def resume(self, epoch: int) -> None:
+        state = self._loaded
+        assert state is not None
+        self._open(epoch)
+        self.position = state["position"]
+        if state["is_at_end"]:  # nothing to give; `begin` of the next epoch needs the state
+            self._has_ended = True
+            return
+        self._loaded = None
+        self._keeper.load_state_dict(state["loader"])
+        self._iterator = iter(self.loader)
+        if self.length is None:
+            self._stream = RngStream(b"")
+            self._stream.load_state_dict(state["stream"])
+
+    def _leave_epoch(self, state: dict[str, Any]) -> None:
+        """Bring the loader to where it was when the loaded epoch was left, so that iterating begins another one."""
+        self._keeper.load_state_dict(state["loader"])
+        self._may_be_rest = state["is_at_end"]
+        if state["is_at_end"] and self._keeper is self.loader and isinstance(self.loader, DataLoader):
+            with RngStream(b""):
+                self.loader._get_iterator()  # torchdata's; its `__iter__` would make this one too, and draw for both
+        elif state["position"] and not state["is_at_end"]:
+            with RngStream(b""):
+                iter(self.loader)  # what was left; the iteration after this one is the new epoch
+
+    def _open(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.length = find_length(self.loader)
+        self.position, self._is_open, self._has_ended = 0, True, False
+        self._ahead = _NOTHING
+        self._stream = None
+        self._may_be_rest = self._is_broken = False
+
+    def _fetch(self) -> Any:
+        """Return the next batch, or _NOTHING at the end of the pass."""
+        self._is_broken = True  # unless this returns: a generator that raised says that it has ended
+        batch = next(self._iterator, _NOTHING)
+        if self._may_be_rest and batch is _NOTHING:
+            self._iterator = iter(self.loader)
+            batch = next(self._iterator, _NOTHING)
+        self._may_be_rest = self._is_broken = False
+        return batch
+
+    @override
+    def has_next(self) -> bool:
+        if not self._is_open or self._has_ended:
+            return False
+        if self.length is not None:
+            return self.position < self.length
+        if self._ahead is _NOTHING:
+            assert self._stream is not None
+            self._before_ahead = self._capture()
+            with self._stream:
+                self._ahead = self._fetch()
+            self._has_ended = self._ahead is _NOTHING
+        return not self._has_ended
+
+    @override
+    def take(self) -> Any:
+        if self.length is None:
+            if not self.has_next():
+                raise StopIteration
+            batch, self._ahead = self._ahead, _NOTHING
+        else:
+            batch = self._fetch()
+            if batch is _NOTHING:
+                raise DataError(
+                    f"{type(self.loader).__name__} says that it has {self.length} batches, but it ended after "
+                    f"{self.position}.",
+                    fix="correct its __len__, or remove it.",
+                )
+            if self.position + 1 == self.length:
+                next(self._iterator, None)  # so that the loader's state says that its epoch has ended
+        self.position += 1
+        return batch
+
+    @override
+    def close(self) -> None:
+        self._iterator = iter(())
+        self._ahead = _NOTHING
+        self._is_open = False
+
+    @override
+    def can_go_back(self, back: int) -> bool:
+        return back == 0  # the loader says where it is, not where it was
+
+    @override
+    def state_dict(self, back: int = 0) -> dict[str, Any]:
+        if self._loaded is not None and not self._is_open:
+            return self._loaded
+        if self.length is None and not self._is_broken and self.position < self.most:
+            self.has_next()  # after a pass's last batch, some loaders have the state of the next pass's beginning
+        position = {
+            "kind": self.kind,
+            "is_open": self._is_open,
+            "is_at_end": self._has_ended or (self.length is not None and self.position >= self.length),
+            "epoch": self._epoch,
+            "position": self.position,
+        }
+        if self._loaded is not None:
+            return {**self._loaded, **position}
+        return {**position, **(self._before_ahead if self._ahead is not _NOTHING else self._capture())}
+
+    def _capture(self) -> dict[str, Any]:
+        return {
+            "loader": self._keeper.state_dict(),
+            "stream": {} if self._stream is None else self._stream.state_dict(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._loaded = state

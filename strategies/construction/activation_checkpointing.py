@@ -1,0 +1,207 @@
+"""Activations that are computed again in the backward pass instead of being kept.
+
+A module's class is replaced by a subclass of it whose forward runs under torch's checkpoint: parameters, names in state
+dicts and hooks stay what they are. Tried and rejected: torch's composable `checkpoint`, which runs the user's hooks a
+second time (a hook that changes arguments then gives wrong gradients) and leaves modules that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as AnyNorm
+
+from ...errors import ConfigError, ModuleError
+from .wrap_policy import repeated_blocks, select_modules
+
+__all__ = ["apply_activation_checkpointing", "is_checkpointed"]
+
+# Any in this file: arguments and results of the user's forward.
+
+_MARK = "_loopwright_checkpointed"
+
+
+def apply_activation_checkpointing(module: nn.Module, policy: Any, *, units: Iterable[nn.Module] = ()) -> list[str]:
+    """Let submodules keep only their inputs between forward and backward pass, in place, and return their names.
+
+    Gradients are the same to the bit, dropout included; running statistics of norms are updated once. Without
+    gradients nothing changes. A submodule that is checkpointed already is left alone. Call it before or after
+    fully_shard; no rank communicates.
+
+    Args:
+        module: The user's module; it is never checkpointed as a whole.
+        policy: True: `units`, or without any the repeated blocks of any size; not single layers of torch. Else a
+            class, classes or their names, a function module -> bool, or one of torch's policies.
+        units: The modules that are sharded as units of their own.
+
+    Raises:
+        ConfigError: There is nothing to checkpoint; names the classes that there are.
+        ModuleError: A chosen module is compiled to TorchScript, or its forward was replaced on the object.
+    """
+    chosen = _chosen(module, policy, units)
+    wrong = [name for name, one in chosen if isinstance(one, torch.jit.ScriptModule) or "forward" in vars(one)]
+    if wrong:
+        raise ModuleError(
+            f"activations of {', '.join(wrong)} cannot be computed again: they are TorchScript, or their forward was "
+            "replaced on the object.",
+            fix="define forward in the class, or leave them out of activation_checkpointing=.",
+        )
+    done = []
+    for name, one in chosen:
+        if not is_checkpointed(one):
+            one.__class__ = _checkpointed_class(type(one))
+            done.append(name)
+    return done
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether `apply_activation_checkpointing` has chosen this very module."""
+    return hasattr(type(module), _MARK)
+
+
+def _chosen(module: nn.Module, policy: Any, units: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    if policy is not True:
+        return select_modules(module, policy, argument="activation_checkpointing")[0]
+    wanted = {id(one) for one in units}
+    chosen = [(name, one) for name, one in module.named_modules() if id(one) in wanted and one is not module]
+    chosen = [(name, one) for name, one in chosen if not _is_simple(one)]
+    chosen = chosen or [(name, one) for name, one in repeated_blocks(module) if not _is_simple(one)]
+    if not chosen:
+        names = sorted({type(one).__name__ for one in module.modules() if one is not module})
+        raise ConfigError(
+            f"activation_checkpointing=True finds no repeated blocks in {type(module).__name__}.",
+            fix=f"pass the classes whose activations are to be computed again: {', '.join(names) or 'it has none'}.",
+        )
+    return chosen
+
+
+def _is_simple(module: nn.Module) -> bool:
+    """Return whether it is one of torch's layers that keeps no more than its input anyway."""
+    has_parts = any(True for _ in module.children())
+    return not has_parts and type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RNNBase)
+
+
+# -- the class ---------------------------------------------------------------------------------------------------------
+
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a module's class that keeps no activations; always the same one."""
+    if original not in _made:
+        _made[original] = _make_class(original)
+    return _made[original]
+
+
+def _make_class(original: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original.forward(self, *args, **kwargs)
+        return _run_twice(self, original.forward, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # pickle and deepcopy look classes up by name, and would find the user's.
+        reduced: Any = original.__reduce_ex__(self, protocol)
+        if isinstance(reduced, tuple) and reduced[:1] == (copyreg.__newobj__,):  # type: ignore[attr-defined]
+            return (_new, (original,), *reduced[2:])
+        return reduced
+
+    # One that is made by indexing a Sequential is none of those that were chosen.
+    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        return original(*args, **kwargs)
+
+    functools.update_wrapper(forward, original.forward)
+    namespace = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__new__": new,
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        _MARK: True,
+    }
+    return type(original.__name__, (original,), namespace)
+
+
+def _new(original: type[nn.Module]) -> nn.Module:
+    module = original.__new__(original)
+    module.__class__ = _checkpointed_class(original)
+    return module
+
+
+def _run_twice(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    # By position: torch looks for devices, whose random numbers it repeats, in positional arguments only, and takes
+    # keywords such as `debug` for its own.
+    names = tuple(kwargs)
+    num_args = len(args)
+    again: _Again | None = None
+
+    def run(*values: Any) -> Any:
+        nonlocal again
+        named = dict(zip(names, values[num_args:], strict=True))
+        if torch.compiler.is_compiling():
+            return forward(module, *values[:num_args], **named)
+        if again is None:
+            again = _Again(module)
+            output = forward(module, *values[:num_args], **named)
+            again.find_changed()
+            return output
+        with again:
+            return forward(module, *values[:num_args], **named)
+
+    if any(isinstance(one, Tensor) and one.device.type == "xla" for one in (*args, *kwargs.values())):
+        from ..xla.activation_checkpointing import checkpoint_on_xla
+
+        return checkpoint_on_xla(run, *args, *kwargs.values())
+    return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True)
+
+
+class _Again:
+    """A context for the second time that a module runs: what it does to its buffers then is forgotten.
+
+    Args:
+        module: Where buffers may change: running statistics, counters.
+    """
+
+    __slots__ = ("_before", "_changed", "_kept")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (one, [(name, buffer, _version(buffer)) for name, buffer in one.named_buffers(recurse=False)])
+            for one in module.modules()
+            if one._buffers
+        ]
+        self._changed: list[nn.Module] = []
+        self._kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+
+    def find_changed(self) -> None:
+        """Note which modules changed their buffers since this object was made."""
+        for one, buffers in self._before:
+            # The statistics of a batch norm change without a new version.
+            is_norm = isinstance(one, AnyNorm) and one.training and one.track_running_stats
+            if is_norm or any(one._buffers.get(name) is not old or _version(old) != was for name, old, was in buffers):
+                self._changed.append(one)
+        self._before = []
+
+    def __enter__(self) -> None:
+        self._kept = [(one, dict(one._buffers)) for one in self._changed]
+        for one, buffers in self._kept:
+            one._buffers.update({name: old if old is None else old.clone() for name, old in buffers.items()})
+
+    def __exit__(self, *_: object) -> None:
+        for one, buffers in self._kept:
+            one._buffers.clear()
+            one._buffers.update(buffers)
+        self._kept = []
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

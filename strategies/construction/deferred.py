@@ -1,0 +1,139 @@
+"""Building a module without memory for its tensors, so that their values can be computed later, a few at a time.
+
+Strategies that shard a model enter `DeferredInit` in their `init_context`; materialise.py puts the values in. Within
+the context new tensors lie on the meta device, and what is done to them is written down in the terms of replay.py.
+
+An operation that draws random numbers notes the state of the generator and then really draws, into memory that is given
+back at once. Code that follows sees the numbers that it would have seen, and the replay starts from the noted state.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .operator_replay import is_deferred
+from .recording import Functions, Operations
+
+__all__ = ["DeferredInit", "changed_names", "forget_marks", "own_tensors"]
+
+# Where a module keeps {name of a deferred tensor: its version when the context ended}.
+_MARKS = "_loopwright_deferred"
+_LOST = -1  # in the place of a version: the tensor was changed where nothing was written down
+
+_active = threading.local()
+_marked: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by id
+
+
+class DeferredInit:
+    """A context in which tensors are made on the meta device, and how they got their values is written down.
+
+    It covers the constructors of modules, `torch.nn.init`, `deepcopy`, tied weights, tables computed for buffers, and
+    `load_state_dict` into what was built. A tensor within the context says that its device is the CPU. Values that the
+    code asks for (`item()`, `if tensor.any():`, `tolist()`, `numpy()`) are computed on the spot, and thrown away unless
+    they are small. Tensors that torch makes of Python or numpy values have their values at once.
+
+    A module that was built in an earlier such context may be changed in a later one. Within another one it does nothing
+    but set `empty` for a while.
+
+    Args:
+        empty: Draw no random numbers and give parameters no values, for a checkpoint that is loaded next. Buffers have
+            theirs all the same (unless they are random), as a checkpoint may leave them out.
+    """
+
+    def __init__(self, empty: bool = False) -> None:
+        self.empty = empty
+        self.is_inside = False  # in a function of torch that was given a deferred tensor
+        self._stack = ExitStack()
+        self._modules: dict[int, nn.Module] = {}
+
+    def __enter__(self) -> DeferredInit:
+        outer: DeferredInit | None = getattr(_active, "context", None)
+        if outer is not None:
+            self._stack.enter_context(_empty(outer, self.empty))
+            return self
+        for module in list(_marked.values()):
+            _mark(module, changed_names(module))
+        self._stack.callback(register_module_parameter_registration_hook(self._note).remove)
+        self._stack.callback(register_module_buffer_registration_hook(self._note).remove)
+        self._stack.enter_context(Operations(self))
+        self._stack.enter_context(Functions(self))
+        _active.context = self
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if getattr(_active, "context", None) is self:
+            _active.context = None
+            _marked.update(self._modules)
+            self._modules.clear()
+            for module in list(_marked.values()):
+                _mark(module, _lost_names(module))
+        self._stack.close()
+
+    def _note(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        self._modules[id(module)] = module
+
+
+@contextmanager
+def _empty(context: DeferredInit, empty: bool) -> Iterator[None]:
+    before, context.empty = context.empty, empty
+    try:
+        yield
+    finally:
+        context.empty = before
+
+
+# --- what was lost ----------------------------------------------------------------------------------------------------
+
+
+def changed_names(module: nn.Module) -> set[str]:
+    """Return the names of the module's own deferred tensors that were changed after the context had ended.
+
+    On the meta device that changes nothing but the tensor's version, or (`module.to(dtype)`, `deepcopy`) makes a new
+    tensor that nothing is known of. Changes through `parameter.data` leave no trace.
+    """
+    tensors = own_tensors(module)
+    return {
+        name
+        for name, version in module.__dict__.get(_MARKS, {}).items()
+        if (tensor := tensors.get(name)) is not None
+        and tensor.is_meta
+        and (not is_deferred(tensor) or tensor._version != version)
+    }
+
+
+def forget_marks(module: nn.Module) -> None:
+    """Take from a module what the context noted in it: its tensors have values."""
+    module.__dict__.pop(_MARKS, None)
+    _marked.pop(id(module), None)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this module, without those of its children."""
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _lost_names(module: nn.Module) -> set[str]:
+    return {name for name, version in module.__dict__.get(_MARKS, {}).items() if version == _LOST}
+
+
+def _mark(module: nn.Module, lost: set[str]) -> None:
+    tensors = own_tensors(module).items()
+    marks = {name: _LOST if name in lost else tensor._version for name, tensor in tensors if is_deferred(tensor)}
+    marks |= dict.fromkeys(lost, _LOST)
+    if marks:
+        module.__dict__[_MARKS] = marks
+    else:
+        forget_marks(module)

@@ -1,0 +1,424 @@
+"""Giving values to a module that was built on the meta device, one part after the other.
+
+Values come from what deferred.py wrote down, from the module's own `reset_parameters`, or from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ...errors import ModuleError
+from ..distributed.shards import is_sharded
+from .deferred import changed_names, forget_marks, own_tensors
+from .operator_replay import is_deferred, is_empty, replay, view_of
+
+__all__ = [
+    "check_materialisable",
+    "empty_names",
+    "made_of",
+    "materialise",
+    "materialise_from_rank_zero",
+    "modules_of_unit",
+    "update_attributes",
+]
+
+# Any in this file: process groups, and what modules keep in their attributes.
+
+# Where a tensor keeps the one that took its place, for other modules that hold it, too: these keep both alive.
+_MADE = "_loopwright_made"
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def modules_of_unit(unit: nn.Module, inner: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Return a module and all below it, parents first, without the modules of `inner` and what is below these.
+
+    A module that also has a place outside of `inner` is part of the unit.
+    """
+    left_out = {id(module) for module in inner}
+    found: dict[int, nn.Module] = {}
+    todo = [unit]
+    while todo:
+        module = todo.pop()
+        if id(module) not in found and id(module) not in left_out:
+            found[id(module)] = module
+            todo.extend(reversed(list(module.children())))
+    return list(found.values())
+
+
+def check_materialisable(
+    root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None, empty: bool = False
+) -> None:
+    """Raise an error if some part of a model can be given no values; to be called before its first part is.
+
+    Args:
+        root: The whole model.
+        param_init_fn: As for `materialise`.
+        empty: As for `materialise`.
+
+    Raises:
+        ModuleError: Names all such modules.
+    """
+    _check(root, list(root.modules()), param_init_fn, empty=empty)
+
+
+def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None) -> list[str]:
+    """Return the parameters to which nothing gives a value: built with `empty=True`, for a checkpoint.
+
+    Args:
+        root: The whole model, before `materialise`.
+        param_init_fn: As for `materialise`.
+    """
+    left: dict[int, str] = {}
+    filled: set[int] = set()
+    for path, module in root.named_modules():
+        for name in _empty(module):
+            key = id(module._parameters[name])
+            left.setdefault(key, f"{path}.{name}".lstrip("."))
+            if param_init_fn is not None or _fills_itself(module):
+                filled.add(key)
+    return [name for key, name in left.items() if key not in filled]
+
+
+def materialise(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    recurse: bool = True,
+    inner: Collection[nn.Module] = (),
+    root: nn.Module | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    empty: bool = False,
+) -> None:
+    """Put tensors with values on the device in the place of a module's parameters and buffers on the meta device.
+
+    - Those that were built under `DeferredInit` get the values that they would have had without it: bit for bit, as far
+      as torch's own operations repeat. They are computed on the CPU. So do deferred tensors in the module's attributes,
+      and in lists, tuples and dicts there.
+    - Others are made without values; then `param_init_fn`, or the `reset_parameters` of the module that owns them, is
+      called once for each such module, parents first, without gradients. So it is for parameters that were built with
+      `empty=True`, if `reset_parameters` is the user's own.
+    - Tensors that have values are moved to the device.
+
+    A parameter keeps its class, its `requires_grad` and its attributes. It is a new object: hooks of the old one are
+    lost. A tied parameter is made once, also where its places are materialised one after the other.
+
+    Args:
+        module: The module, or unit.
+        device: Where it is to live.
+        recurse: Also the modules below it.
+        inner: Modules to leave out, with all that is below them: units which have their values already.
+        root: The whole model, under whose names an error speaks of modules; None: `module` is.
+        param_init_fn: Fills the tensors of one module, not of its children. It may make them anew (`module.to_empty`).
+        empty: Leave what was not built under `DeferredInit` without values, for a checkpoint that is loaded next.
+
+    Raises:
+        ModuleError: Names all modules that get no values, or were changed where the change is lost.
+    """
+    modules = modules_of_unit(module, inner) if recurse else [module]
+    _check(module if root is None else root, modules, param_init_fn, empty=empty)
+    unfilled = _make(modules, device, param_init_fn, with_values=True)
+    if not empty:
+        _fill(unfilled, device, param_init_fn)
+
+
+def materialise_from_rank_zero(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    inner: Collection[nn.Module] = (),
+    root: nn.Module | None = None,
+    group: Any = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Do on the group's first rank what `materialise` does, and give its parameters and buffers to the other ranks.
+
+    Called on all ranks: it communicates. It does not matter what the others have: values, or the meta device.
+
+    Args:
+        module: As for `materialise`; the same on all ranks.
+        device: As for `materialise`; the group's backend must know it.
+        inner: As for `materialise`.
+        root: As for `materialise`.
+        group: The ranks; None for all.
+        param_init_fn: As for `materialise`, on the first rank.
+
+    Raises:
+        ModuleError: On all ranks: the modules differ, or the first rank has no values to give.
+    """
+    import torch.distributed as dist
+
+    root = module if root is None else root
+    modules = modules_of_unit(module, inner)
+    is_first = dist.get_rank(group) == 0
+    problems = _problems(root, modules, param_init_fn, empty=False) if is_first else []
+    _check_alike(root, modules, problems, group)
+    unfilled = _make(modules, device, param_init_fn, with_values=is_first)
+    if is_first:
+        _fill(unfilled, device, param_init_fn)
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in _distinct(modules):
+            if is_sharded(tensor):
+                continue  # by the user: each rank has a part of its own
+            # As bytes, as a backend may not know the type.
+            whole = tensor.detach().resolve_conj().contiguous()
+            if whole.numel():
+                dist.broadcast(whole.reshape(-1).view(torch.uint8), first, group=group)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def made_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that took a deferred one's place; a tensor that was not replaced as it is."""
+    made: Tensor = tensor.__dict__.get(_MADE, tensor)
+    return made
+
+
+def update_attributes(module: nn.Module) -> None:
+    """Replace deferred tensors in the attributes of all modules by those that took their place.
+
+    For parameters of a submodule that had its turn in `materialise` after the one whose attribute holds them.
+    """
+    _put({}, list(module.modules()))
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+def _check(
+    root: nn.Module, modules: Sequence[nn.Module], param_init_fn: Callable[[nn.Module], Any] | None, *, empty: bool
+) -> None:
+    problems = _problems(root, modules, param_init_fn, empty=empty)
+    if problems:
+        _refuse(problems)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    raise ModuleError(
+        "parts of the model have no values and cannot be given any:\n" + "\n".join(f"  - {line}" for line in problems),
+        fix="build and change the model within configure_model or fabric.init_module(), or define reset_parameters() "
+        "in the modules that own these tensors, or pass param_init_fn= to the strategy.",
+    )
+
+
+def _problems(
+    root: nn.Module, modules: Iterable[nn.Module], param_init_fn: Callable[[nn.Module], Any] | None, *, empty: bool
+) -> list[str]:
+    """Return one line for each module that has a problem."""
+    names = {id(module): name or "(the model)" for name, module in root.named_modules()}
+    lines = []
+    for module in modules:
+        who = f"{names.get(id(module), '(a module)')} ({type(module).__name__})"
+        changed = changed_names(module)
+        if changed:
+            lines.append(
+                f"{who}: {', '.join(sorted(changed))} changed, moved or copied after init_module() had ended, where "
+                "that has no effect"
+            )
+        unknown = sorted(name for name in _unknown(module) if name not in changed)
+        if unknown and not (empty or param_init_fn is not None or hasattr(module, "reset_parameters")):
+            lines.append(f"{who}: {', '.join(unknown)} on the meta device, and there is no reset_parameters()")
+    return lines
+
+
+def _unknown(module: nn.Module) -> dict[str, Tensor]:
+    tensors = own_tensors(module)
+    unknown = {name: tensor for name, tensor in tensors.items() if tensor.is_meta and not is_deferred(tensor)}
+    return {name: tensor for name, tensor in unknown.items() if _MADE not in tensor.__dict__}
+
+
+def _empty(module: nn.Module) -> list[str]:
+    """Return the module's own parameters that were built with `empty=True` and are not made yet."""
+    own = module._parameters.items()
+    return [name for name, one in own if one is not None and is_empty(one) and _MADE not in one.__dict__]
+
+
+def _fills_itself(module: nn.Module) -> bool:
+    """Return whether the module has a `reset_parameters` that the user wrote, in its class or on the object."""
+    own = getattr(module, "reset_parameters", None)
+    is_torchs = str(getattr(own, "__module__", "")).partition(".")[0] == "torch"
+    return own is not None and ("reset_parameters" in module.__dict__ or not is_torchs)
+
+
+def _check_alike(root: nn.Module, modules: Sequence[nn.Module], problems: Sequence[str], group: Any) -> None:
+    import torch.distributed as dist
+
+    layout = _layout(root, modules)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (layout, list(problems)), group=group)
+    first, found = everyone[0]
+    if found:
+        _refuse(found)
+    unlike = {
+        rank: sorted(set(first) ^ set(other)) for rank, (other, _) in enumerate(everyone) if list(other) != list(first)
+    }
+    if unlike:
+        told = "; ".join(f"rank {rank}: {_told(entries)}" for rank, entries in unlike.items())
+        raise ModuleError(
+            f"the model is not the same on all ranks, so that rank 0 cannot give its values. Unlike rank 0's: {told}.",
+            fix="build the same model on every rank.",
+        )
+
+
+def _layout(root: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return name, shape and dtype of the modules' tensors; in the place of a dtype, what one is tied to."""
+    names = {id(module): name for name, module in root.named_modules()}
+    first: dict[int, str] = {}
+    layout = []
+    for module in modules:
+        for short, tensor in own_tensors(module).items():
+            name = f"{names.get(id(module), '')}.{short}".lstrip(".")
+            is_tied = id(tensor) in first
+            layout.append((name, tuple(tensor.shape), f"tied to {first[id(tensor)]}" if is_tied else str(tensor.dtype)))
+            first.setdefault(id(tensor), name)
+    return layout
+
+
+def _told(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+    if not entries:
+        return "the order of its tensors"
+    some = ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in entries[:8])
+    return some if len(entries) <= 8 else f"{some} and {len(entries) - 8} more"
+
+
+# --- new tensors ------------------------------------------------------------------------------------------------------
+
+
+def _make(
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    *,
+    with_values: bool,
+) -> list[nn.Module]:
+    """Put tensors on the device into the modules, and return those modules whose tensors are still to be filled."""
+    unfilled = [
+        module
+        for module in modules
+        if _unknown(module) or (_empty(module) and (param_init_fn is not None or _fills_itself(module)))
+    ]
+    old = {id(tensor): tensor for tensor in _distinct(modules)}
+    attributes = {id(tensor): tensor for module in modules for tensor in _deferred_attributes(module)}
+    deferred = {key: tensor for key, tensor in {**attributes, **old}.items() if is_deferred(tensor)}
+    todo = {key: tensor for key, tensor in deferred.items() if _MADE not in tensor.__dict__}
+    views = [
+        view_of(tensor, with_values=_gets_values(tensor, is_own=key in old, with_values=with_values))
+        for key, tensor in todo.items()
+    ]
+    values = dict(zip(todo, replay(views, device), strict=True))
+    everything = {**attributes, **old}
+    new: dict[int, Tensor] = {}
+    for key, tensor in everything.items():
+        if _MADE in tensor.__dict__:
+            new[key] = tensor.__dict__[_MADE]
+        elif key in values:
+            new[key] = _in_place_of(tensor, values[key])
+        elif tensor.is_meta:
+            new[key] = _in_place_of(tensor, torch.empty_like(tensor, device=device))
+        elif not (is_lazy(tensor) or _is_on(tensor, device)):
+            new[key] = _in_place_of(tensor, tensor.detach().to(device))
+    for key, tensor in new.items():
+        everything[key].__dict__[_MADE] = tensor
+    _put(new, modules)
+    for module in modules:
+        forget_marks(module)
+    return unfilled
+
+
+def _gets_values(tensor: Tensor, *, is_own: bool, with_values: bool) -> bool:
+    """Return whether a deferred tensor is computed; otherwise a checkpoint, or another rank, gives the values."""
+    if isinstance(tensor, nn.Parameter):
+        return with_values and not is_empty(tensor)
+    return with_values or not is_own
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
+def _in_place_of(old: Tensor, value: Tensor) -> Tensor:
+    """Return a value with the class, the attributes and the `requires_grad` of a tensor."""
+    with torch.no_grad():
+        new = value.detach().as_subclass(type(old))
+    new.requires_grad_(old.requires_grad and old.is_leaf)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _put(new: dict[int, Tensor], modules: Sequence[nn.Module]) -> None:
+    for owner in modules:
+        for place in (owner._parameters, owner._buffers):
+            for name, tensor in place.items():
+                if id(tensor) in new:
+                    place[name] = new[id(tensor)]  # type: ignore[assignment]
+    for module in modules:
+        seen: set[int] = set()
+        for name, value in list(_attributes(module)):
+            module.__dict__[name] = _replaced(value, new, seen)
+
+
+def _fill(modules: Sequence[nn.Module], device: torch.device, param_init_fn: Callable[[nn.Module], Any] | None) -> None:
+    """Let functions of the user's, or the modules' own, give values to tensors that have none."""
+    with torch.no_grad(), device:
+        for module in modules:
+            if param_init_fn is not None:
+                param_init_fn(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]
+    left = [module for module in modules if _unknown(module)]
+    if left:
+        _refuse([f"{type(module).__name__}: still on the meta device after it was filled" for module in left])
+
+
+def _distinct(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the modules' own parameters and buffers; a tied one once, where it is found first."""
+    return list({id(tensor): tensor for module in modules for tensor in own_tensors(module).values()}.values())
+
+
+# --- tensors in attributes --------------------------------------------------------------------------------------------
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE)
+
+
+def _deferred_attributes(module: nn.Module) -> Iterator[Tensor]:
+    """Give deferred tensors of attributes. Parameters are left to the modules that own them."""
+    seen: set[int] = set()
+    for _, value in _attributes(module):
+        for tensor in _tensors(value, seen):
+            if not isinstance(tensor, nn.Parameter) and is_deferred(tensor):
+                yield tensor
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+        seen.add(id(value))  # a list may hold itself
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item, seen)
+
+
+def _replaced(value: Any, new: dict[int, Tensor], seen: set[int]) -> Any:
+    """Return a value with new tensors in the place of old ones; lists and dicts are changed in place."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), made_of(value))
+    if not isinstance(value, (list, tuple, dict)) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if isinstance(value, tuple):
+        items = [_replaced(item, new, seen) for item in value]
+        if all(one is other for one, other in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        other = _replaced(item, new, seen)
+        if other is not item:
+            value[key] = other
+    return value

@@ -1,0 +1,355 @@
+"""What is written down about tensors without values: each operation that makes or changes one.
+
+Two modes of torch see what a program does: `Operations` all operations below autograd, `Functions` the calls of Python
+that ask a tensor for what it has not. Both belong to a `DeferredInit`, which says whether random numbers are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import ModuleError
+from .operator_replay import (
+    CPU,
+    META,
+    Constant,
+    Operation,
+    View,
+    constant_of,
+    is_deferred,
+    is_replaying,
+    keep_constants,
+    map_leaves,
+    new_memory,
+    next_time,
+    replay,
+    tensors_in,
+    users_line,
+    view_of,
+    views_in,
+    writes_needed,
+)
+
+if TYPE_CHECKING:
+    from .deferred import DeferredInit
+
+__all__ = ["Functions", "Operations"]
+
+# Any in this file: operations of torch, their arguments and results.
+
+# A tensor that was read on the way, and is not larger than this, is not computed again for the next reader.
+_SMALL_BYTES = 2**16
+
+_FILL_AT_RANDOM = frozenset(
+    ["normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"]
+)
+# What these draw does not depend on what their only tensor holds.
+_BLIND = _FILL_AT_RANDOM | {"rand_like", "randn_like", "randint_like"}
+# What the tensor held before is lost, so that it need not be computed.
+_OVERWRITES = _FILL_AT_RANDOM | {"zero_", "fill_", "copy_"}
+_UNWRITTEN = frozenset(["empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"])
+
+
+class Operations(TorchDispatchMode):
+    """Sees every operation below autograd."""
+
+    def __init__(self, context: DeferredInit) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._context = context
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or write it down if it makes a new tensor or takes a deferred one."""
+        kwargs = kwargs or {}
+        if is_replaying():
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        device = kwargs.get("device")
+        if self._context.is_inside and device is not None and device.type == "meta":
+            kwargs = {**kwargs, "device": CPU}  # torch took it from the deferred tensor
+            return self._defer(func, args, kwargs)
+        if any(is_deferred(tensor) for tensor in tensors) or _makes_tensor(func, tensors, args, kwargs):
+            return self._defer(func, args, kwargs)
+        keep_constants(_written(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        written = _written(func, args, kwargs)
+        if any(not is_deferred(tensor) for tensor in written):
+            keep_constants(written)
+            return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+        _refuse_storage(func, args)
+        _refuse_plain_meta(func, (args, kwargs))
+        meta_args, meta_kwargs = map_leaves(_on_meta, args), map_leaves(_on_meta, kwargs)
+        if kwargs.get("device") is not None:
+            meta_kwargs["device"], kwargs = META, {**kwargs, "device": CPU}
+        views = (map_leaves(_view, meta_args), {**map_leaves(_view, meta_kwargs), **_device_of(kwargs)})
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and not self._context.empty
+        rng_state = _rng_state(kwargs) if is_random else None
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except RuntimeError:
+            # No kernel for the meta device, or the result depends on values. The user's own mistakes raise again.
+            real = func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+            result = _result_like(func, real, args, kwargs)
+        else:
+            if any(tensor.layout is not torch.strided for tensor in tensors_in(result)):
+                return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+            if rng_state is not None:
+                _draw(func, views, args, kwargs)
+        self._write_down(func, views, written, list(tensors_in(result)), rng_state)
+        return result
+
+    def _write_down(
+        self,
+        func: Any,
+        views: tuple[Any, dict[str, Any]],
+        written: Sequence[Tensor],
+        results: Sequence[Tensor],
+        rng_state: Tensor | None,
+    ) -> None:
+        if _name(func) in _OVERWRITES and written:
+            views = _without_past(views, written[0])
+        made = []
+        for index, tensor in enumerate(results):
+            if not is_deferred(tensor):
+                new_memory(tensor, empty=self._context.empty)
+                made.append((index, view_of(tensor)))
+        if torch.Tag.inplace_view in func.tags or _name(func) in _UNWRITTEN or not (made or written):
+            return
+        operation = Operation(
+            time=next_time(),
+            func=func,
+            args=views[0],
+            kwargs=views[1],
+            made=tuple(made),
+            read=tuple(views_in(views)),
+            rng_state=rng_state,
+            is_skipped=rng_state is None and torch.Tag.nondeterministic_seeded in func.tags,
+            default_dtype=torch.get_default_dtype(),
+        )
+        for view in [*(view for _, view in made), *map(view_of, written)]:
+            view.memory.last_write = operation
+
+
+def _draw(func: Any, views: tuple[Any, dict[str, Any]], args: Any, kwargs: dict[str, Any]) -> None:
+    """Advance the generator as the operation does."""
+    if _name(func) in _BLIND and len(list(views_in(views))) == 1:
+        func(*map_leaves(_throwaway, views[0]), **map_leaves(_throwaway, views[1]))
+    else:
+        func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+
+
+class Functions(TorchFunctionMode):
+    """Sees the calls of Python that a mode below autograd does not see, or sees too late."""
+
+    def __init__(self, context: DeferredInit) -> None:
+        super().__init__()
+        self._context = context
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer for a deferred tensor as if it lay on the CPU."""
+        kwargs = kwargs or {}
+        if func in _ANSWERS and is_deferred(args[0]):
+            # Without values it is true, and lets trunc_normal_ skip its loop over what it would have drawn.
+            return self._context.empty if func == _IS_META else _ANSWERS[func]
+        if func in _READERS and not (func in _CONVERTERS and _is_given_tensor(args, kwargs)):
+            return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+        if func == _SET_DATA and is_deferred(args[0]) and not args[1].is_meta:
+            return func(args[0], constant_of(args[1]))
+        if func in _INDEXERS and is_deferred(args[0]):
+            args = (args[0], _index_of(args[1]), *args[2:])
+        before = self._context.is_inside
+        self._context.is_inside = before or any(is_deferred(tensor) for tensor in tensors_in((args, kwargs)))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._context.is_inside = before
+
+
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_ANSWERS: dict[Any, Any] = {
+    Tensor.device.__get__: CPU,
+    _IS_META: False,
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CONVERTERS = {torch.as_tensor, torch.asarray}
+_READERS = {
+    *_CONVERTERS,
+    torch.tensor,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.new_tensor,
+}
+
+
+_INDEXERS = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+def _index_of(index: Any) -> Any:
+    """Return an index with tensors in the place of lists and arrays, which torch would put on the meta device."""
+    if isinstance(index, tuple):
+        return tuple(_index_of(one) for one in index)
+    if hasattr(index, "__array__") and not isinstance(index, Tensor):
+        return torch.as_tensor(index)
+    if isinstance(index, (list, range)) and all(isinstance(one, (int, list)) for one in index):
+        return torch.tensor(index, dtype=None if len(index) else torch.long)
+    return index
+
+
+def _is_given_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return isinstance(next(iter((*args, *kwargs.values())), None), Tensor)
+
+
+def _read(value: Any) -> Any:
+    """Return a deferred tensor's values, and any other object as it is."""
+    if not isinstance(value, Tensor) or not is_deferred(value):
+        return value
+    view = view_of(value)
+    if any(isinstance(write, Operation) and write.is_skipped for write in writes_needed([view])):
+        raise ModuleError(
+            f"{users_line()} reads values that depend on random numbers, but the module is built with "
+            "empty_init=True, which draws none.",
+            fix="build the module with empty_init=False, or compute what decides its structure without torch's random "
+            "numbers.",
+        )
+    whole = View(view.memory, view.write, torch.uint8, torch.Size([view.memory.num_bytes]), (1,), 0, False, False)
+    real, all_bytes = replay([view, whole], CPU)
+    if view.memory.num_bytes <= _SMALL_BYTES:
+        constant = Constant(next_time(), view.memory, all_bytes.clone(), (1,), 0, "")
+        view.memory.last_write = constant
+    return real
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor) and not is_deferred(value) and not _is_plain_meta(value):
+        return constant_of(value)
+    return value
+
+
+def _view(value: Any) -> Any:
+    return view_of(value) if isinstance(value, Tensor) and is_deferred(value) else value
+
+
+def _throwaway(value: Any) -> Any:
+    if not isinstance(value, View):
+        return value
+    return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=CPU)
+
+
+def _without_past(views: tuple[Any, dict[str, Any]], target: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Let the written tensor's view forget its past, if all of its memory is overwritten and nothing else reads it."""
+    written = view_of(target)
+    covers = target.is_contiguous() and target.numel() * target.element_size() == written.memory.num_bytes
+    if not covers or sum(view.memory is written.memory for view in views_in(views)) > 1:
+        return views
+    fresh = replace(written, write=None)
+
+    def forget(value: Any) -> Any:
+        return fresh if isinstance(value, View) and value.memory is written.memory else value
+
+    return map_leaves(forget, views[0]), map_leaves(forget, views[1])
+
+
+def _result_like(func: Any, real: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return deferred tensors of the shapes of real results; a result that is an argument is that argument."""
+    if not isinstance(real, (Tensor, list, tuple)):
+        return real
+    written = iter(_written(func, args, kwargs))
+    results = [real] if isinstance(real, Tensor) else list(real)
+    returns = func._schema.returns
+    of_arguments = [len(returns) == len(results) and one.alias_info is not None for one in returns]
+    of_arguments += [False] * (len(results) - len(of_arguments))
+    like = [
+        next(written) if is_argument else torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=META)
+        for one, is_argument in zip(results, of_arguments, strict=True)
+    ]
+    return like[0] if isinstance(real, Tensor) else type(real)(like)
+
+
+def _rng_state(kwargs: dict[str, Any]) -> Tensor:
+    generator = kwargs.get("generator")
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def _device_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"device": kwargs["device"]} if "device" in kwargs else {}
+
+
+# --- about operations -------------------------------------------------------------------------------------------------
+
+
+def _makes_tensor(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether this makes a new tensor out of nothing, or in the shape of one that has no values."""
+    device = kwargs.get("device")
+    if not _takes_device(func) or (device is not None and device.type == "meta"):
+        return False
+    if not tensors:
+        # torch.load and deepcopy make an empty tensor first, and then give it the storage that they have filled.
+        return not (_name(func) == "empty" and 0 in args[0])
+    return device is not None and _is_like(_name(func)) and all(_is_plain_meta(tensor) for tensor in tensors)
+
+
+def _is_like(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _is_plain_meta(tensor: Tensor) -> bool:
+    # The device is asked of an operation's argument, where Functions may answer: only for deferred tensors.
+    return tensor.is_meta and not is_deferred(tensor)
+
+
+def _refuse_plain_meta(func: Any, values: Any) -> None:
+    if not _is_like(_name(func)) and any(_is_plain_meta(tensor) for tensor in tensors_in(values)):
+        raise ModuleError(
+            f"{users_line()} calls {_name(func)} with a tensor on the meta device, which has no values.",
+            fix="leave out device='meta' within init_module and configure_model: what is built there takes no memory.",
+        )
+
+
+def _refuse_storage(func: Any, args: Any) -> None:
+    if any(isinstance(value, torch.UntypedStorage) and value.device.type != "meta" for value in args):
+        raise ModuleError(
+            f"{users_line()} calls {_name(func)} to give a storage with values to a new tensor that has none yet.",
+            fix="use tensor.copy_(), or build this part of the model outside of init_module and configure_model.",
+        )
+
+
+@cache
+def _name(func: Any) -> str:
+    name: str = func._schema.name.rpartition("::")[2]
+    return name
+
+
+@cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    values = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)]
+    return list(tensors_in(values))

@@ -1,0 +1,370 @@
+"""How gradients are communicated: compressed, approximated, or within a subgroup."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import ConfigError, MissingDependency, nearest
+
+if TYPE_CHECKING:
+    from ..parallel import ParallelStrategy
+    from .replica import Replica
+
+__all__ = ["CommHook", "check_comm_hook"]
+
+# Any in this file: hooks and their states are the user's or torch's own.
+Hook = Callable[[Any, Any], Any]
+
+_HOOKS = {
+    "allreduce": "allreduce",
+    "noop": "noop",
+    "fp16": "fp16",
+    "fp16_compress": "fp16",
+    "bf16": "bf16",
+    "bf16_compress": "bf16",
+    "powersgd": "powersgd",
+    "power_sgd": "powersgd",
+    "post_local_sgd": "post_local_sgd",
+    "post_localsgd": "post_local_sgd",
+}
+_OF_TORCH = {
+    "allreduce_hook": "allreduce",
+    "noop_hook": "noop",
+    "fp16_compress_hook": "fp16",
+    "bf16_compress_hook": "bf16",
+    "powerSGD_hook": "powersgd",
+    "post_localSGD_hook": "post_local_sgd",
+}
+_WRAPPERS = {"fp16": "fp16", "fp16_compress": "fp16", "bf16": "bf16", "bf16_compress": "bf16"}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_KNOWN = ("fp16", "bf16", "powersgd", "post_local_sgd", "allreduce", "noop")
+
+
+def hook_name(hook: Any) -> str | None:
+    """Return which of our names a hook goes by: a name, a member of torch's enumeration, or torch's function."""
+    if isinstance(hook, enum.Enum):
+        hook = hook.name.lower().removesuffix("_rank2")
+    if isinstance(hook, str):
+        return _HOOKS.get(hook.lower())
+    is_of_torch = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
+    return _OF_TORCH.get(getattr(hook, "__name__", "")) if is_of_torch else None
+
+
+def check_comm_hook(hook: Any, state: Any, wrapper: Any, period: int | None) -> list[tuple[str, str]]:
+    """Return (what, fix) of everything in the arguments of DDPStrategy that cannot work."""
+    problems = []
+    name = hook_name(hook)
+    if hook is not None and name is None and (isinstance(hook, enum.Enum) or not callable(hook)):
+        near = nearest(hook.lower(), _HOOKS) if isinstance(hook, str) else ""
+        problems.append(
+            (
+                f"ddp_comm_hook={hook!r} is unknown{near}",
+                f"use one of {', '.join(_KNOWN)}, or a function (state, bucket)",
+            )
+        )
+    if wrapper is not None and not callable(wrapper) and str(wrapper).lower() not in _WRAPPERS:
+        problems.append((f"ddp_comm_wrapper={wrapper!r} is unknown", "use 'fp16', 'bf16', or a function of the hook"))
+    if hook is None and (state is not None or wrapper is not None):
+        problems.append(
+            ("ddp_comm_state or ddp_comm_wrapper is given without ddp_comm_hook", "pass the hook that they belong to")
+        )
+    if name == "post_local_sgd" and period is None:
+        problems.append(
+            (
+                "ddp_comm_hook='post_local_sgd' needs model_averaging_period: the ranks' weights drift apart",
+                "pass model_averaging_period, the number of steps between two averagings",
+            )
+        )
+    if name != "post_local_sgd" and period is not None:
+        problems.append(
+            (
+                f"model_averaging_period={period!r} has no use without ddp_comm_hook='post_local_sgd': with averaged "
+                "gradients the weights are equal",
+                "leave model_averaging_period out, or pass ddp_comm_hook='post_local_sgd'",
+            )
+        )
+    if period is not None and (not isinstance(period, int) or isinstance(period, bool) or period < 1):
+        problems.append((f"model_averaging_period={period!r} is no int of 1 or more", "pass a number of steps"))
+    return problems
+
+
+class CommHook:
+    """A hook with its state, on one module.
+
+    Args:
+        hook: The user's `ddp_comm_hook`.
+        state: The user's `ddp_comm_state`.
+        wrapper: The user's `ddp_comm_wrapper`.
+        strategy: Knows the ranks of this node.
+
+    Raises:
+        ConfigError: The state does not fit the hook.
+        MissingDependency: PowerSGD needs numpy.
+    """
+
+    def __init__(self, hook: Any, state: Any, wrapper: Any, strategy: ParallelStrategy) -> None:
+        self.name = hook_name(hook)
+        self.state = _make_state(self.name, hook, state, strategy)
+        run = _make_hook(self.name, hook)
+        self.feedback: _Feedback | None = None
+        if self.name == "powersgd":
+            self.feedback = _Feedback(self.state, run)
+            run = self.feedback
+        if wrapper is not None:
+            run = wrapper(run) if callable(wrapper) else _compressed(run, _DTYPES[_WRAPPERS[wrapper.lower()]])
+        self._run = run
+
+    @property
+    def first_local_step(self) -> int:
+        """Steps during which post-local SGD still averages gradients over all ranks."""
+        return int(getattr(self.state, "start_localSGD_iter", 0))
+
+    def register(self, replica: Replica) -> None:
+        """Let a module's gradients be communicated by this hook."""
+        run = self._run
+        if self.feedback is not None:
+            self.feedback.start({id(one): name for name, one in replica.original.named_parameters()})
+
+        # torch checks annotations and the name of what it is given: it refuses annotations as text, and its own bf16
+        # hook where there is no CUDA, though that one runs on gloo.
+        def hook(state, bucket):  # type: ignore[no-untyped-def]
+            return run(state, bucket)
+
+        replica.register_comm_hook(self.state, hook)
+        replica.__dict__["comm_hook"] = self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a resume. On every rank: it communicates."""
+        if self.feedback is not None:
+            return self.feedback.state_dict()
+        return {"iter": self.state.iter} if self.name == "post_local_sgd" else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        if self.feedback is not None:
+            self.feedback.load_state_dict(state)
+        elif self.name == "post_local_sgd":
+            self.state.iter = state["iter"]
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def _make_hook(name: str | None, hook: Any) -> Hook:
+    if name in _DTYPES:
+        return lambda state, bucket: _all_reduce_as(bucket, _DTYPES[name], state)
+    if name == "noop":
+        return _leave
+    if name == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+        return powerSGD_hook
+    if name == "post_local_sgd":
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+
+        return post_localSGD_hook
+    if name == "allreduce":
+        return lambda state, bucket: _average(bucket.buffer(), state)
+    chosen: Hook = hook
+    return chosen
+
+
+def _average(buffer: Tensor, group: Any) -> Any:
+    buffer.div_(dist.get_world_size(group))
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def _all_reduce_as(bucket: Any, dtype: torch.dtype, group: Any) -> Any:
+    """Average a bucket in a shorter dtype; divided before it is rounded, so that float16 does not overflow."""
+    buffer = bucket.buffer()
+    short = (buffer / dist.get_world_size(group)).to(dtype)
+    future = dist.all_reduce(short, group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
+    """Return a hook that hands a bucket in a shorter dtype to `hook`, and gives back its own."""
+
+    def run(state: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+
+        def widen(done: Any) -> Tensor:
+            value = done.value()
+            whole: Tensor = buffer.copy_(value[0] if isinstance(value, list | tuple) else value)
+            return whole
+
+        return hook(state, bucket).then(widen)
+
+    return run
+
+
+def _leave(state: Any, bucket: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def _make_state(name: str | None, hook: Any, state: Any, strategy: ParallelStrategy) -> Any:
+    """Return the state object from what the user gave; subgroups are made here, on every rank alike."""
+    if callable(state) and not isinstance(state, type) and not hasattr(state, "iter"):
+        state = state()
+    if name == "powersgd":
+        return _power_sgd_state(hook, state)
+    if name == "post_local_sgd":
+        return _post_local_state(state, strategy)
+    return state
+
+
+def _power_sgd_state(hook: Any, state: Any) -> Any:
+    try:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        if isinstance(state, PowerSGDState):
+            return state
+        rank = 2 if isinstance(hook, enum.Enum) and hook.name.endswith("RANK2") else 1
+        options: dict[str, Any] = {"process_group": None, "matrix_approximation_rank": rank}
+        if isinstance(state, int) and not isinstance(state, bool):
+            options["matrix_approximation_rank"] = state
+        elif isinstance(state, Mapping):
+            options.update(state)
+        elif state is not None:
+            raise _wrong_state("powersgd", state, "a PowerSGDState, its keyword arguments as a dict, or a rank")
+        try:
+            return PowerSGDState(**options)
+        except (TypeError, ValueError) as error:
+            raise _wrong_state("powersgd", state, f"arguments that torch accepts: {error}") from error
+    except ImportError as error:
+        raise MissingDependency("numpy", needed_for="ddp_comm_hook='powersgd'") from error
+
+
+def _post_local_state(state: Any, strategy: ParallelStrategy) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    options: dict[str, Any] = {"process_group": None, "subgroup": None, "start_localSGD_iter": 0}
+    subgroup_size = None
+    if isinstance(state, PostLocalSGDState):
+        made = state
+    else:
+        if isinstance(state, int) and not isinstance(state, bool):
+            options["start_localSGD_iter"] = state
+        elif isinstance(state, Mapping):
+            options.update(state)
+            subgroup_size = options.pop("subgroup_size", None)
+        elif state is not None:
+            raise _wrong_state("post_local_sgd", state, "a PostLocalSGDState, a dict, or the first local step")
+        try:
+            made = PostLocalSGDState(**options)
+        except TypeError as error:
+            raise _wrong_state("post_local_sgd", state, f"arguments that torch accepts: {error}") from error
+    if made.subgroup is None:  # torch's own default works with CUDA only
+        made.subgroup = _subgroup(subgroup_size, strategy)
+    return made
+
+
+def _subgroup(size: int | None, strategy: ParallelStrategy) -> Any:
+    """Return the group of this rank: the processes of its node, or `size` neighbours. Every rank makes every group."""
+    count = strategy.world_size
+    if size is not None and (size < 1 or count % size):
+        raise _wrong_state("post_local_sgd", {"subgroup_size": size}, f"a subgroup_size that divides {count} processes")
+    nodes = strategy.gather_objects(strategy.node_rank if size is None else strategy.global_rank // size)
+    mine = None
+    for node in dict.fromkeys(nodes):
+        ranks = [rank for rank, other in enumerate(nodes) if other == node]
+        group = dist.new_group(ranks)
+        if strategy.global_rank in ranks:
+            mine = group
+    return mine
+
+
+def _wrong_state(name: str, state: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"DDPStrategy: ddp_comm_hook={name!r} was given ddp_comm_state={state!r}, expected {expected}.",
+        fix="see the docstring of DDPStrategy for the forms of ddp_comm_state.",
+    )
+
+
+# -- PowerSGD's memory -------------------------------------------------------------------------------------------------
+
+
+class _Feedback:
+    """PowerSGD with an error feedback that survives a resume.
+
+    torch keeps what compression left out ("error feedback") by bucket, and buckets are cut anew in each run, after its
+    first step. Here it is saved by parameter, as the mean over ranks: compression is linear in the gradients, so only
+    the mean matters, and it fits any number of ranks. The first step after a resume communicates gradients and what is
+    owed in full. The warm start of the approximation is drawn again.
+
+    Args:
+        state: torch's PowerSGDState.
+        hook: torch's hook.
+    """
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self._state = state
+        self._hook = hook
+        self._names: dict[int, str] = {}
+        self._layout: dict[int, list[Tensor]] = {}
+        self._owed: dict[str, Tensor] = {}
+        self._is_first_step = True
+
+    def start(self, names: dict[int, str]) -> None:
+        """Begin with new buckets; names of parameters by id."""
+        self._owed |= self._by_parameter(self._state.error_dict)
+        self._names = names
+        for memory in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
+            memory.clear()
+        self._is_first_step = True
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        parameters = self._layout[bucket.index()] = bucket.parameters()
+        if not self._is_first_step:
+            return self._hook(state, bucket)
+        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
+            owed = self._owed.get(self._names[id(parameter)])
+            if owed is not None:
+                gradient.add_(owed.view_as(gradient).to(gradient.device, gradient.dtype))
+        if bucket.is_last():
+            self._owed = {}
+            self._is_first_step = False
+        state.maybe_increase_iter(bucket)
+        return _average(bucket.buffer(), state.process_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return steps and, by parameter, what is owed. On every rank: it communicates."""
+        group = self._state.process_group
+        means = {index: error.detach().clone() for index, error in sorted(self._state.error_dict.items())}
+        for mean in means.values():
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
+        owed = self._owed | {name: part.float().cpu() for name, part in self._by_parameter(means).items()}
+        return {"iter": self._state.iter, "owed": owed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run stopped."""
+        self._state.iter = state["iter"]
+        self._state.error_dict.clear()
+        self._owed = {}
+        self.start(self._names)
+        self._owed = dict(state["owed"])
+
+    def _by_parameter(self, errors: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Cut what belongs to buckets into what belongs to parameters."""
+        parts = {}
+        for index, error in errors.items():
+            offset = 0
+            for parameter in self._layout[index]:
+                part = error[offset : offset + parameter.numel()].view(parameter.shape)
+                parts[self._names[id(parameter)]] = part.clone()
+                offset += parameter.numel()
+        return parts

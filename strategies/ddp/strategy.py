@@ -1,0 +1,445 @@
+"""Data parallel training: every process holds the whole model, and gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import ConfigError, ModuleError, nearest
+from ..base import NoLoss
+from ..distributed.live_objects import LiveObjects
+from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from .comm_hooks import CommHook, check_comm_hook
+from .local_sgd import ModelAveraging
+from .replica import NOTHING, Call, Replica, inside_a_replica, loss_tensor, replace_loss
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ...accelerators import Accelerator
+    from ...precision import Precision
+
+__all__ = ["DDPStrategy"]
+
+_OURS = {
+    "module": "is what the trainer or `setup_module` is given",
+    "device_ids": "follows from devices=",
+    "output_device": "follows from devices=",
+    "dim": "has no meaning with one device per process",
+}
+_EVALUATION = ("validation_step", "test_step", "predict_step")
+
+
+class DDPStrategy(ProcessGroupStrategy):
+    """Several processes with a copy of the model each, on any kind of device.
+
+    Every process computes gradients of its own batches; torch's DistributedDataParallel averages them over the
+    processes while backward still runs, so that all copies make the same step.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices of this node's processes; None lets Fabric choose.
+        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        ddp_comm_state: State for `ddp_comm_hook`: an object of torch, the keyword arguments of one as a dict, a number
+            (rank of "powersgd", first local step of "post_local_sgd"), or a function without arguments that is called
+            once the processes are connected. None: the hook's default.
+        ddp_comm_hook: How gradients are communicated: "fp16", "bf16", "powersgd", "post_local_sgd", "allreduce",
+            "noop", a member of torch's DDPCommHookType, or a function (state, bucket) -> Future. None: averaged as
+            they are.
+        ddp_comm_wrapper: Compression around the hook: "fp16", "bf16", or a function hook -> hook.
+        model_averaging_period: Steps between two averagings of the weights, for "post_local_sgd".
+        process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
+        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
+        start_method: How processes start where nobody else starts them: "popen" (the command is run again), "spawn",
+            "fork", "forkserver".
+        precision: Another name for `precision_plugin`.
+        uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
+            "cycle" lets the shorter ones begin again, "zero_weight" lets them take part with weight 0.
+        stall_timeout: A run in which nothing moves for so long says where every rank is; None: 5 minutes, or
+            `timeout` if that is shorter.
+        kwargs: For DistributedDataParallel: find_unused_parameters, static_graph, gradient_as_bucket_view,
+            bucket_cap_mb, broadcast_buffers, ...
+
+    Raises:
+        ConfigError: An argument is unknown or cannot work; every problem is named.
+    """
+
+    strategy_name = "ddp"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Any = None,  # Any: see ParallelStrategy
+        checkpoint_io: Any = None,  # Any: see Strategy
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: Any = None,  # Any, here and below: see the docstring
+        ddp_comm_hook: Any = None,
+        ddp_comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        *,
+        precision: Precision | None = None,
+        uneven: str = "stop_all",
+        stall_timeout: timedelta | float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        problems = _wrong_kwargs(kwargs)
+        problems += check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            precision=precision,
+            uneven=uneven,
+            stall_timeout=stall_timeout,
+            problems=problems,
+        )
+        self.ddp_comm_state = ddp_comm_state
+        self.ddp_comm_hook = ddp_comm_hook
+        self.ddp_comm_wrapper = ddp_comm_wrapper
+        self.model_averaging_period = model_averaging_period
+        self.ddp_kwargs = kwargs
+        self._averaging: ModelAveraging | None = None
+        self._replicas: LiveObjects[Replica] = LiveObjects()
+        # The state that a checkpoint held, until the module whose gradients it is about has been set up.
+        self._pending_state: Mapping[str, Any] | None = None
+        # The replica whose training step has run, and whose backward pass comes next.
+        self._forwarded: Replica | None = None
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module wrapped so that backward averages gradients; parameters and buffers become rank 0's.
+
+        A single process has nothing to average, and a module without trainable parameters neither: it is returned as
+        it is. On every rank: it communicates.
+
+        Raises:
+            ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
+        """
+        if not self.is_connected or self.world_size == 1:
+            return module
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return self.place_module(module)
+        self.check_module(module)
+        # A module that is set up again (by the next verb) has one wrapper only: two would hold the gradients twice.
+        for replica in self._replicas:
+            if replica.original is module:
+                replica.release()
+                self._replicas.discard(replica)
+        replica = self._with_stream(lambda: Replica(module, self.ddp_kwargs))
+        self._replicas.add(replica)
+        self.configure_ddp()
+        return replica
+
+    def configure_ddp(self) -> None:
+        """Register the communication hook on modules that have none yet; an override can do more of that kind."""
+        if self.ddp_comm_hook is None:
+            return
+        for replica in self._replicas:
+            if replica.comm_hook is not None:
+                continue
+            hook = CommHook(self.ddp_comm_hook, self.ddp_comm_state, self.ddp_comm_wrapper, self)
+            hook.register(replica)
+            if self.model_averaging_period is not None and self._averaging is None:
+                self._averaging = ModelAveraging(self.model_averaging_period, hook.first_local_step)
+        if self._pending_state is not None:
+            self.load_state_dict(self._pending_state)
+
+    def place_module(self, module: nn.Module) -> nn.Module:
+        """Return the module itself, with the parameters and buffers of rank 0. On every rank: it communicates."""
+        if self.is_connected and self.world_size > 1:
+            self.check_module(module)
+            broadcast_tensors([*module.parameters(), *module.buffers()])
+        return module
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Let all ranks have rank 0's buffers, unless broadcast_buffers=False keeps them apart."""
+        if self.is_connected and self.world_size > 1 and self.ddp_kwargs.get("broadcast_buffers") is not False:
+            broadcast_tensors(list(self.unwrap(module).buffers()))
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients that no backward pass averaged; see `Strategy.average_gradients`."""
+        if self.is_connected and self.world_size > 1:
+            from ..distributed.gradients import average_gradients
+
+            average_gradients(parameters)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the module that the user wrote."""
+        return module.original if isinstance(module, Replica) else module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer.
+
+        Raises:
+            ConfigError: It holds shards, or the precision skips steps by rank, and weights are to be averaged.
+        """
+        if self.model_averaging_period is not None:
+            if type(optimizer).__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
+                raise ConfigError(
+                    f"model_averaging_period={self.model_averaging_period} cannot be used with "
+                    f"{type(optimizer).__name__}.",
+                    fix="use a plain optimizer; the strategy averages the weights.",
+                )
+            if self.precision.has_scaler:
+                raise ConfigError(
+                    f"model_averaging_period={self.model_averaging_period} cannot be used with "
+                    f"{self.precision!r}: each rank would skip other steps, and ranks would wait for each other.",
+                    fix="pass precision='bf16-mixed' or '32-true'.",
+                )
+        return optimizer
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs `module.<name>` so that the backward pass after it averages gradients.
+
+        Evaluation steps run on the user's module itself and never communicate, so ranks may have unequally many
+        batches; so does every other method while gradients are off. "training_step" returns `NoLoss` where the user's
+        returned None.
+        """
+        original = self.unwrap(module)
+        step = original if name == "forward" else getattr(original, name)
+        if not isinstance(module, Replica) or name in _EVALUATION:
+            return step
+        return self._bound_training(module, step) if name == "training_step" else _bound(module, step)
+
+    def _bound_training(self, replica: Replica, step: Callable[..., Any]) -> Callable[..., Any]:
+        call = Call(step, is_training=True)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if replica.frozen and replica.is_outdated():
+                self._rebuild(replica)
+            try:
+                loss = replica(call, *args, **kwargs)
+            except RuntimeError as error:
+                raise _explained(error, replica) from error
+            self._forwarded = replica if replica.require_backward_grad_sync else None
+            output = replica.steps.output
+            if output is None:  # a plain tensor came
+                return loss
+            replica.steps.output = None
+            return NoLoss(loss) if output is NOTHING else _with_loss(output, loss)
+
+        return run
+
+    def without_data(self, module: nn.Module) -> NoLoss | None:
+        """Run an empty training step, with a loss of 0 that every parameter is connected to."""
+        if not isinstance(module, Replica):
+            return None
+        empty: NoLoss = self._bound_training(module, _no_step)()
+        return empty
+
+    @property
+    def reduces_every_step(self) -> bool:  # type: ignore[override]  # it depends on the hook
+        """Whether the communication hook lets all ranks take part in each reduction."""
+        return self.ddp_comm_hook not in ("noop", "post_local_sgd")
+
+    def note_absence(self, window: str) -> Callable[[], int] | None:
+        """Note in the store that this rank had no loss; see `Strategy.note_absence`."""
+        from .absence import note_absence  # not imported before a step returned no loss
+
+        return note_absence(window, self.device)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes add to the gradients of this rank only, if enabled.
+
+        The forward pass belongs into it as well. The first pass outside averages what came together. With a static
+        graph the very first pass averages all the same, which changes nothing but its cost.
+        """
+        if enabled and isinstance(module, Replica) and not module.is_recording:
+            context: AbstractContextManager[Any] = module.no_sync()
+            return context
+        return nullcontext()
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss (shape (), already scaled by the precision), and average them.
+
+        Raises:
+            ModuleError: A parameter got no gradient although it can (named); or backward runs within a step whose
+                gradients are averaged after it.
+        """
+        replica = self._forwarded
+        if replica is None:
+            if inside_a_replica():
+                raise _backward_inside()
+            tensor.backward(*args, **kwargs)
+            return
+        self._forwarded = None
+        try:
+            tensor.backward(*args, **kwargs)
+            # Otherwise torch finds it at the next forward pass, after a step with gradients that are not averaged.
+            replica.check_is_reduced()
+        except RuntimeError as error:
+            raise _explained(error, replica) from error
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer; where weights are averaged from time to time, do that when it is due."""
+        has_stepped = super().optimizer_step(optimizer, closure)
+        if self._averaging is not None:
+            self._averaging.after_step(optimizer)
+        return has_stepped
+
+    def sums_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Return True: without torch's wrapper, sums are averaged after the backward passes."""
+        return True
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs beside model and optimizers; {} without a communication hook that has a state.
+
+        On every rank: it communicates. The content is equal on all ranks and fits any number of them.
+        """
+        state: dict[str, Any] = {}
+        replicas = [] if self.ddp_comm_hook is None else self._replicas.in_use()
+        hooks = [one.comm_hook.state_dict() for one in replicas if one.comm_hook is not None]
+        if any(hooks):
+            state["comm_hooks"] = hooks
+        if self._averaging is not None:
+            state["averaging"] = self._averaging.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned, now or when the module is set up."""
+        hooks = [one.comm_hook for one in self._replicas if one.comm_hook is not None]
+        if not hooks:
+            self._pending_state = state_dict
+            return
+        self._pending_state = None
+        for hook, state in zip(hooks, state_dict.get("comm_hooks", ()), strict=False):
+            hook.load_state_dict(state)
+        if "averaging" in state_dict and self._averaging is not None:
+            self._averaging.load_state_dict(state_dict["averaging"])
+
+    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole state of a module, under the names of the module as the user wrote it."""
+        return super().module_state_dict(self.unwrap(module))
+
+    get_module_state_dict = module_state_dict
+
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back what `module_state_dict` returned; see `Strategy.load_module_state_dict`."""
+        return super().load_module_state_dict(self.unwrap(module), state, strict)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _with_stream(self, make: Callable[[], Replica]) -> Replica:
+        if self.device.type != "cuda":
+            return make()
+        # A stream of its own keeps the hooks usable when steps are captured as CUDA graphs.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return make()
+
+    def _rebuild(self, replica: Replica) -> None:
+        """Take parameters in that were frozen and are trained from now on: torch would not average their gradients."""
+        hook = replica.comm_hook
+        replica.rebuild(self.ddp_kwargs)
+        if hook is not None:
+            hook.register(replica)
+        self.configure_ddp()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r}, world_size={self.world_size})"
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _bound(replica: Replica, step: Callable[..., Any]) -> Callable[..., Any]:
+    call = Call(step, is_training=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # torch would broadcast buffers even so: a rank with more batches would hang
+            return step(*args, **kwargs)
+        try:
+            return replica(call, *args, **kwargs)
+        except RuntimeError as error:
+            raise _explained(error, replica) from error
+
+    return run
+
+
+def _no_step() -> None:
+    return None
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    """Return the user's output with the loss tensor that came through torch's wrapper."""
+    return output if loss_tensor(output) is loss else replace_loss(output, loss)
+
+
+def _backward_inside() -> ModuleError:
+    return ModuleError(
+        "backward was called within a step that runs under strategy='ddp', whose gradients are averaged by a backward "
+        "pass after it.",
+        fix="return the loss and call backward on it outside; or set up the module with place_module, and call "
+        "average_gradients before each optimizer step.",
+    )
+
+
+_NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([^\n]*)")
+
+
+def _explained(error: RuntimeError, replica: Replica) -> RuntimeError | ModuleError:
+    """Return the error to raise: with advice and names where torch speaks of its own affairs."""
+    text = str(error)
+    if isinstance(error, ModuleError) or not any(
+        sign in text for sign in ("finished reduction in the prior iteration", "mark a variable ready only once")
+    ):
+        return error
+    if "ready only once" in text:
+        return ModuleError(
+            f"a parameter got its gradient twice in one backward pass of strategy='ddp': {text.splitlines()[0]}",
+            fix="pass DDPStrategy(static_graph=True) where the same parameters are used in every step, and use "
+            "activation checkpointing with use_reentrant=False.",
+        )
+    found = _NO_GRADIENT.search(text)
+    names = replica.names_of(found.group(1)) if found else []
+    listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return ModuleError(
+        f"the loss does not depend on some parameters of {type(replica.original).__name__}, so that other ranks would "
+        f"wait for their gradients: {listed or 'torch does not say which'}.",
+        fix="use them in every step, freeze them before training (requires_grad=False), or pass "
+        "strategy='ddp_find_unused_parameters_true'.",
+    )
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _wrong_kwargs(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
+    known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
+    problems = []
+    for name in kwargs:
+        if name in _OURS:
+            problems.append((f"{name}= {_OURS[name]}", f"leave {name} out"))
+        elif name not in known:
+            own = [one for one in inspect.signature(DDPStrategy.__init__).parameters if one not in ("self", "kwargs")]
+            allowed = [one for one in known if one not in _OURS]
+            problems.append(
+                (
+                    f"{name}= is no argument of it or of DistributedDataParallel{nearest(name, [*own, *allowed])}",
+                    f"use one of {', '.join(allowed)}",
+                )
+            )
+    return problems

@@ -1,0 +1,7 @@
+"""Training by a DeepSpeed engine: ZeRO stages 0 to 3, offloading, pipelines."""
+
+from __future__ import annotations
+
+from .strategy import DeepSpeedStrategy
+
+__all__ = ["DeepSpeedStrategy"]

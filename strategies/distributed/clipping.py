@@ -1,0 +1,129 @@
+"""Norms of tensors of which each rank has a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .shards import is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["largest_over_ranks", "over_shards", "scale_to_norm", "total_norm"]
+
+
+def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients as one vector; on every rank, where it communicates once for each axis.
+
+    Args:
+        gradients: Sharded, or whole and then equal on all ranks; may be empty.
+        norm_type: Order of the norm; may be infinity.
+
+    Returns:
+        Shape (), float32 or the gradients' wider dtype, on their device, equal on all ranks.
+
+    Source: the shards' norms to the power p are added, and the root is taken of the sum; of infinite order, the
+        largest counts.
+    """
+    is_max = math.isinf(norm_type)
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(_where(gradient), []).append(gradient)
+    totals = []
+    for (mesh, axes), members in groups.items():
+        total = _powered(members, norm_type)
+        if mesh is not None:
+            for axis in axes:
+                total = _combined(total, mesh, axis, is_max=is_max)
+        totals.append(total)
+    if not totals:
+        return torch.zeros(())
+    device = totals[0].device
+    stacked = torch.stack([total.to(device) for total in totals])
+    return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
+
+
+def over_shards(values: Tensor, tensors: Sequence[Tensor], *, is_max: bool) -> Tensor:
+    """Return what all ranks together have counted of each tensor; on every rank, communicates once for each axis.
+
+    Args:
+        values: Shape (len(tensors), n): what this rank has counted of its parts; of whole tensors the same everywhere.
+        tensors: What was counted: sharded, or whole.
+        is_max: Whether the largest counts, NaN above all; else the sum.
+    """
+    rows: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
+    for row, tensor in enumerate(tensors):
+        rows.setdefault(_where(tensor), []).append(row)
+    result = values.clone()
+    for (mesh, axes), members in rows.items():
+        if mesh is not None:
+            part = values[members]
+            for axis in axes:
+                part = _combined(part, mesh, axis, is_max=is_max)
+            result[members] = part
+    return result
+
+
+def _combined(values: Tensor, mesh: DeviceMesh, axis: int, *, is_max: bool) -> Tensor:
+    import torch.distributed as dist
+
+    group = mesh.get_group(axis)
+    if not is_max:
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.SUM, group=group)
+        return values
+    return largest_over_ranks(values, group)
+
+
+def largest_over_ranks(values: Tensor, group: Any = None) -> Tensor:  # Any: a process group
+    """Return the largest value of each element over the ranks of a group, NaN above all. On each of these ranks.
+
+    Args:
+        values: Floating point.
+        group: None: all ranks.
+    """
+    import torch.distributed as dist
+
+    # A NaN compares as neither larger nor smaller: gloo would keep or drop it by the order of the ranks.
+    is_nan = values.isnan()
+    both = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1].bool(), math.nan)
+
+
+def scale_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients in place so that a norm that is above `max_norm` becomes that.
+
+    Source: Pascanu et al. 2013, eq. 7; torch's small constant keeps a norm of 0 from dividing.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in local(gradients):
+        by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
+
+
+def _where(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Return the mesh of a gradient and the axes over which its ranks hold different parts."""
+    if not is_sharded(gradient):
+        return None, ()
+    # Not `is_shard()`: that is False for what FSDP makes of a parameter that tensor parallelism has sharded already.
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return gradient.device_mesh, axes
+
+
+def _powered(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return this rank's share: the sum of |x|^p over its parts, or their largest |x|."""
+    parts = local(gradients)
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    if not parts:
+        first = gradients[0]
+        return torch.zeros((), dtype=dtype, device=first.device)
+    norms = torch.stack([norm.to(parts[0].device) for norm in torch._foreach_norm(parts, norm_type, dtype=dtype)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

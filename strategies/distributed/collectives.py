@@ -1,0 +1,306 @@
+"""Collectives on anything: tensors, numbers, and structures of them.
+
+Every rank must make the same calls in the same order. On the CPU each call first compares its kind, shapes and dtypes
+over the ranks (one small message): gloo would end the process without a word where they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import ConfigError, RankFailure, nearest
+from ..tree import leaves, map_leaves
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "check_divides",
+    "gather_objects",
+    "host_device",
+    "op_name",
+    "reduce_scatter",
+    "same_everywhere",
+]
+
+# Any in this file: data of any structure, and process groups, which are of the backend's own type.
+
+_OPS = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "min": "min",
+    "max": "max",
+    "product": "product",
+    "prod": "product",
+}
+
+
+def op_name(reduce_op: Any) -> str:
+    """Return "mean", "sum", "min", "max" or "product" for a name in any case, a `torch.distributed.ReduceOp`, or None.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if reduce_op is None:
+        return "mean"
+    if isinstance(reduce_op, str) and reduce_op.lower() in _OPS:
+        return _OPS[reduce_op.lower()]
+    if not isinstance(reduce_op, str):
+        for name in ("AVG", "SUM", "MIN", "MAX", "PRODUCT"):
+            if reduce_op == getattr(dist.ReduceOp, name):
+                return _OPS[name.lower()]
+    raise ConfigError(
+        f"reduce_op={reduce_op!r} is unknown{nearest(str(reduce_op).lower(), _OPS)}.",
+        fix=f"use one of {', '.join(map(repr, _OPS))}.",
+    )
+
+
+def all_reduce(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
+    """Return the data with every tensor and number reduced over the ranks; nothing is changed in place.
+
+    Args:
+        data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; what
+            is neither stays.
+        group: Ranks that take part; None for all.
+        reduce_op: See `op_name`. Sums and products of integers and booleans are int64, and their mean is float64 (so
+            that it is not cut to an integer); 16-bit floats are summed in float32 and have their own dtype again.
+        device: Where numbers go.
+
+    Raises:
+        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+    """
+    op = op_name(reduce_op)
+    data = _to_tensors(data, device)
+    _check(f"all_reduce with {op!r}", data, group)
+    return map_leaves(data, lambda leaf: _reduced(leaf, op, group) if isinstance(leaf, Tensor) else leaf)
+
+
+def _reduced(tensor: Tensor, op: str, group: Any) -> Tensor:
+    result = _widened(tensor, op)
+    dist.all_reduce(result, _operation(op), group=group)
+    return _narrowed(result, tensor.dtype, op, dist.get_world_size(group))
+
+
+def _operation(op: str) -> Any:
+    return dist.ReduceOp.SUM if op == "mean" else getattr(dist.ReduceOp, op.upper())
+
+
+def _widened(tensor: Tensor, op: str) -> Tensor:
+    """Return a contiguous copy in the dtype that is reduced."""
+    wide = dtype = tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        wide = torch.int64 if op in ("mean", "sum", "product") or dtype != torch.bool else torch.uint8
+    elif dtype.is_floating_point and dtype.itemsize < 4:
+        wide = torch.float32
+    return tensor.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+
+
+def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
+    """Return what was reduced in the dtype that the caller gets."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    if op == "mean":
+        if not is_number:
+            exact = torch.float32 if result.device.type == "mps" else torch.float64  # mps has no float64
+            return result.to(exact) / size
+        return (result / size).to(dtype)
+    if op in ("sum", "product") and not is_number:
+        return result
+    return result.to(dtype)
+
+
+def reduce_scatter(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
+    """Return this rank's part of a reduction: of `n` ranks, rank `i` gets the i-th n-th of dimension 0.
+
+    Args:
+        data: As in `all_reduce`; every tensor's dimension 0 is a multiple of the number of ranks.
+        group: Ranks that take part; None for all.
+        reduce_op: As in `all_reduce`, also for dtypes.
+        device: Where numbers go, which cannot be scattered.
+
+    Raises:
+        ConfigError: A tensor does not divide, or has no dimension; on every rank that has such a one.
+        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+    """
+    op, size = op_name(reduce_op), dist.get_world_size(group)
+    check_divides(data, size)
+    data = _to_tensors(data, device)
+    _check(f"reduce_scatter with {op!r}", data, group)
+
+    # torch 2.9 to 2.12 have the earlier name only, of which 2.13 warns.
+    reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def scatter(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        whole = _widened(leaf, op)
+        part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
+        reduce_scatter_single(part, whole, _operation(op), group=group)
+        return _narrowed(part, leaf.dtype, op, size)
+
+    return map_leaves(data, scatter)
+
+
+def check_divides(data: Any, size: int) -> None:
+    """Refuse tensors and numbers whose dimension 0 cannot be cut into so many parts.
+
+    Raises:
+        ConfigError: Names each with its shape.
+    """
+    wrong = [
+        f"data{path} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf!r}"
+        for path, leaf in leaves(data)
+        if (isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] % size)) or isinstance(leaf, int | float)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"reduce_scatter over {size} ranks needs tensors whose dimension 0 is a multiple of {size}, got "
+            f"{', '.join(wrong)}.",
+            fix="pad dimension 0, or call reduce, which gives every rank all of it.",
+        )
+
+
+def all_gather(data: Any, *, group: Any, sync_grads: bool, device: torch.device) -> Any:
+    """Return the data with every tensor and number of all ranks stacked along a new first dimension, in rank order.
+
+    Args:
+        data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; what
+            is neither stays.
+        group: Ranks that take part; None for all.
+        sync_grads: Let gradients flow back: each rank gets the sum of what all ranks' losses say about its share.
+        device: Where numbers go.
+
+    Raises:
+        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+    """
+    data = _to_tensors(data, device)
+    _check("all_gather", data, group)
+
+    def gather(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
+            gathered: Tensor = _AllGather.apply(leaf, group)  # type: ignore[no-untyped-call]
+            return gathered
+        return _gathered(leaf.detach(), group)
+
+    return map_leaves(data, gather)
+
+
+def _gathered(tensor: Tensor, group: Any) -> Tensor:
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return torch.stack(parts)
+
+
+class _AllGather(torch.autograd.Function):
+    """Stack the tensors of all ranks; backward sums over the ranks and takes this rank's share."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[dist.get_rank(ctx.group)], None
+
+
+def broadcast(obj: Any, *, src: int, device: torch.device) -> Any:
+    """Return rank `src`'s object, which must be picklable; itself on `src`.
+
+    Tensors that are not on the CPU arrive on the receiver's `device`.
+    """
+    is_source = dist.get_rank() == src
+    box = [map_leaves(obj, _packed) if is_source else None]
+    dist.broadcast_object_list(box, src=src)
+    return obj if is_source else map_leaves(box[0], lambda leaf: _unpacked(leaf, device))
+
+
+class _Elsewhere:
+    """A tensor on its way from another device: its copy on the CPU."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach().cpu()
+
+
+def _packed(leaf: Any) -> Any:
+    return _Elsewhere(leaf) if isinstance(leaf, Tensor) and leaf.device.type != "cpu" else leaf
+
+
+def _unpacked(leaf: Any, device: torch.device) -> Any:
+    return leaf.tensor.to(device) if isinstance(leaf, _Elsewhere) else leaf
+
+
+def gather_objects(obj: Any) -> list[Any]:
+    """Return the objects of all ranks in rank order, on every rank; tensors in them arrive on the CPU."""
+    rank = dist.get_rank()
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, map_leaves(obj, _packed))
+    return [obj if index == rank else map_leaves(box, _on_cpu) for index, box in enumerate(boxes)]
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, _Elsewhere) else leaf
+
+
+def barrier(device: torch.device) -> None:
+    """Wait until all ranks are here."""
+    if device.type == "cuda" and "nccl" in dist.get_backend():
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
+
+
+def host_device(device: torch.device) -> torch.device:
+    """Return where small values for the host are reduced: the CPU where the backend can, else `device`."""
+    return torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
+
+
+def same_everywhere(fact: str, *, group: Any = None, device: torch.device | None = None) -> bool:
+    """Return whether all ranks gave the same string; one message of 16 bytes on `device` (None: the CPU)."""
+    digest = int.from_bytes(hashlib.blake2b(fact.encode(), digest_size=8).digest(), "big") >> 1
+    # The largest of d and of -d: equal on all ranks exactly if every rank has the same d.
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, smallest = both.tolist()
+    return bool(largest == -smallest)
+
+
+def _check(call: str, data: Any, group: Any) -> None:
+    """Compare what the ranks are about to do, where the backend would not survive a difference."""
+    described = [(path, leaf) for path, leaf in leaves(data) if isinstance(leaf, Tensor)]
+    if not all(leaf.device.type == "cpu" for _, leaf in described):
+        return  # NCCL's own watchdog speaks; comparing would make the host wait for the device
+    mine = f"{call} of " + ", ".join(f"data{path} {tuple(leaf.shape)} {leaf.dtype}" for path, leaf in described)
+    if same_everywhere(mine, group=group):
+        return
+    boxes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(boxes, mine, group=group)
+    raise RankFailure(
+        "the ranks called for different things:\n"
+        + "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(boxes)),
+        fix="make the same call with the same shapes on every rank; for tensors of different sizes use "
+        "strategy.gather_objects, or pad them.",
+    )
+
+
+def _to_tensors(data: Any, device: torch.device) -> Any:
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | complex):
+            return torch.tensor(leaf, device=device)
+        # Arrays of numpy, which need not be installed.
+        if type(leaf).__module__ == "numpy" and hasattr(leaf, "__array__"):
+            return torch.as_tensor(leaf).to(device)
+        return leaf
+
+    return map_leaves(data, convert)

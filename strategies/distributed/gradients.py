@@ -1,0 +1,75 @@
+"""Averages gradients over ranks without hooks in backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["average_gradients", "average_tensors"]
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Average the gradients of these parameters over all ranks, in place.
+
+    A gradient that some ranks lack counts as 0 there; a parameter without one on every rank keeps none. Only a rank
+    that lacks a gradient waits for the device.
+
+    Args:
+        parameters: The same ones in the same order on all ranks, with dense gradients.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trained]
+    average_tensors(trained, gradients)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+
+
+def average_tensors(
+    parameters: Sequence[Tensor], gradients: list[Tensor | None], dtype: torch.dtype | None = None
+) -> None:
+    """Average tensors that belong to parameters over all ranks, in place; as `average_gradients` does.
+
+    Args:
+        parameters: The same ones in the same order on all ranks.
+        gradients: Of each parameter; None is replaced by zeros where other ranks have something.
+        dtype: Of such zeros; None is that of the parameter.
+    """
+    if not parameters:
+        return
+    there = torch.tensor([float(gradient is not None) for gradient in gradients]).to(parameters[0].device)
+    dist.all_reduce(there)
+    missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+    if missing:
+        counts = there.tolist()
+        for index in missing:
+            if counts[index]:
+                gradients[index] = torch.zeros_like(parameters[index], dtype=dtype)
+    # A rank without gaps does not know of parameters that nobody has a gradient for, but it has none of these.
+    size = dist.get_world_size()
+    for bucket in _buckets([gradient for gradient in gradients if gradient is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat.div_(size)
+        dist.all_reduce(flat)
+        pieces = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients of one dtype and device, in order, a bucket's worth at a time."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        differs = bool(bucket) and (gradient.dtype, gradient.device) != (bucket[0].dtype, bucket[0].device)
+        if bucket and (differs or size >= _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+    if bucket:
+        yield bucket

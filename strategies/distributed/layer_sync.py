@@ -1,0 +1,95 @@
+"""Layers whose statistics are taken over all ranks' batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+
+from ...errors import ConfigError
+
+__all__ = ["LayerSync", "TorchSyncBatchNorm", "check_sync_batchnorm"]
+
+_DEVICES = ("cuda", "xpu", "hpu")
+
+
+class LayerSync(ABC):
+    """Replaces layers by ones that communicate, and puts the user's back. A plugin of Trainer and Fabric."""
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return the model with layers that communicate; called before it is moved and wrapped."""
+
+    @abstractmethod
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Return the model with layers that do not communicate; called after training."""
+
+
+class TorchSyncBatchNorm(LayerSync):
+    """Normalise with mean and variance over the batches of all ranks, by torch's SyncBatchNorm.
+
+    torch has it for GPUs only; strategies refuse a module with such layers on another device.
+    """
+
+    def __init__(self) -> None:
+        # The user's layers, by the layers that stand in for them: a subclass with its hooks comes back as it was.
+        self._originals: dict[nn.SyncBatchNorm, AnyBatchNorm] = {}
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Replace every batch norm, in place; parameters and statistics are shared with the user's layers."""
+        return _replaced(model, self._synchronised)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Put the user's layers back, in place, with what was learned in between."""
+        return _replaced(model, self._reverted)
+
+    def _synchronised(self, module: nn.Module) -> nn.Module:
+        if not isinstance(module, AnyBatchNorm) or isinstance(module, nn.SyncBatchNorm):
+            return module
+        layer: nn.SyncBatchNorm = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        self._originals[layer] = module
+        return layer
+
+    def _reverted(self, module: nn.Module) -> nn.Module:
+        original = self._originals.pop(module, None) if isinstance(module, nn.SyncBatchNorm) else None
+        if original is None:
+            return module
+        # The tensors may have been moved or replaced since.
+        original._parameters.update(module._parameters)
+        original._buffers.update(module._buffers)
+        original.train(module.training)
+        return original
+
+
+def _replaced(module: nn.Module, exchange: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return what stands in for the module; its parts are exchanged in place."""
+    new = exchange(module)
+    if new is not module:
+        return new
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            replaced = _replaced(child, exchange)
+            if replaced is not child:
+                module._modules[name] = replaced
+    return module
+
+
+def check_sync_batchnorm(module: nn.Module, device: torch.device) -> None:
+    """Refuse SyncBatchNorm where torch does not have it.
+
+    Raises:
+        ConfigError: Names the layers.
+    """
+    if device.type in _DEVICES:
+        return
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if layers:
+        raise ConfigError(
+            f"torch has SyncBatchNorm for GPUs only, and {', '.join(layers[:5])}{' ...' if len(layers) > 5 else ''} "
+            f"would run on {device.type!r}.",
+            fix="leave sync_batchnorm=True out (each rank then normalises over its own batch), pass accelerator='gpu', "
+            "or use a norm that does not depend on the batch, such as GroupNorm.",
+        )

@@ -1,0 +1,185 @@
+"""The base of strategies that connect their processes by torch.distributed. DDP and FSDP derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError, LaunchError, ModuleError, nearest
+from ..parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    from ...accelerators import Accelerator
+    from ...precision import Precision
+
+__all__ = ["DEFAULT_TIMEOUT", "ProcessGroupStrategy", "broadcast_tensors"]
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+UNEVEN = ("stop_all", "cycle", "zero_weight")
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+MOST_STALL = timedelta(seconds=300)
+
+
+class ProcessGroupStrategy(ParallelStrategy):
+    """Several processes that torch.distributed connects.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices of this node's processes; None lets Fabric choose.
+        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
+        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
+        start_method: How processes start where nobody else starts them: "popen", "spawn", "fork", "forkserver".
+        precision: Another name for `precision_plugin`.
+        uneven: What happens where ranks have unequally many training batches.
+        stall_timeout: A run in which nothing moves for so long says where every rank is; None: 5 minutes, or
+            `timeout` if that is shorter.
+        problems: (what, fix) of what the subclass found wrong with its own arguments.
+
+    Raises:
+        ConfigError: An argument cannot work; every problem is named.
+    """
+
+    uneven_choices: tuple[str, ...] = UNEVEN
+    """What `uneven` may be."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Any = None,  # Any: see ParallelStrategy
+        checkpoint_io: Any = None,  # Any: see Strategy
+        precision_plugin: Precision | None = None,
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta | float | None,
+        start_method: str,
+        precision: Precision | None,
+        uneven: str,
+        stall_timeout: timedelta | float | None,
+        problems: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            precision=precision,
+        )
+        found = [*problems, *_wrong_choice("start_method", start_method, START_METHODS)]
+        found += _wrong_choice("uneven", uneven, self.uneven_choices)
+        self.timeout = _duration(timeout, DEFAULT_TIMEOUT, "timeout", found)
+        self.stall_timeout = _duration(stall_timeout, min(self.timeout, MOST_STALL), "stall_timeout", found)
+        if found:
+            whats, fixes = zip(*found, strict=True)
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(whats)}.", fix=f"{'; '.join(dict.fromkeys(fixes))}.")
+        self.start_method = start_method
+        self.uneven = uneven
+        self.process_group_backend = process_group_backend
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def setup_distributed(self) -> None:
+        """Connect the processes, unless they are connected already.
+
+        Raises:
+            LaunchError: This build of torch cannot communicate, or ranks are missing; names them.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            raise LaunchError(
+                f"this build of torch has no torch.distributed, which {type(self).__name__} needs.",
+                fix="install another build of torch, or train on one device.",
+            )
+        cluster = self.cluster
+        if dist.is_initialized() and (cluster is None or cluster.world_size() == dist.get_world_size()):
+            return
+        if cluster is None:
+            raise LaunchError(
+                f"{type(self).__name__} knows no cluster environment to connect the processes with.",
+                fix="use it through Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
+            )
+        from .rendezvous import connect
+
+        connect(cluster, backend=self._backend(), timeout=self.timeout, device=self.device)
+
+    def _backend(self) -> str:
+        if self.process_group_backend is not None:
+            return self.process_group_backend
+        # Objects and numbers of the host go through gloo, so that they do not wait for the GPU.
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def check_module(self, module: nn.Module) -> None:
+        """Compare names, shapes and dtypes over the ranks: tensors travel by position. On every rank.
+
+        Raises:
+            ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
+        """
+        from .collectives import host_device, same_everywhere
+        from .layer_sync import check_sync_batchnorm
+
+        check_sync_batchnorm(module, self.device)
+        lazy = [name for name, one in module.named_parameters() if isinstance(one, nn.UninitializedParameter)]
+        if lazy:
+            raise ModuleError(
+                f"{type(module).__name__} has parameters without a shape: {', '.join(lazy)}.",
+                fix="run the lazy modules once on a batch before training, for example in configure_model.",
+            )
+        described = [
+            f"{name}: {tuple(one.shape)} {one.dtype} {'trained' if one.requires_grad else 'frozen'}"
+            for name, one in [*module.named_parameters(), *module.named_buffers()]
+        ]
+        if same_everywhere("\n".join(described), device=host_device(self.device)):
+            return
+        everyone = self.gather_objects(described)
+        lines = []
+        for rank, theirs in enumerate(everyone):
+            strange = [line for line in theirs if any(line not in others for others in everyone)]
+            shown = "; ".join(strange[:5]) or f"{len(theirs)} tensors, in another order"
+            lines.append(f"\n  rank {rank}: {shown}{' ...' if len(strange) > 5 else ''}")
+        raise ModuleError(
+            f"the ranks built different modules from {type(module).__name__}:{''.join(lines)}",
+            fix="build the module from what is equal on all ranks: the same configuration, files and library versions.",
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r}, world_size={self.world_size})"
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: Any = None) -> None:  # Any: a process group
+    """Overwrite tensors with rank 0's, in place. On every rank, with the same shapes and dtypes."""
+    import torch.distributed as dist
+
+    copies = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
+    for work in [dist.broadcast(dense, src=0, group=group, async_op=True) for _, dense in copies]:
+        work.wait()
+    for tensor, dense in copies:
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
+
+
+def _wrong_choice(name: str, value: Any, choices: Sequence[str]) -> list[tuple[str, str]]:
+    if value in choices:
+        return []
+    return [(f"{name}={value!r} is unknown{nearest(str(value), choices)}", f"use one of {', '.join(choices)}")]
+
+
+def _duration(value: Any, default: timedelta, name: str, problems: list[tuple[str, str]]) -> timedelta:
+    if value is None:
+        return default
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return timedelta(seconds=value)
+    if isinstance(value, timedelta) and value > timedelta():
+        return value
+    problems.append((f"{name}={value!r} is no positive duration", f"pass {name} as a timedelta or in seconds"))
+    return default

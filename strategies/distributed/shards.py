@@ -1,0 +1,153 @@
+"""Tensors of which each rank has a part: whole ones out of them, and parts out of whole ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..tree import leaves, map_leaves
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from ...protocols import StoredTensor
+
+__all__ = [
+    "as_shards",
+    "fits",
+    "gather_whole",
+    "has_parts",
+    "has_shards",
+    "is_sharded",
+    "local",
+    "own_box",
+    "read_whole",
+    "whole",
+]
+
+# Any in this file: the content of checkpoints.
+
+
+def is_sharded(value: Any) -> TypeGuard[DTensor]:
+    """Return whether this is a tensor of which each rank has a part. Imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported yet means that there is none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def has_shards(tree: Any) -> bool:
+    """Return whether there is a sharded tensor in a structure of dicts, lists and tuples."""
+    return "torch.distributed.tensor" in sys.modules and any(is_sharded(value) for _, value in leaves(tree))
+
+
+def has_parts(tree: Any) -> bool:
+    """Return whether other ranks are needed for what a structure holds: shards, or what an engine will gather."""
+    return has_shards(tree) or any(getattr(value, "is_part", False) is True for _, value in leaves(tree))
+
+
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's parts, without empty ones; tensors that are not sharded come as they are.
+
+    The parts share memory with the tensors: what is done to them in place is done to those.
+    """
+    parts = [_part(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
+    return [part for part in parts if part.numel()]
+
+
+def _part(tensor: DTensor) -> Tensor:
+    with torch.no_grad():  # else it is a new tensor with a graph
+        return tensor.to_local()
+
+
+def own_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of this rank's part in the whole tensor.
+
+    Raises:
+        NotImplementedError: The part is no box: the tensor is sharded in a way that strides.
+    """
+    # What torch.distributed.checkpoint asks a sharded tensor.
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise NotImplementedError(f"this rank has {len(chunks)} parts of a tensor, expected one box")
+    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+
+
+def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = True) -> DTensor:
+    """Return a whole tensor as one that is sharded like another; each rank reads its part only. Does not communicate.
+
+    Args:
+        value: The same on all ranks, with the shape of `like`; in memory, or in a file and not read yet.
+        like: Says which part this rank has and on which device; its dtype does not matter.
+        is_kept: Whether the result gets memory of its own; else it may lie in that of `value` or its file, for who
+            copies it at once.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if is_sharded(value):
+        return value
+    offsets, sizes = own_box(like)
+    if not all(sizes):
+        part = torch.empty(like.to_local().shape, dtype=value.dtype)
+    elif isinstance(value, Tensor):
+        part = value[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+    else:
+        view = None if is_kept else getattr(value, "view_box", None)  # only those of our own folders have it
+        viewed = None if view is None else view(offsets, sizes)
+        part = value.read(offsets, sizes) if viewed is None else viewed
+    # Contiguous and with memory of its own, which `read` gives: a view would keep the whole tensor alive.
+    is_copied = is_kept and isinstance(value, Tensor)
+    part = part.to(like.device, copy=is_copied, memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """Return the whole tensor, with memory of its own, on its device. On every rank: it communicates."""
+    with torch.no_grad():
+        result = tensor.full_tensor()
+        part = tensor.to_local()
+        is_same = result.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        return result.clone() if is_same else result
+
+
+def gather_whole(tree: Any, *, keep: bool) -> Any:
+    """Return a structure with every sharded tensor whole, on the CPU. On every rank: it communicates.
+
+    One tensor at a time is whole on all ranks. Those that share memory (tied weights) still do.
+
+    Args:
+        tree: The same on all ranks, but for their parts.
+        keep: Whether this rank wants them; where not, None stands in their place.
+    """
+    # The sharded tensors are kept beside the whole ones: else their memory, and with it the key, could be used again.
+    done: dict[tuple[Any, ...], tuple[DTensor, Tensor]] = {}
+
+    def gather(value: Any) -> Any:
+        if not is_sharded(value):
+            return value
+        full = whole(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one
+        if not keep:
+            return None
+        part = _part(value)
+        key = (part.data_ptr(), tuple(value.shape), value.dtype) if part.numel() else (id(value),)
+        return done.setdefault(key, (value, full.cpu()))[1]
+
+    return map_leaves(tree, gather)
+
+
+def read_whole(tree: Any) -> Any:
+    """Return a structure with every tensor that is still in a file read whole, and sharded ones left as they are."""
+    return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
+
+
+def _is_stored(value: Any) -> TypeGuard[StoredTensor]:
+    return not isinstance(value, Tensor) and hasattr(value, "read") and hasattr(value, "dtype")
+
+
+def fits(value: Any, like: Sequence[int]) -> bool:
+    """Return whether this is a tensor, in memory or in a file, of that shape."""
+    return (isinstance(value, Tensor) or _is_stored(value)) and tuple(value.shape) == tuple(like)

@@ -1,0 +1,332 @@
+"""What the user asks of FSDPStrategy, checked and in the words of torch's fully_shard.
+
+The field's arguments are those of torch's older FullyShardedDataParallel; what they mean with fully_shard is said here.
+No process is needed to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError, nearest
+from ..construction.wrap_policy import check_policy
+from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
+
+__all__ = ["read_arguments"]
+
+# Any in this file: arguments as they came, and torch's policies, which have no common type.
+
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+STATE_DICT_TYPES = ("full", "sharded")
+BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
+
+_Problem = tuple[str, str]
+
+# What read_arguments takes, with what it means to leave it out.
+_DEFAULTS: dict[str, Any] = {
+    "activation_checkpointing": None,
+    "activation_checkpointing_policy": None,
+    "auto_wrap_policy": None,
+    "backward_prefetch": None,
+    "cpu_offload": None,
+    "device_mesh": None,
+    "forward_prefetch": None,
+    "ignored_modules": None,
+    "ignored_parameters": None,
+    "ignored_params": None,
+    "ignored_states": None,
+    "limit_all_gathers": None,
+    "mesh": None,
+    "mixed_precision": None,
+    "mp_policy": None,
+    "offload_policy": None,
+    "param_init_fn": None,
+    "reshard_after_forward": None,
+    "shard_placement_fn": None,
+    "sharding_strategy": None,
+    "state_dict_type": None,
+    "sync_module_states": None,
+    "use_orig_params": None,
+}
+_REFUSED: dict[str, _Problem] = {
+    "module": ("module= is what the trainer or `setup_module` is given", "leave module out"),
+    "device_id": ("device_id= follows from devices=", "leave device_id out"),
+    "process_group": (
+        "process_group= cannot be used: parameters are sharded over a mesh of devices",
+        "pass device_mesh=DeviceMesh.from_group(group, 'cuda'), or device_mesh=(copies, shards) for two groups",
+    ),
+    "dp_mesh_dims": (
+        "dp_mesh_dims= cannot be used: the mesh has axes for copies and shards only",
+        "pass device_mesh=mesh['replicate', 'shard'] with the names of those axes",
+    ),
+}
+# Other arguments of the strategy, for advice on misspelt ones.
+_OTHERS = (
+    "accelerator",
+    "checkpoint_io",
+    "cluster_environment",
+    "parallel_devices",
+    "precision",
+    "precision_plugin",
+    "process_group_backend",
+    "stall_timeout",
+    "start_method",
+    "timeout",
+    "uneven",
+)
+
+
+def read_arguments(**given: Any) -> ShardingPlan:
+    """Return what the arguments of FSDPStrategy that are about sharding ask for.
+
+    Args:
+        given: Arguments of FSDPStrategy, FullyShardedDataParallel and fully_shard by name. None is the default of each.
+
+    Raises:
+        ConfigError: Arguments are unknown or cannot be honoured; every problem is named. Its parts have no full stop,
+            so that the caller can put them together with others.
+    """
+    problems = [*_unknown(given)]
+    notes: list[str] = []
+    wanted = {**_DEFAULTS, **{name: value for name, value in given.items() if name in _DEFAULTS}}
+    mesh = _read_mesh(_either(wanted, ("device_mesh", "mesh"), problems), problems)
+    reshard, is_hybrid, is_replicated = _read_sharding(wanted, mesh, problems, notes)
+    offload, pin_memory = _read_offload(_either(wanted, ("cpu_offload", "offload_policy"), problems), problems)
+    checkpointing = _either(wanted, ("activation_checkpointing", "activation_checkpointing_policy"), problems)
+    if checkpointing is False:
+        checkpointing = None
+    if checkpointing is not True:
+        problems += check_policy("activation_checkpointing", checkpointing)
+    problems += check_policy("auto_wrap_policy", wanted["auto_wrap_policy"])
+    for name in ("param_init_fn", "shard_placement_fn"):
+        if wanted[name] is not None and not callable(wanted[name]):
+            problems.append((f"{name}={wanted[name]!r} is no function", f"pass {name} as a function, or leave it out"))
+    if wanted["use_orig_params"] is False:
+        notes.append("use_orig_params=False has no effect: parameters are always the user's own.")
+    if wanted["limit_all_gathers"] is False:
+        notes.append("limit_all_gathers=False has no effect: memory is bounded without waiting for it.")
+    for name in ("use_orig_params", "limit_all_gathers", "sync_module_states"):
+        if not isinstance(wanted[name], bool | None):
+            problems.append((f"{name}={wanted[name]!r} is neither True nor False", f"pass {name} as a bool"))
+    plan = ShardingPlan(
+        reshard_after_forward=reshard,
+        is_hybrid=is_hybrid,
+        is_replicated=is_replicated,
+        mesh=mesh,
+        offload=offload,
+        pin_memory=pin_memory,
+        mixed_precision=_read_precision(_either(wanted, ("mixed_precision", "mp_policy"), problems), problems, notes),
+        auto_wrap_policy=wanted["auto_wrap_policy"],
+        activation_checkpointing=checkpointing,
+        backward_prefetch=_read_backward_prefetch(wanted["backward_prefetch"], problems, notes),
+        forward_prefetch=_read_count("forward_prefetch", wanted["forward_prefetch"], problems),
+        sync_module_states=wanted["sync_module_states"] is not False,
+        param_init_fn=wanted["param_init_fn"],
+        ignored=_read_ignored(wanted, problems),
+        shard_placement_fn=wanted["shard_placement_fn"],
+        state_dict_type=_read_state_dict_type(wanted["state_dict_type"], problems),
+        notes=tuple(notes),
+    )
+    if problems:
+        whats, fixes = zip(*problems, strict=True)
+        raise ConfigError("; ".join(whats), fix="; ".join(dict.fromkeys(fixes)))
+    return plan
+
+
+# -- one argument each -------------------------------------------------------------------------------------------------
+
+
+def _unknown(given: Mapping[str, Any]) -> list[_Problem]:
+    problems = []
+    for name, value in given.items():
+        if name in _REFUSED:
+            if value is not None:
+                problems.append(_REFUSED[name])
+        elif name not in _DEFAULTS:
+            hint = nearest(name, [*_DEFAULTS, *_OTHERS])
+            problems.append((f"{name}= is no argument of it{hint}", f"use some of {', '.join(_DEFAULTS)}"))
+    if given.get("process_group") is not None and given.get("device_mesh") is not None:
+        problems.append(("process_group= and device_mesh= say the same twice", "pass device_mesh= only"))
+    return problems
+
+
+def _either(wanted: Mapping[str, Any], names: tuple[str, str], problems: list[_Problem]) -> Any:
+    """Return the value of an argument that has two names."""
+    first, second = (wanted[name] for name in names)
+    if first is not None and second is not None:
+        problems.append((f"{names[0]}= and {names[1]}= are the same argument", f"pass one of {' and '.join(names)}"))
+    return second if first is None else first
+
+
+def _read_sharding(
+    wanted: Mapping[str, Any], mesh: Any, problems: list[_Problem], notes: list[str]
+) -> tuple[bool | int, bool, bool]:
+    """Return reshard_after_forward, is_hybrid, is_replicated."""
+    given = wanted["sharding_strategy"]
+    name = _choice("sharding_strategy", "FULL_SHARD" if given is None else given, SHARDING_STRATEGIES, problems)
+    copies, shards = sizes_of(mesh) if mesh is not None else (1, 0)
+    if name == "NO_SHARD" and shards > 1:
+        what = f"sharding_strategy='NO_SHARD' shards nothing, and device_mesh= has {shards} places for shards"
+        problems.append((what, "pass another sharding_strategy, or leave device_mesh out"))
+    if "HYBRID" in name and mesh is not None and not isinstance(mesh, tuple) and mesh.ndim == 1:
+        what = f"sharding_strategy={name!r} needs a mesh with two axes, and device_mesh= has one"
+        problems.append((what, "pass device_mesh=(copies, shards), or sharding_strategy='FULL_SHARD'"))
+    if name in ("FULL_SHARD", "SHARD_GRAD_OP") and copies > 1:
+        notes.append(
+            f"sharding_strategy={name!r} with device_mesh= of {copies} copies shards each copy for itself, as "
+            f"{'HYBRID_SHARD' if name == 'FULL_SHARD' else '_HYBRID_SHARD_ZERO2'} does."
+        )
+    reshard: bool | int = name in ("FULL_SHARD", "HYBRID_SHARD")
+    own = wanted["reshard_after_forward"]
+    if own is not None:
+        if not isinstance(own, int) or own < 0 or (own == 0 and own is not False):
+            what = f"reshard_after_forward={own!r} is neither True, False nor a number of processes"
+            problems.append((what, "pass True, False, or a divisor of the number of processes"))
+        elif own and name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+            what = f"sharding_strategy={name!r} keeps parameters after forward, and reshard_after_forward={own!r} does"
+            problems.append((f"{what} not", "pass one of the two"))
+        else:
+            reshard = own
+    return reshard, "HYBRID" in name or copies > 1, name == "NO_SHARD"
+
+
+def _read_mesh(given: Any, problems: list[_Problem]) -> Any:
+    if given is None:
+        return None
+    if _is_torch(given, "DeviceMesh"):
+        if given.ndim in (1, 2):
+            if given.ndim == 2 and given.mesh_dim_names is None:
+                advice = "pass mesh_dim_names=('replicate', 'shard') to init_device_mesh"
+                problems.append(("device_mesh= has two axes without names", advice))
+            return given
+        problems.append((f"device_mesh= has {given.ndim} axes", "pass one with two axes: copies, shards"))
+        return None
+    if isinstance(given, tuple | list) and len(given) == 2 and all(_is_count(one) for one in given):
+        return (given[0], given[1])
+    advice = "pass device_mesh=(copies, shards), two positive numbers, or a DeviceMesh"
+    problems.append((f"device_mesh={given!r} is no mesh", advice))
+    return None
+
+
+def _read_offload(given: Any, problems: list[_Problem]) -> tuple[bool, bool | None]:
+    if given is None or isinstance(given, bool):
+        return bool(given), None
+    if _is_torch(given, "CPUOffload"):
+        return bool(given.offload_params), None
+    if _is_torch(given, "CPUOffloadPolicy"):
+        return True, bool(given.pin_memory)
+    if _is_torch(given, "OffloadPolicy"):
+        return False, None
+    advice = "pass True, False, or torch's CPUOffload or CPUOffloadPolicy"
+    problems.append((f"cpu_offload={given!r} is unknown", advice))
+    return False, None
+
+
+def _read_precision(given: Any, problems: list[_Problem], notes: list[str]) -> MixedPrecisionPlan | None:
+    if given is None:
+        return None
+    is_old = _is_torch(given, "MixedPrecision")
+    if not is_old and not _is_torch(given, "MixedPrecisionPolicy"):
+        advice = "pass torch's MixedPrecision or MixedPrecisionPolicy; or leave it out and pass precision='bf16-mixed'"
+        problems.append((f"mixed_precision={given!r} is unknown", advice))
+        return None
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+    dtypes: dict[str, Any] = {name: getattr(given, name, None) for name in names}
+    for name, value in dtypes.items():
+        if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            advice = f"pass {name} as a floating point torch.dtype, or None"
+            problems.append((f"mixed_precision= has {name}={value!r}, no floating point dtype", advice))
+    plan = MixedPrecisionPlan(**dtypes, cast_forward_inputs=given.cast_forward_inputs)
+    if not is_old:
+        return replace(plan, cast_root_forward_inputs=given.cast_forward_inputs)
+    if given.keep_low_precision_grads:
+        notes.append("keep_low_precision_grads=True has no effect: gradients have the dtype of their parameters.")
+    return replace(
+        plan,
+        cast_root_forward_inputs=given.cast_root_forward_inputs,
+        keep_low_precision_grads=given.keep_low_precision_grads,
+        full_precision_classes=tuple(given._module_classes_to_ignore),
+    )
+
+
+def _read_backward_prefetch(given: Any, problems: list[_Problem], notes: list[str]) -> int:
+    if given is None or given == 0:
+        return 0
+    if _is_count(given):
+        return int(given)
+    if _choice("backward_prefetch", given, BACKWARD_PREFETCHES, problems) == "BACKWARD_POST":
+        notes.append(
+            "backward_prefetch='BACKWARD_POST' is taken as 'BACKWARD_PRE': the next unit is gathered before the "
+            "gradients of the present one are computed, which is faster and needs room for one more unit."
+        )
+    return 0
+
+
+def _read_count(name: str, given: Any, problems: list[_Problem]) -> int:
+    if given is None or isinstance(given, bool) or _is_count(given) or given == 0:
+        return int(given or 0)
+    problems.append((f"{name}={given!r} is unknown", f"pass {name} as True, False, or a number of units"))
+    return 0
+
+
+def _read_state_dict_type(given: Any, problems: list[_Problem]) -> str | None:
+    if given is None:
+        return None
+    name = given.name.removesuffix("_STATE_DICT") if isinstance(given, Enum) else given
+    if name == "LOCAL" or (isinstance(given, str) and given.lower() == "local"):
+        problems.append(("state_dict_type='local' holds what only the same processes could read", "pass 'sharded'"))
+        return None
+    return _choice("state_dict_type", name.lower() if isinstance(name, str) else name, STATE_DICT_TYPES, problems)
+
+
+def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[nn.Module | nn.Parameter, ...]:
+    found: list[nn.Module | nn.Parameter] = []
+    for name in ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params"):
+        given = wanted[name]
+        if given is None:
+            continue
+        kinds = {"ignored_modules": (nn.Module,), "ignored_states": (nn.Module, nn.Parameter)}.get(
+            name, (nn.Parameter,)
+        )
+        is_many = isinstance(given, Iterable) and not isinstance(given, str | torch.Tensor | nn.Module)
+        members = list(given) if is_many else [given]  # a generator, as parameters() is, can be read once only
+        wrong = sorted({type(one).__name__ for one in members if not isinstance(one, kinds)})
+        if wrong or not is_many:
+            listed = " or ".join(kind.__name__ for kind in kinds)
+            what = f"{name}= {'holds ' + ', '.join(wrong) if is_many else 'is ' + type(given).__name__}"
+            problems.append((what, f"pass {name} as a list of {listed}"))
+        else:
+            found += members
+    return tuple(found)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _choice(argument: str, given: Any, choices: tuple[str, ...], problems: list[_Problem]) -> str:
+    """Return which of the choices a string, in any case, or a member of torch's enumeration means."""
+    name = given.name if isinstance(given, Enum) else given
+    by_name = {choice.strip("_").lower(): choice for choice in choices}
+    known = by_name.get(name.strip("_").lower()) if isinstance(name, str) else None
+    if known is not None:
+        return known
+    hint = nearest(name.upper(), choices) or nearest(name.lower(), choices) if isinstance(name, str) else ""
+    problems.append((f"{argument}={given!r} is unknown{hint}", f"use one of {', '.join(choices)}"))
+    return choices[0]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_torch(value: Any, name: str) -> bool:
+    """Return whether a value is an object of a class of torch.distributed, which is not imported for that."""
+    return any(
+        base.__name__ == name and base.__module__.startswith("torch.distributed") for base in type(value).__mro__
+    )

@@ -1,0 +1,87 @@
+"""Gradients that backward passes without synchronisation have left whole on each rank.
+
+They wait in torch's objects beside the parameters, where neither an optimizer nor a checkpoint sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.shards import as_shards, is_sharded, whole
+
+__all__ = ["average", "forget", "holds_gradient"]
+
+# Any in this file: torch's FSDPParam, without a public name.
+
+
+def holds_gradient(one: Any) -> bool:
+    """Return whether a gradient of this parameter waits on this rank."""
+    return one.unsharded_accumulated_grad is not None or _latest(one) is not None
+
+
+def forget(members: Collection[Any]) -> None:
+    """Drop the gradients that wait on this rank."""
+    for one in members:
+        one.unsharded_accumulated_grad = None
+        whole = getattr(one, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+def average(members: Sequence[Any]) -> None:
+    """Do what a synchronised backward pass does: add each rank's part of the average to the sharded gradients.
+
+    On every rank: it communicates. One gradient at a time is whole a second time. One that only some ranks have counts
+    as 0 on the others.
+
+    Args:
+        members: The same parameters in the same order on all ranks.
+    """
+    if not members:
+        return
+    device = members[0].sharded_param.device
+    there = torch.tensor([float(holds_gradient(one)) for one in members]).to(device)
+    dist.all_reduce(there)
+    with torch.no_grad():
+        for one, count in zip(members, there.tolist(), strict=True):
+            if count:
+                _average_one(one)
+    forget(members)
+
+
+def _average_one(one: Any) -> None:
+    parameter = one.sharded_param
+    gradient = _whole_gradient(one)
+    dist.all_reduce(gradient.div_(dist.get_world_size()))
+    part = as_shards(gradient.to(parameter.dtype), parameter)
+    if parameter.grad is None:
+        parameter.grad = part
+    else:
+        parameter.grad += part
+
+
+def _whole_gradient(one: Any) -> Tensor:
+    """Return what waits, with memory of its own; zeros where other ranks have something and this one has nothing."""
+    waiting = [gradient for gradient in (one.unsharded_accumulated_grad, _latest(one)) if gradient is not None]
+    if not waiting:
+        parameter = one.sharded_param
+        dtype = one.reduce_dtype or one.param_dtype or parameter.dtype
+        device = getattr(one, "device", parameter.device)
+        return torch.zeros(parameter.shape, dtype=dtype, device=device)
+    dtype = one.reduce_dtype or waiting[0].dtype
+    # Contiguous, as collectives need it, and a copy.
+    total = torch.zeros(waiting[0].shape, dtype=dtype, device=waiting[0].device)
+    for gradient in waiting:
+        # A parameter that tensor parallelism shards has a part of it here; its ranks read the same data.
+        total += whole(gradient) if is_sharded(gradient) else gradient
+    return total
+
+
+def _latest(one: Any) -> Tensor | None:
+    whole = getattr(one, "_unsharded_param", None)
+    return None if whole is None else whole.grad

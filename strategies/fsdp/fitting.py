@@ -1,0 +1,55 @@
+"""States of whole tensors, cut as a sharded module's and its optimizer's are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..distributed.shards import as_shards, fits, is_sharded, read_whole
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["fit_module_state", "fit_optimizer_state", "fit_state_of"]
+
+# Any in this file: states, whose tensors are whole, in a file, or sharded.
+
+
+def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with tensors cut as the module's are; what does not fit stays whole, and torch complains."""
+    fitted = {}
+    for name, value in state.items():
+        own = target.get(name)
+        if is_sharded(own) and fits(value, own.shape):
+            fitted[name] = as_shards(value, own, is_kept=False)  # the module copies it into its own memory
+        else:
+            fitted[name] = read_whole(value)
+    return fitted
+
+
+def fit_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with tensors that have their parameter's shape cut as it is."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(parameters) != len(numbers):
+        return {**state}  # the optimizer says what does not fit
+    parameter_of = dict(zip(numbers, parameters, strict=True))
+    entries = {
+        number: fit_state_of(parameter_of[number], own) if number in parameter_of else own
+        for number, own in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def fit_state_of(parameter: Tensor, state: Any) -> Any:
+    """Return what an optimizer keeps for one parameter, cut as the parameter is."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        key: as_shards(value, parameter)
+        if is_sharded(parameter) and parameter.ndim and fits(value, parameter.shape)
+        else read_whole(value)
+        for key, value in state.items()
+    }

@@ -1,0 +1,144 @@
+"""How a module is to be sharded. Made of FSDPStrategy's arguments by fsdp_arguments.py, read by sharding.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["MixedPrecisionPlan", "ShardingPlan", "check_mesh", "sizes_of"]
+
+# Any in this file: torch's policies, which have no common type.
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPlan:
+    """Dtypes that the user asked for in the place of those that follow from `precision=`; None leaves them as they are.
+
+    Attributes:
+        param_dtype: Of parameters in the forward and backward pass, and of gathering them.
+        reduce_dtype: Of gradients while they are averaged; None is `param_dtype`.
+        buffer_dtype: Of floating point buffers; fully_shard casts none.
+        output_dtype: What floating point outputs of every unit are cast to.
+        cast_forward_inputs: Whether inputs of every unit are cast to `param_dtype`.
+        cast_root_forward_inputs: Whether inputs of the whole module are.
+        keep_low_precision_grads: Whether gradients were to stay in `reduce_dtype`; fully_shard casts them to the
+            parameters' dtype.
+        full_precision_classes: Modules to which all this was not to apply, if they were units of their own.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool = True
+    keep_low_precision_grads: bool = False
+    full_precision_classes: tuple[type[nn.Module], ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a module is to be sharded.
+
+    Attributes:
+        reshard_after_forward: Whether a unit's parameters are given back between forward and backward pass; a number:
+            they are kept by that many processes together.
+        is_hybrid: Whether there are copies, each of which is sharded.
+        is_replicated: Whether every process has a copy.
+        mesh: Sizes (copies, shards), or a mesh that the user made. None: all processes, by `check_mesh`.
+        offload: Whether parameters, gradients and optimizer state live in the host's memory.
+        pin_memory: Whether that memory is pinned. None: where there is an accelerator.
+        mixed_precision: What the user asked for; None: what follows from `precision=`.
+        accumulate_dtype: Of sums of gradients over a window and over ranks; None: what follows from these.
+        auto_wrap_policy: See `choose_units`.
+        activation_checkpointing: See `apply_activation_checkpointing`; None: none.
+        backward_prefetch: How many units before the present one to gather ahead in the backward pass; 0: torch's way,
+            which is the one that comes next.
+        forward_prefetch: How many units after the present one to gather ahead in the forward pass; 0: torch's way,
+            which gathers ahead on the device, but not on the CPU's side.
+        sync_module_states: Whether all ranks begin with rank 0's values.
+        param_init_fn: Fills a module that was built on the meta device; None: the module's own way.
+        ignored: Modules and parameters that are not sharded.
+        shard_placement_fn: Says along which dimension a parameter is cut; None: the first one.
+        state_dict_type: "full" or "sharded"; None: whoever saves decides.
+        notes: What was accepted and has no effect, or another one than with FullyShardedDataParallel; as sentences.
+    """
+
+    reshard_after_forward: bool | int = True
+    is_hybrid: bool = False
+    is_replicated: bool = False
+    mesh: tuple[int, int] | DeviceMesh | None = None
+    offload: bool = False
+    pin_memory: bool | None = None
+    mixed_precision: MixedPrecisionPlan | None = None
+    accumulate_dtype: torch.dtype | None = None
+    auto_wrap_policy: Any = None
+    activation_checkpointing: Any = None
+    backward_prefetch: int = 0
+    forward_prefetch: int = 0
+    sync_module_states: bool = True
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    ignored: tuple[nn.Module | nn.Parameter, ...] = ()
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
+    state_dict_type: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def find_ignored(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of a module that are not sharded."""
+        found: set[nn.Parameter] = set()
+        for one in self.ignored:
+            found.update(one.parameters() if isinstance(one, nn.Module) else [one])
+        return found.intersection(module.parameters())
+
+
+def check_mesh(plan: ShardingPlan, world_size: int, num_nodes: int = 1) -> tuple[int, int] | None:
+    """Return how many copies there are and over how many processes each is sharded; None: one copy, over all.
+
+    Args:
+        plan: What the user asked for.
+        world_size: Number of processes.
+        num_nodes: Number of machines; without a mesh, "HYBRID_SHARD" has one copy on each.
+
+    Raises:
+        ConfigError: There are not as many processes as the mesh has places, or they cannot be cut as asked for.
+    """
+    if plan.is_replicated and plan.mesh is None:
+        copies, shards = world_size, 1
+    elif plan.mesh is None:
+        copies = num_nodes if plan.is_hybrid else 1
+        shards = world_size // copies
+    else:
+        copies, shards = sizes_of(plan.mesh)
+    if copies * shards != world_size and plan.mesh is None:
+        raise ConfigError(
+            f"sharding_strategy='HYBRID_SHARD' has one copy on each of {num_nodes} nodes, among which {world_size} "
+            "processes cannot be divided.",
+            fix="run equally many processes on each node.",
+        )
+    if copies * shards != world_size:
+        raise ConfigError(
+            f"device_mesh= has {copies} x {shards} = {copies * shards} places, and there are {world_size} processes.",
+            fix="pass sizes (copies, shards) whose product is the number of processes.",
+        )
+    size = plan.reshard_after_forward
+    if not isinstance(size, bool) and shards % size != 0:
+        raise ConfigError(
+            f"reshard_after_forward={size} does not divide the {shards} processes over which a copy is sharded.",
+            fix="pass True, False, or a divisor of that number.",
+        )
+    return None if copies == 1 else (copies, shards)
+
+
+def sizes_of(mesh: tuple[int, int] | DeviceMesh) -> tuple[int, int]:
+    """Return how many copies a mesh has, and over how many processes each is sharded."""
+    shape = mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
+    return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])

@@ -1,0 +1,247 @@
+"""What stands around a module whose parameters are sharded.
+
+It is torch's root of sharding: its forward takes the function to run, so that any step of the user's module runs while
+the parameters outside of all units are whole. No method of the user's module is swapped, and `self(x)` within a step
+is a plain call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
+
+from ..ddp.replica import NOTHING, Call, loss_tensor, replace_loss
+from ..distributed.shards import is_sharded
+from ..tree import leaves
+from .deferred_reduction import average, forget, holds_gradient
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ROOT", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: what the user's steps take and return.
+
+ROOT = "_loopwright_root"
+"""Under this name the user's module knows its root, beside its submodules: a later run goes on with it."""
+
+# Of torch's FSDPParamGroup.
+_COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+
+class Mark:
+    """A flag for hooks on tensors: one that held the module would keep it alive, in a cycle that Python cannot see."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self, _: Tensor) -> None:
+        """Set it."""
+        self.is_set = True
+
+
+class ShardedRoot(nn.Module):
+    """The module that torch shards last.
+
+    Args:
+        module: The user's module, whose units are sharded already.
+        mesh: The processes.
+
+    Attributes:
+        names: The parameters of the module that were sharded, or replicated, or ignored.
+        replicated: Parameters that are whole on every rank, because they cannot be sharded.
+        output: What a training step returned beside its loss tensor; None where that was all.
+        synchronises: Whether the next backward pass averages gradients.
+        unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
+        has_unreduced: Whether there may be gradients that no backward pass has averaged yet.
+        reached: Set when a backward pass went through this module, until the gradients of `replicated` are averaged;
+            never where there are none, or `is_by_parts`.
+        is_by_parts: Whether the user's module is not run as a whole (manual optimization): each of its children is
+            sharded for itself, and this object does nothing.
+    """
+
+    replicated: tuple[nn.Parameter, ...] = ()
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, *, is_by_parts: bool) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.module = module
+        self.names = frozenset(name for name, _ in module.named_parameters())
+        self.is_by_parts = is_by_parts
+        self.synchronises = True
+        self.has_unreduced = False
+        self.reached = Mark()
+        self.output: Any = None
+        # By name: parameters that were built with empty_init=True, and what their versions were then.
+        self.unfilled: dict[str, tuple[nn.Parameter, int]] = {}
+        # Order in which the units were gathered in the last evaluation step; None before the first.
+        self.evaluated: list[FSDPModule] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the `Call` that is the first argument, or the module's own forward."""
+        call = args[0] if args else None
+        if call.__class__ is not Call:
+            output = self.module(*args, **kwargs)
+            if self.replicated and torch.is_grad_enabled():
+                self._note_backward_from(output)
+            return output
+        if isinstance(self.module, FSDPModule):  # sharded by the user, and a step is not its forward
+            self.module.unshard()
+        output = call.step(*args[1:], **kwargs)
+        if self.replicated and torch.is_grad_enabled():
+            self._note_backward_from(output)
+        if not call.is_training or output.__class__ is Tensor:
+            return output
+        # torch looks for tensors in what is returned, to know when the backward pass begins; it knows no dataclass of
+        # ours, and must not cast what the step returned beside its loss.
+        self.output = NOTHING if output is None else output
+        return loss_tensor(output)
+
+    def replicate(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember parameters that are whole on every rank, and note each backward pass that comes to them."""
+        self.replicated = tuple(parameters)
+        for one in self.replicated:
+            if one.requires_grad and not self.is_by_parts:
+                one.register_post_accumulate_grad_hook(self.reached.set)
+
+    def _note_backward_from(self, output: Any) -> None:
+        """Note a backward pass that begins at this output, also on a rank where it reaches no replicated parameter."""
+        results = [one for _, one in leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+        if results and not self.is_by_parts:
+            register_multi_grad_hook(results, self.reached.set, mode="any")
+
+    def expect_values(self, names: Iterable[str]) -> None:
+        """Remember parameters without values, for which a checkpoint is expected before the first step."""
+        parameters = dict(self.module.named_parameters())
+        self.unfilled = {name: (parameters[name], _version(parameters[name])) for name in names}
+
+    def check_values(self) -> None:
+        """Warn of parameters that nobody has given values since; what is done through `.data` leaves no trace."""
+        left = [name for name, (one, version) in self.unfilled.items() if _version(one) == version]
+        self.unfilled = {}
+        if left:
+            logger.warning(
+                "%s runs with parameters that have no values: %s%s. It was built with empty_init=True, which leaves "
+                "them to a checkpoint, and none was loaded. To initialise them, leave empty_init out",
+                type(self.module).__name__,
+                ", ".join(left[:5]),
+                " ..." if len(left) > 5 else "",
+            )
+
+    def take_output(self, loss: Tensor | None) -> Any:
+        """Return the step's output with the loss that came through torch's hooks."""
+        output, self.output = self.output, None
+        if output is None:  # a plain tensor came
+            return loss
+        if output is NOTHING:
+            return None
+        return output if loss is None or loss_tensor(output) is loss else replace_loss(output, loss)
+
+    def set_sync(self, enabled: bool) -> None:
+        """Let backward passes average gradients, or add to whole ones on this rank only."""
+        self.synchronises = enabled
+        self.has_unreduced = self.has_unreduced or not enabled
+        for unit in units_of(self):
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    def waits_for_average(self, parameters: Iterable[Tensor] | None = None) -> bool:
+        """Return whether some of these parameters, None: of all, have gradients on this rank that were not averaged."""
+        return self.has_unreduced and any(holds_gradient(one) for one in self._members(parameters))
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average what passes without synchronisation left for these parameters. On every rank: it communicates."""
+        if self.has_unreduced:
+            average(self._members(parameters))
+            self.has_unreduced = self.waits_for_average()
+
+    def forget_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Drop gradients of these parameters, None: of all, that were not averaged yet; end a broken-off pass."""
+        forget(self._members(parameters))
+        self.has_unreduced = parameters is not None and self.waits_for_average()
+        reshard(self)
+
+    def _members(self, parameters: Iterable[Tensor] | None) -> list[Any]:
+        """Return torch's objects for these sharded parameters, None: for all, in the order of the units."""
+        members = [one for unit in units_of(self) for group in groups_of(unit) for one in group.fsdp_params]
+        if parameters is None:
+            return members
+        wanted = {id(parameter) for parameter in parameters}
+        return [one for one in members if id(one.sharded_param) in wanted]
+
+    def communication_calls(self) -> list[tuple[Any, str]]:
+        """Return the methods in which a step gathers parameters, averages gradients, or waits for either.
+
+        The timeline measures them in some steps: each as the object that looks it up, and its name. On a GPU, where
+        these run beside the computation, what their place in its stream takes is the time that it waits for them.
+        """
+        groups = [group for unit in units_of(self) for group in groups_of(unit)]
+        return [(group, name) for group in groups for name in _COMMUNICATES if hasattr(group, name)]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note in which order the units are gathered."""
+        order: list[FSDPModule] = []
+        handles = [
+            unit.register_forward_pre_hook(lambda unit, _: order.append(unit), prepend=True) for unit in units_of(self)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.evaluated = order
+
+
+def _version(parameter: Tensor) -> int:
+    # A sharded parameter is changed as a whole, or in this rank's part.
+    return parameter._version + (parameter._local_tensor._version if is_sharded(parameter) else 0)
+
+
+def root_of(module: nn.Module) -> ShardedRoot | None:
+    """Return what stands around a module that is sharded, from the module or from itself; None where nothing does."""
+    return module if isinstance(module, ShardedRoot) else module.__dict__.get(ROOT)
+
+
+def units_of(module: nn.Module) -> list[Any]:
+    """Return the modules below this one, and itself, that are gathered as units of their own; in order."""
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+
+def run_empty(root: ShardedRoot) -> None:
+    """Take part in the gathering of another rank's evaluation step."""
+    with torch.no_grad():
+        for unit in root.evaluated if root.evaluated is not None else units_of(root):
+            unit.unshard()
+            unit.reshard()
+
+
+def reshard(root: ShardedRoot) -> None:
+    """Give back whole parameters that a pass without a backward pass has left, and forget its order.
+
+    torch (2.9 to 2.13) notes in which order units are left and gathers them ahead in the reverse one, until a backward
+    pass has ended. What an evaluation has noted would be gathered ahead in the next step too: only on those ranks that
+    had batches to evaluate, so that the others would wait for ever.
+    """
+    for unit in units_of(root):
+        unit.reshard()
+        for group in groups_of(unit):
+            group._post_forward_indices.clear()
+            getattr(group.comm_ctx, "post_forward_order", []).clear()  # there is none before the first pass
+
+
+def groups_of(unit: Any) -> list[Any]:  # Any: torch's own, without a public name
+    """Return a unit's groups of parameters that are gathered together; the root may have none."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and older have one group
+    return list(groups) if groups is not None else [one for one in [state._fsdp_param_group] if one is not None]

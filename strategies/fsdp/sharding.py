@@ -1,0 +1,290 @@
+"""How a module becomes sharded: unit by unit, so that no process ever holds all of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+
+from ...errors import ModuleError
+from ..construction.materialize import (
+    check_materialisable,
+    empty_names,
+    materialise,
+    materialise_from_rank_zero,
+    modules_of_unit,
+)
+from ..construction.wrap_policy import choose_units
+from ..distributed.shards import as_shards, is_sharded
+from .root import ROOT, ShardedRoot, groups_of, units_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...precision import PrecisionPolicy
+    from .plan import ShardingPlan
+
+__all__ = ["shard"]
+
+logger = logging.getLogger(__name__)
+
+
+def shard(
+    module: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    precision: PrecisionPolicy,
+    is_by_parts: bool,
+    is_rank_zero: bool,
+) -> ShardedRoot:
+    """Shard a module's parameters in place and return what runs it. On every rank: it communicates.
+
+    Each unit is given values if it has none, takes over rank 0's, and is cut; then the next one comes.
+
+    Args:
+        module: The user's module, the same on all ranks; on the CPU, on the device, or on the meta device.
+        plan: What the user asked for.
+        mesh: One axis: parameters are sharded over it. Two: copies over the first, shards over the second.
+        device: Where this process computes.
+        precision: Dtypes of parameters, products and reductions.
+        is_by_parts: Whether the module's children are run one by one, and not the module itself.
+        is_rank_zero: Whether to say what was chosen.
+
+    Raises:
+        ModuleError: The module cannot be sharded, or values of it are missing; says which.
+    """
+    _check(module)
+    ignored = plan.find_ignored(module)
+    # By name: a parameter without values is replaced when it gets them.
+    names = {name for name, one in module.named_parameters() if one.ndim == 0 and one not in ignored}
+    kept = names | {name for name, one in module.named_parameters() if one in ignored}
+    units = choose_units(module, plan.auto_wrap_policy, ignored=_named(module, kept))
+    if is_rank_zero:
+        for note in units.notes:
+            logger.info("%s", note)
+    chosen = [unit for _, unit in units.units]
+    settings = _settings(plan, mesh, precision, device)
+    if plan.activation_checkpointing is not None:
+        from ..construction.activation_checkpointing import apply_activation_checkpointing
+
+        apply_activation_checkpointing(module, plan.activation_checkpointing, units=chosen)
+    # A norm over a batch computes in its own dtype, whatever the rest does.
+    exempt = _full_precision(module, plan, settings["mp_policy"])
+    chosen = [*(one for one in exempt if one not in chosen), *chosen]
+    parts = [part for part in _parts(module) if part not in chosen] if is_by_parts else []
+    _check_parts(parts, module)
+    _check_values(module)
+    check_materialisable(module, param_init_fn=plan.param_init_fn)
+    has_values = is_rank_zero or not plan.sync_module_states
+    unfilled = empty_names(module, param_init_fn=plan.param_init_fn) if has_values else []
+    if is_by_parts and settings["reshard_after_forward"] is None:
+        settings["reshard_after_forward"] = True  # each part is outermost, and the next one that runs may be another
+    done = units_of(module)  # sharded by the user
+    for unit in [*chosen, *parts]:
+        _give_values(unit, done, module, plan, device)
+        own = {**settings, "mp_policy": MixedPrecisionPolicy()} if unit in exempt else settings
+        fully_shard(unit, **own, ignored_params=_named(module, kept))
+        done.append(unit)
+    _give_values(module, done, module, plan, device)
+    root = ShardedRoot(module, mesh, is_by_parts=is_by_parts)
+    if not is_by_parts:
+        cast_root = plan.mixed_precision is not None and plan.mixed_precision.cast_root_forward_inputs
+        policy = _of_root(settings["mp_policy"], cast_inputs=cast_root)
+        fully_shard(root, **{**settings, "mp_policy": policy}, ignored_params=_named(module, kept))
+    root.replicate(
+        one
+        for name, one in module.named_parameters()
+        if name in names or (name not in kept and not is_sharded(one))  # beside the parts
+    )
+    _cast_buffers(module, plan)
+    _set_up_units(root, plan)
+    root.expect_values(unfilled)
+    for one in module.modules():
+        if any(is_sharded(parameter) for parameter in one.parameters(recurse=False)):
+            one.register_load_state_dict_pre_hook(_take_whole)
+    module.__dict__[ROOT] = root
+    if is_rank_zero:
+        logger.info(
+            "%s: %s parameters in %d units, sharded over %s processes",
+            type(module).__name__,
+            f"{sum(one.numel() for one in module.parameters()):,}",
+            len([unit for unit in units_of(root) if unit is not root or groups_of(root)]),
+            " x ".join(map(str, mesh.shape)),
+        )
+    return root
+
+
+def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let `load_state_dict` take whole tensors, which are the same on all ranks. Does not communicate."""
+    for name, parameter in owner._parameters.items():
+        value = state.get(prefix + name)
+        if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+            state[prefix + name] = as_shards(value, parameter, is_kept=False)
+
+
+def _check_values(module: nn.Module) -> None:
+    """Refuse what the user sharded before it had values: there is nobody who could give it any."""
+    empty = [name for name, one in module.named_parameters() if is_sharded(one) and one.to_local().is_meta]
+    if empty:
+        raise ModuleError(
+            f"{type(module).__name__} was sharded by fully_shard before its parameters had values: "
+            f"{', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}.",
+            fix="leave fully_shard out of configure_model, where models are built without memory, and let "
+            "auto_wrap_policy= name the units; or build the module in __init__ and call fully_shard in setup.",
+        )
+
+
+def _check_parts(parts: list[nn.Module], module: nn.Module) -> None:
+    """Refuse parts that share a parameter: each would hold its own copy from then on."""
+    owner: dict[nn.Parameter, nn.Module] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if owner.setdefault(parameter, part) is not part:
+                raise ModuleError(
+                    f"{type(owner[parameter]).__name__} and {type(part).__name__} of {type(module).__name__} share the "
+                    f"parameter {name!r}, and in manual optimization each of them is sharded for itself.",
+                    fix="put both into one submodule, whose forward calls them; or train with strategy='ddp'.",
+                )
+
+
+def _named(module: nn.Module, names: set[str]) -> set[nn.Parameter]:
+    return {one for name, one in module.named_parameters() if name in names} if names else set()
+
+
+def _check(module: nn.Module) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    old = [name for name, one in module.named_modules() if isinstance(one, FullyShardedDataParallel)]
+    if old:
+        raise ModuleError(
+            f"{type(module).__name__} has modules in torch's FullyShardedDataParallel: {', '.join(old[:5])}.",
+            fix="pass the module without them and let auto_wrap_policy= choose, or use fully_shard in configure_model.",
+        )
+    sparse = [
+        name
+        for name, one in module.named_modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad
+    ]
+    if sparse:
+        raise ModuleError(
+            f"the embeddings {', '.join(sparse)} have sparse gradients, which cannot be sharded.",
+            fix="make them with sparse=False, freeze them, or train with strategy='ddp'.",
+        )
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Return the children that are run for themselves; in the place of containers, what is in them."""
+    parts: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            parts += _parts(child)
+        elif any(True for _ in child.parameters()) and not isinstance(child, FSDPModule):
+            parts.append(child)
+    return parts
+
+
+def _give_values(
+    unit: nn.Module, done: list[nn.Module], module: nn.Module, plan: ShardingPlan, device: torch.device
+) -> None:
+    """Give values to what lies in the unit and in none of those that are done."""
+    where = torch.device("cpu") if plan.offload else device
+    inner = [one for one in done if one is not unit]
+    if plan.sync_module_states and dist.get_world_size() > 1:
+        materialise_from_rank_zero(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+    else:
+        materialise(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+    for owner in modules_of_unit(unit, inner):
+        for one in owner.parameters(recurse=False):
+            if not (is_sharded(one) or one.is_contiguous()):
+                one.data = one.data.contiguous()  # fully_shard (torch 2.13) takes no other
+
+
+def _settings(
+    plan: ShardingPlan, mesh: DeviceMesh, precision: PrecisionPolicy, device: torch.device
+) -> dict[str, Any]:  # Any: arguments of fully_shard
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        # None: kept whole for the outermost module only, which the backward pass needs first.
+        "reshard_after_forward": None if plan.reshard_after_forward is True else plan.reshard_after_forward,
+        "mp_policy": _mixed_precision(plan, precision, device),
+    }
+    if plan.offload:
+        pins = plan.pin_memory if plan.pin_memory is not None else device.type != "cpu"
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
+    else:
+        settings["offload_policy"] = OffloadPolicy()
+    if plan.shard_placement_fn is not None:
+        settings["shard_placement_fn"] = plan.shard_placement_fn
+    return settings
+
+
+def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: torch.device) -> MixedPrecisionPolicy:
+    """Return the user's own mixed precision, or what follows from `precision=`."""
+    own = plan.mixed_precision
+    if own is not None:
+        return MixedPrecisionPolicy(
+            param_dtype=own.param_dtype,
+            reduce_dtype=own.reduce_dtype,
+            output_dtype=own.output_dtype,
+            cast_forward_inputs=own.cast_forward_inputs,
+        )
+    # Autocast casts inputs where an operation wants it: a regression's targets keep their digits. On the CPU it leaves
+    # norms alone, which refuse half weights with float32 inputs: there parameters are gathered as they are.
+    is_mixed = precision.compute_dtype != precision.param_dtype and device.type != "cpu"
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype if is_mixed else None,
+        reduce_dtype=plan.accumulate_dtype or (precision.reduce_dtype if is_mixed else None),
+        cast_forward_inputs=False,
+    )
+
+
+def _full_precision(module: nn.Module, plan: ShardingPlan, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """Return the modules to which mixed precision does not apply, so that they are units of their own."""
+    if policy.param_dtype is None:
+        return []
+    own = plan.mixed_precision
+    classes = (AnyBatchNorm,) if own is None else own.full_precision_classes
+    return [
+        one
+        for one in module.modules()
+        if isinstance(one, classes) and one is not module and any(True for _ in one.parameters(recurse=False))
+    ]
+
+
+def _of_root(policy: MixedPrecisionPolicy, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+    # The root's inputs are the batch, and its output is the loss.
+    return MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=cast_inputs
+    )
+
+
+def _cast_buffers(module: nn.Module, plan: ShardingPlan) -> None:
+    dtype = plan.mixed_precision.buffer_dtype if plan.mixed_precision is not None else None
+    if dtype is None:
+        return
+    for one in module.modules():
+        for name, buffer in one.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                one._buffers[name] = buffer.to(dtype)
+
+
+def _set_up_units(root: ShardedRoot, plan: ShardingPlan) -> None:
+    units = [unit for unit in units_of(root) if unit is not root]
+    for unit in units_of(root):
+        # Parameters that this rank's step does not use have gradients of zero: other ranks' steps may use them.
+        allow = getattr(unit, "set_reduce_scatter_unused_params", None)  # since torch 2.13
+        if allow is not None:
+            allow(True)
+    for index, unit in enumerate(units):
+        if plan.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + plan.forward_prefetch])
+        if plan.backward_prefetch:
+            before = units[max(0, index - plan.backward_prefetch) : index]
+            unit.set_modules_to_backward_prefetch(before[::-1])

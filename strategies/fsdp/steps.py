@@ -1,0 +1,85 @@
+"""What runs a step of the user's on a module whose parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ModuleError
+from ..ddp.replica import Call, loss_tensor
+from .root import ShardedRoot, reshard
+
+if TYPE_CHECKING:
+    from .strategy import FSDPStrategy
+
+__all__ = ["bound", "bound_training", "explain"]
+
+# Any in this file: what the user's steps take and return.
+
+
+def bound_training(root: ShardedRoot, step: Callable[..., Any], strategy: FSDPStrategy) -> Callable[..., Any]:
+    """Return what runs a training step in the forward of the root, and gives back all that the step returned."""
+    call = Call(step, is_training=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if root.unfilled:
+            root.check_values()
+        try:
+            output = root.take_output(root(call, *args, **kwargs))
+        except RuntimeError as error:
+            explain(error)
+            raise
+        if output.__class__ is not Tensor and strategy.world_size > 1:
+            _check_loss(output, type(strategy).__name__)
+        return output
+
+    return run
+
+
+def _check_loss(output: Any, strategy: str) -> None:
+    loss = loss_tensor(output)
+    if loss is None or not loss.requires_grad:
+        raise ModuleError(
+            f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and under "
+            f"{strategy} the backward passes of the other ranks wait for this one.",
+            fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that is not to count; or "
+            "train with strategy='ddp', where None skips a batch.",
+        )
+
+
+def bound(root: ShardedRoot, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs any other step, or the forward; a pass without gradients leaves no parameter gathered."""
+    call = Call(step, is_training=False)
+    has_order = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_order
+        if root.unfilled:
+            root.check_values()
+        is_recorded = has_order or torch.is_grad_enabled()
+        try:
+            with nullcontext() if is_recorded else root.recording():
+                output = step(*args, **kwargs) if root.is_by_parts else root(call, *args, **kwargs)
+        except RuntimeError as error:
+            explain(error)
+            raise
+        if not torch.is_grad_enabled():
+            has_order = True
+            reshard(root)
+        return output
+
+    return run
+
+
+def explain(error: RuntimeError) -> None:
+    """Add to an error of torch's what is the matter, where a parameter was read as a DTensor."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "A parameter was read outside of the forward of its unit, where each rank has a part of it (a DTensor). "
+            "Take parameter.full_tensor() in its place, or read it in the forward of its unit, or let "
+            "auto_wrap_policy= leave it outside of all units."
+        )

@@ -1,0 +1,548 @@
+"""Sharded training: every process holds a part of each parameter, its gradient and its optimizer state.
+
+The engine is torch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError, ModuleError
+from ..base import NoLoss, non_finite_norm
+from ..distributed.live_objects import LiveObjects
+from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from ..distributed.shards import gather_whole, is_sharded, local
+from .arguments import read_arguments
+from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
+from .plan import ShardingPlan, check_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from ...accelerators import Accelerator
+    from ...precision import Precision
+    from .root import ShardedRoot
+
+__all__ = ["FSDPStrategy"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: what users give for torch's own types, and what their steps take and return.
+
+# Optimizers whose arithmetic needs whole parameters, with what is wrong.
+_NEEDS_WHOLE = {
+    "Adafactor": "it changes norms over a whole parameter in place",
+    "LBFGS": "it computes with all parameters as one vector",
+    "SparseAdam": "it needs sparse gradients",
+    "ZeroRedundancyOptimizer": "it shards optimizer state by itself",
+    "PostLocalSGDOptimizer": "it averages whole parameters",
+}
+
+
+class FSDPStrategy(ProcessGroupStrategy):
+    """Several processes that share one copy of the model, on any kind of device.
+
+    Before a unit of the model (a block, say) runs, its parameters are gathered; afterwards they are given back. The
+    backward pass leaves each process with its share of the averaged gradients, and the optimizer steps that share. For
+    models and optimizers that do not fit one device; also for saving memory with those that do.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices of this node's processes; None lets Fabric choose.
+        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
+        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
+        cpu_offload: Keep parameters, gradients and optimizer state in the host's memory; True, False, or torch's
+            CPUOffload or CPUOffloadPolicy.
+        mixed_precision: Torch's MixedPrecision or MixedPrecisionPolicy in the place of what follows from `precision=`.
+        auto_wrap_policy: Which modules are units of their own: a set of classes (or of their names), a function of a
+            module, or one of torch's policies. None: repeated blocks and very large modules.
+        activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,
+            classes, or a function of a module.
+        activation_checkpointing_policy: Another name for it.
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole between forward and backward pass;
+            "HYBRID_SHARD" shards within a group and has copies over the groups (by default a node is a group);
+            "NO_SHARD" has a copy on every process.
+        state_dict_type: "full": one file, written by rank 0; "sharded": a folder, written by all ranks. None: "full" in
+            the Trainer, "sharded" in `Fabric.save`. Both load everywhere.
+        device_mesh: (copies, shards) for "HYBRID_SHARD", or a DeviceMesh.
+        backward_prefetch: Accepted; the next unit is gathered during the backward pass of the present one.
+        forward_prefetch: Gather the next unit of the forward pass ahead, on the CPU's side.
+        limit_all_gathers: Accepted; it is always so.
+        use_orig_params: Accepted; parameters are always the user's own.
+        param_init_fn: Fills the parameters of a module that was built on the meta device.
+        sync_module_states: Begin with rank 0's values on all ranks. None is True.
+        precision: Another name for `precision_plugin`.
+        start_method: How processes start where nobody else starts them: "popen", "spawn", "fork", "forkserver".
+        uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
+            "cycle" lets the shorter ones begin again.
+        stall_timeout: A run in which nothing moves for so long says where every rank is.
+        kwargs: Further arguments of torch's fully_shard and FullyShardedDataParallel: ignored_modules, ...
+
+    Raises:
+        ConfigError: An argument is unknown or cannot be honoured; every problem is named.
+    """
+
+    strategy_name = "fsdp"
+    uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in gathering
+    shards_parameters = True
+    sums_gradients_itself = True
+    has_module_hooks = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Any = None,
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        backward_prefetch: Any = None,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        sync_module_states: bool | None = None,
+        *,
+        precision: Precision | None = None,
+        start_method: str = "popen",
+        uneven: str = "stop_all",
+        stall_timeout: timedelta | float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        problems: list[tuple[str, str]] = []
+        plan: ShardingPlan | None = None
+        try:
+            plan = read_arguments(
+                cpu_offload=cpu_offload,
+                mixed_precision=mixed_precision,
+                auto_wrap_policy=auto_wrap_policy,
+                activation_checkpointing=activation_checkpointing,
+                activation_checkpointing_policy=activation_checkpointing_policy,
+                sharding_strategy=sharding_strategy,
+                state_dict_type=state_dict_type,
+                device_mesh=device_mesh,
+                backward_prefetch=backward_prefetch,
+                forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
+                use_orig_params=use_orig_params,
+                param_init_fn=param_init_fn,
+                sync_module_states=sync_module_states,
+                **kwargs,
+            )
+        except ConfigError as error:
+            problems.append((error.what, error.fix))
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            precision=precision,
+            uneven=uneven,
+            stall_timeout=stall_timeout,
+            problems=problems,
+        )
+        assert plan is not None
+        self.plan = plan
+        self._has_told = False
+        self._mesh: DeviceMesh | None = None
+        self._roots: LiveObjects[ShardedRoot] = LiveObjects()
+        # By the id of a parameter that was replaced: it (to know that the id is still its own) and the one that is
+        # sharded. For optimizers that were made before.
+        self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The processes as a grid: one axis, "shard", or two, "replicate" and "shard". On every rank: communicates."""
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if self._mesh is None:
+            size = self.world_size
+            sizes = check_mesh(self.plan, size, self._num_nodes())
+            kind = self.device.type
+            if isinstance(self.plan.mesh, DeviceMesh):
+                self._mesh = self.plan.mesh
+            elif sizes is None:
+                self._mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+            else:
+                self._mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
+        return self._mesh
+
+    def _num_nodes(self) -> int:
+        nodes = self.gather_objects(self.topology.node_rank)
+        return len(set(nodes))
+
+    def teardown(self) -> None:
+        """Give back devices and connections after a run."""
+        super().teardown()
+        self._mesh = None
+
+    def configure_fsdp_auto_wrap_policy(self, module: nn.Module) -> Any:
+        """Return which modules are to be units: `auto_wrap_policy`. For overriding, where the model decides.
+
+        Called once, on every rank, before the module is sharded.
+        """
+        return self.plan.auto_wrap_policy
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Return a context in which a module is built without memory; `setup_module` gives it values unit by unit.
+
+        Args:
+            empty_init: True: values will be loaded from a checkpoint, nothing is initialised. None: they will be those
+                that the module's constructors gave it, bit for bit. False builds it whole, on the CPU.
+        """
+        if empty_init is False:
+            yield
+            return
+        from ..construction.deferred import DeferredInit
+
+        with DeferredInit(empty=bool(empty_init)):
+            yield
+
+    def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which changes of a module without values are made when it gets them."""
+        if not any(one.is_meta for one in [*module.parameters(), *module.buffers()]):
+            return nullcontext()
+        from ..construction.deferred import DeferredInit
+
+        return DeferredInit()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the module where it is: `setup_module` moves it unit by unit."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module's parameters, in place, and return what runs it. On every rank: it communicates.
+
+        A module that is sharded already is run as it is.
+
+        Raises:
+            ModuleError: The ranks built different modules, or the module cannot be sharded; says why.
+        """
+        from .root import root_of
+
+        root = root_of(module)
+        if root is None:
+            root = self._shard(module)
+        else:
+            self._check_mesh_of(root)
+        self._roots.add(root)
+        return root
+
+    place_module = setup_module
+
+    def _shard(self, module: nn.Module) -> ShardedRoot:
+        from .sharding import shard
+
+        self.check_module(module)
+        if self.is_global_zero and not self._has_told:
+            for note in self.plan.notes:
+                logger.warning("%s: %s", type(self).__name__, note)
+        self._has_told = True
+        # Not the parameters themselves: those that are replaced are to go, and their values with them.
+        before: list[tuple[str, weakref.ref[Tensor]]] = [
+            (name, weakref.ref(one)) for name, one in module.named_parameters(remove_duplicate=False)
+        ]
+        root = shard(
+            module,
+            replace(
+                self.plan,
+                auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
+                accumulate_dtype=self.accumulate_dtype,
+            ),
+            self.mesh,
+            device=self.device,
+            precision=self.precision.policy,
+            # In manual optimization a step calls parts of the module, and backward, by itself.
+            is_by_parts=not getattr(module, "automatic_optimization", True),
+            is_rank_zero=self.is_global_zero,
+        )
+        after = dict(module.named_parameters(remove_duplicate=False))
+        for name, reference in before:
+            old = reference()
+            if old is not None and after[name] is not old:
+                self._replaced[id(old)] = (reference, after[name])
+        return root
+
+    def _check_mesh_of(self, root: ShardedRoot) -> None:
+        mine, theirs = self.mesh, root.mesh
+        if mine.mesh.tolist() != theirs.mesh.tolist():
+            raise ModuleError(
+                f"{type(root.module).__name__} is sharded over {theirs} already, and this strategy's processes are "
+                f"{mine}.",
+                fix="build the module anew and load its weights from a checkpoint.",
+            )
+        new = [name for name, _ in root.module.named_parameters() if name not in root.names]
+        if new:
+            raise ModuleError(
+                f"{type(root.module).__name__} was sharded in an earlier run, and has got parameters since: "
+                f"{', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
+                fix="build all of the module before its first run; or build it anew, with them, and load its weights "
+                "from a checkpoint.",
+            )
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Let all ranks have rank 0's buffers."""
+        if self.world_size > 1:
+            broadcast_tensors([one for one in self.unwrap(module).buffers() if not is_sharded(one)])
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients that no backward pass averaged; see `Strategy.average_gradients`.
+
+        Those of parameters that are whole on every rank, and of sharded ones what passes under `no_backward_sync` left.
+        """
+        if self.world_size == 1:
+            return
+        whole = [one for one in parameters if not is_sharded(one)]
+        if whole:
+            from ..distributed.gradients import average_gradients
+
+            average_gradients(whole)
+        for root in self._roots:
+            root.average_gradients(parameters)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the module that the user wrote."""
+        from .root import ShardedRoot
+
+        return module.module if isinstance(module, ShardedRoot) else module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Set up a module and its optimizers, which may have been made before it was sharded."""
+        return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer, with sharded parameters in the place of those that were replaced.
+
+        Raises:
+            ConfigError: It needs whole parameters.
+            ModuleError: It has state for a parameter that was replaced and that does not fit the sharded one.
+        """
+        name = type(optimizer).__name__
+        if name in _NEEDS_WHOLE:
+            raise ConfigError(
+                f"{name} cannot be used with {type(self).__name__}: {_NEEDS_WHOLE[name]}.",
+                fix="use an optimizer that computes element by element, such as AdamW or SGD; or strategy='ddp'.",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._current(optimizer, parameter) for parameter in group["params"]]
+        return optimizer
+
+    def _current(self, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+        known = self._replaced.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            return parameter
+        sharded = known[1]
+        state = optimizer.state.pop(parameter, None)
+        if state is not None:
+            optimizer.state[sharded] = fit_state_of(sharded, state)
+        return sharded
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs `module.<name>` while parameters are gathered, on every rank at the same time.
+
+        A pass without gradients leaves no parameter gathered.
+        """
+        from .root import ShardedRoot
+
+        original = self.unwrap(module)
+        step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
+        if not isinstance(module, ShardedRoot):
+            return step
+        from .steps import bound, bound_training
+
+        is_training = name == "training_step" and not module.is_by_parts
+        return bound_training(module, step, self) if is_training else bound(module, step)
+
+    def without_data(self, module: nn.Module) -> NoLoss | None:
+        """Refuse: a rank without a batch cannot take part in a training step.
+
+        Raises:
+            ModuleError: Always.
+        """
+        raise ModuleError(
+            f"rank {self.global_rank} has no training batch, and {type(self).__name__} needs one on every rank.",
+            fix="give all ranks equally many batches, or pass uneven='stop_all' or 'cycle'.",
+        )
+
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Take part in an evaluation step for which this rank has no batch, where others have one.
+
+        The units are gathered in the order of this rank's last evaluation step, before its first in the order in which
+        the module has them.
+        """
+        from .root import ShardedRoot, run_empty
+
+        roots = [module] if module is not None else self._roots.in_use()
+        # A loop by hand may have set up modules that it does not evaluate.
+        evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
+        for root in evaluated or roots[:1]:
+            if isinstance(root, ShardedRoot):
+                run_empty(root)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes add to whole gradients on this rank only, if enabled."""
+        from .root import ShardedRoot
+
+        is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
+        return _unsynchronised(cast("ShardedRoot", module)) if is_deferred else nullcontext()
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
+        try:
+            tensor.backward(*args, **kwargs)
+        except RuntimeError as error:
+            from .steps import explain
+
+            explain(error)
+            raise
+        for root in self._roots:
+            if not root.synchronises:
+                root.has_unreduced = True
+                continue
+            root.has_unreduced = root.waits_for_average()  # of parts that this pass did not reach
+            # Only of a module that this pass went through: one that is not in use any more may still be alive here,
+            # and not on the other ranks, which would wait for each other in different collectives.
+            if root.reached.is_set:
+                root.reached.is_set = False
+                self.average_gradients(root.replicated)
+
+    def drop_gradients(self, module: nn.Module | None) -> None:
+        """Forget gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
+        for root in self._roots:
+            if root.has_unreduced and module in (None, root):
+                root.forget_gradients()
+
+    def drop_gradients_of(self, optimizer: Optimizer) -> None:
+        """Forget those of the optimizer's parameters; another optimizer's window goes on."""
+        for root in self._roots:
+            if root.has_unreduced:
+                root.forget_gradients(_parameters(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer; see `Strategy.optimizer_step`.
+
+        Raises:
+            ModuleError: Gradients of its parameters were not averaged: it would step without them.
+        """
+        for root in self._roots:
+            if root.has_unreduced and closure is None and root.waits_for_average(_parameters(optimizer)):
+                raise ModuleError(
+                    f"{type(optimizer).__name__} steps, and gradients of its parameters were not averaged over ranks: "
+                    "all backward passes since the last step ran under no_backward_sync.",
+                    fix="run the backward pass of a window's last micro-batch without it: "
+                    "no_backward_sync(model, enabled=not is_last).",
+                )
+        return super().optimizer_step(optimizer, closure)
+
+    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return this rank's parts of tensors, sharing their memory, without empty ones."""
+        return local(tensors)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients of the optimizer's parameters in place so that their total norm is at most `max_norm`.
+
+        On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
+        """
+        from ..distributed.clipping import scale_to_norm, total_norm
+
+        gradients = _gradients(optimizer)
+        norm = total_norm(gradients, norm_type).to(self.device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise non_finite_norm()
+        scale_to_norm(gradients, max_norm, norm)
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
+        for part in local(_gradients(optimizer)):
+            part.clamp_(-clip_val, clip_val)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def saves_shards(self, default: str) -> bool:
+        """Return whether all ranks write checkpoints, each its own parts; `default` where the user is silent."""
+        return (self.plan.state_dict_type or default) == "sharded"
+
+    def gather_state(self, state: Any) -> Any:
+        """Return a state with whole tensors on rank 0's CPU; None stands for them elsewhere. On every rank."""
+        return gather_whole(state, keep=self.is_global_zero)
+
+    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of a module, under the user's names; sharded tensors share memory with the parameters."""
+        return super().module_state_dict(self.unwrap(module))
+
+    get_module_state_dict = module_state_dict
+
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        original = self.unwrap(module)
+        return super().load_module_state_dict(
+            original, fit_module_state(super().module_state_dict(original), state), strict
+        )
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
+    ) -> None:
+        """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        super().load_optimizer_state(optimizer, fit_optimizer_state(optimizer, state), module)
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _unsynchronised(root: ShardedRoot) -> Iterator[None]:
+    root.set_sync(False)
+    try:
+        yield
+    finally:
+        root.set_sync(True)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [one.grad for one in _parameters(optimizer) if one.grad is not None]

@@ -1,0 +1,29 @@
+"""Activations that are computed again, on an XLA device.
+
+torch's own checkpoint does not know XLA's random numbers, and XLA's compiler would see that the same is computed twice
+and keep the first result after all. torch_xla's one puts a barrier between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...accelerators.xla import import_xla
+
+__all__ = ["checkpoint_on_xla"]
+
+
+def checkpoint_on_xla(function: Callable[..., Any], *args: Any) -> Any:  # Any: arguments and result of a forward
+    """Return `function(*args)`, whose activations the backward pass computes again.
+
+    Gradients flow to tensors that are arguments themselves, and from results that are tensors or tuples of them.
+    """
+    checkpoint = import_xla("torch_xla.utils.checkpoint").checkpoint
+    device = next((one.device for one in args if isinstance(one, torch.Tensor)), torch.device("xla", 0))
+    # It connects the result with arguments that need gradients; parameters are none, so that a first layer, whose
+    # input needs no gradient, would get none either.
+    anchor = torch.ones((), device=device, requires_grad=True)
+    return checkpoint(lambda _, *values: function(*values), anchor, *args, use_reentrant=True)

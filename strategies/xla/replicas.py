@@ -1,0 +1,487 @@
+"""Data parallel training by XLA with a process for each device: replicas.
+
+What torch_xla's `launch` does, with Loopwright's launchers, which bring results and failures back: a process for each
+device, told to the runtime before it starts. Tensors are added up on the devices, by the runtime; objects, decisions
+and barriers go through the hosts' process group (gloo), so that they do not wait for a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ...accelerators.xla import import_xla, is_runtime_started
+from ...errors import LaunchError
+from ..base import NoLoss, Strategy
+from ..ddp.replica import loss_tensor, replace_loss
+from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
+from ..tree import map_leaves
+from .collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
+from .single_device import SingleDeviceXLAStrategy
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ...accelerators import Accelerator
+    from ...precision import Precision
+
+__all__ = ["XLAReplicasStrategy"]
+
+# Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
+
+_EVALUATIONS = ("validation_step", "test_step", "predict_step")
+
+
+class XLAReplicasStrategy(ProcessGroupStrategy):
+    """A process for each XLA device, with a copy of the module each; gradients are averaged after backward.
+
+    A loader's `batch_size` counts the samples of one process, as with "ddp". A step is three graphs: the rank's own
+    forward and backward passes, the sum of gradients over ranks, which has the same form on all of them, and clipping
+    and optimizer step. So ranks may have batches of different shapes, or none, and no rank waits for a graph that
+    another one does not run.
+
+    On a CPU's runtime, which connects no processes, gradients go through the host: to try a program, not to train.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices of this node's processes; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        debug: Let torch_xla report what it compiles and why.
+        sync_module_states: Let all ranks begin with rank 0's parameters and buffers. False: they are equal already.
+        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        one_graph: Make the whole step one graph, which XLA can arrange better. Then all ranks must have batches of the
+            same shapes in every step, a loss in each, and gradients of the same parameters: pass drop_last=True.
+        timeout: A rank that waits longer than this for another host fails; a timedelta or seconds. None: 30 minutes.
+        start_method: How processes start where nobody else starts them: "popen" (the command is run again), "spawn",
+            "fork", "forkserver".
+        precision: Another name for `precision_plugin`.
+        uneven: What happens where ranks have unequally many training batches: see DDPStrategy.
+        stall_timeout: See DDPStrategy.
+
+    Raises:
+        ConfigError: An argument cannot work; every problem is named.
+    """
+
+    strategy_name = "xla_replicas"
+    accelerator_kind = "xla"
+    """What `accelerator="auto"` stands for with this strategy; fabric/choose.py reads it."""
+    has_inference_mode = False  # as in xla_process.py
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        debug: bool = False,
+        sync_module_states: bool = True,
+        cluster_environment: Any = None,
+        *,
+        one_graph: bool = False,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        precision: Precision | None = None,
+        uneven: str = "stop_all",
+        stall_timeout: timedelta | float | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend="gloo",
+            timeout=timeout,
+            start_method=start_method,
+            precision=precision,
+            uneven=uneven,
+            stall_timeout=stall_timeout,
+        )
+        self.debug = debug
+        self.sync_module_states = sync_module_states
+        self.one_graph = one_graph
+        # What one device needs: moving, cutting of graphs, copies to the host.
+        self._own = SingleDeviceXLAStrategy(debug=debug)
+        self._own.exchanges_in_backward = True
+        self._collectives: Collectives | None = None
+        # Modules whose gradients backward averages, and those whose forward ran since the last backward pass.
+        self._averaged: WeakSet[nn.Module] = WeakSet()
+        self._forwarded: list[nn.Module] = []
+        self._is_deferred = False
+        self._sums: list[Tensor] = []
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def fill(self, **choices: Any) -> None:
+        """Take what Fabric chose; see `Strategy.fill`."""
+        super().fill(**choices)
+        self._own.fill(accelerator=self.accelerator, device=self.device, precision=self.precision)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process, which sees no other; its index is that of the runtime of this process."""
+        return torch.device("xla", 0) if self._device is None else self._device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._device = device
+
+    def setup_environment(self) -> None:
+        """Start the runtime with this process's device, and connect the processes. Called once in every process."""
+        self._start_runtime()
+        self._device = torch.device(import_xla().device())
+        self._own.fill(accelerator=self.accelerator, device=self._device, precision=self.precision)
+        self._own.setup_environment()
+        super().setup_environment()
+        self._collectives = self._find_collectives()
+        self._seed()
+
+    def _start_runtime(self) -> None:
+        runtime = import_xla("torch_xla.runtime", needed_for=type(self).__name__)
+        if is_runtime_started():
+            if runtime.is_spmd():
+                raise LaunchError(
+                    f"{type(self).__name__} needs a device of its own in each process, but this process has switched "
+                    "XLA's SPMD on, which stays.",
+                    fix="use another process, or strategy='xla'.",
+                )
+            return
+        if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
+            os.environ["CPU_NUM_DEVICES"] = "1"
+        local_size = len(self.parallel_devices or self._filled.get("parallel_devices") or [None])
+        # What torch_xla's `launch` calls in each process that it starts; it has no public name.
+        start = import_xla("torch_xla._internal.pjrt")
+        if local_size > 1:
+            start.initialize_multiprocess(self.topology.local_rank, local_size)
+
+    def _find_collectives(self) -> Collectives:
+        runtime = import_xla("torch_xla.runtime")
+        count = int(runtime.world_size())
+        if count == self.world_size:
+            return RuntimeCollectives(self.gather_objects(int(runtime.global_ordinal())))
+        if runtime.device_type() == "CPU" and count == 1:
+            return HostCollectives()
+        raise LaunchError(
+            f"there are {self.world_size} processes, but XLA's runtime of rank {self.global_rank} has {count} devices: "
+            "each process needs one of its own.",
+            fix="pass devices= as the number of chips of a host, use no XLA device before the processes start, and on "
+            "chips with two cores (TPU v2, v3) use strategy='xla'.",
+        )
+
+    def _seed(self) -> None:
+        """Let each rank draw other numbers on its device, all of them from the seed of torch's generator."""
+        seed = torch.initial_seed() + self.global_rank * 0x9E3779B97F4A7C15
+        import_xla("torch_xla.core.xla_model").set_rng_state(seed % 2**63)
+
+    def teardown(self) -> None:
+        """Wait for what is on its way, and put environment variables of `debug` back. The runtime stays."""
+        self._own.teardown()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_averaged": None, "_forwarded": [], "_sums": [], "_collectives": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _averaged=WeakSet())
+
+    @property
+    def _communicates(self) -> bool:
+        return self._collectives is not None and self.world_size > 1
+
+    @property
+    def collectives(self) -> Collectives:
+        """What adds up and exchanges tensors of devices; once the processes are connected."""
+        assert self._collectives is not None
+        return self._collectives
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Return a context in which a module is built on the CPU, from where it is moved; see XLAStrategy's."""
+        with self._own.init_context(empty_init):
+            yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move parameters, gradients and buffers in place: the same objects.
+
+        Raises:
+            ModuleError: Something else holds on to a parameter, so that it cannot be moved in place; names it.
+        """
+        self._own.module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module itself, with rank 0's values; backward averages its gradients from here on.
+
+        Raises:
+            ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
+        """
+        module = self.place_module(module)
+        if self._communicates:
+            self._averaged.add(module)
+        return module
+
+    def place_module(self, module: nn.Module) -> nn.Module:
+        """Return the module itself, with the parameters and buffers of rank 0. On every rank: it communicates."""
+        self._own.module_to_device(module)
+        self._averaged.discard(module)
+        if self._communicates:
+            self.check_module(module)
+            if self.sync_module_states:
+                self._take_from_first([*module.parameters(), *module.buffers()])
+        return module
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Let all ranks have rank 0's buffers."""
+        if self._communicates:
+            self._take_from_first(list(module.buffers()))
+
+    @torch.no_grad()
+    def _take_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+        floats = [one for one in tensors if one.is_floating_point()]
+        others = [one for one in tensors if not one.is_floating_point()]
+        if not self.is_global_zero:
+            for one in floats:
+                one.zero_()
+        with self._alone():
+            self.collectives.sum_in_place(floats)
+        if others:
+            first = self.broadcast(others)
+            for one, value in zip(others, first, strict=True):
+                one.copy_(value)
+            self.mark_step()
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer, with the state that it has already on its parameters' device."""
+        return self._own.setup_optimizer(optimizer)
+
+    def process_dataloader(self, loader: Any, **options: Any) -> Any:
+        """Return torch_xla's loader for a loop by hand; see XLAStrategy's."""
+        return self._own.process_dataloader(loader, **options)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def mark_step(self) -> None:
+        """Send off the graph that was written down since the last time; the host goes on."""
+        self._own.mark_step()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Give what is written down within a graph of its own."""
+        self.mark_step()
+        yield
+        self.mark_step()
+
+    def _collective(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.one_graph else self._alone()
+
+    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return what runs `module.<name>`, so that the backward pass after it averages gradients.
+
+        Evaluation steps do not communicate. "training_step" returns `NoLoss` where the user's returned None.
+        """
+        step = self._own.bind_step(module, name)
+        if module not in self._averaged or name in _EVALUATIONS:
+            return step
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return output
+            if all(one is not module for one in self._forwarded):
+                self._forwarded.append(module)
+            if name != "training_step" or output.__class__ is Tensor:
+                return output
+            loss = loss_tensor(output)
+            if output is None:
+                return NoLoss(self._zero())
+            if loss is not None and not loss.requires_grad:
+                # A sum of weight 0 without a graph: this rank takes part all the same.
+                return replace_loss(output, loss + self._zero().to(loss.dtype))
+            return output
+
+        return run
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.device, requires_grad=True)
+
+    def without_data(self, module: nn.Module) -> NoLoss | None:
+        """Take part in a training step for which this rank has no batch."""
+        if module not in self._averaged:
+            return None
+        self._forwarded = [module]
+        return NoLoss(self._zero())
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Iterator[None]:
+        """Return a context in which backward passes add to the gradients of this rank only, if enabled."""
+        before, self._is_deferred = self._is_deferred, enabled or self._is_deferred
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss (shape (), already scaled by the precision), and average them over ranks."""
+        self._own.backward(tensor, *args, **kwargs)
+        if self._is_deferred or not self._forwarded:
+            return
+        forwarded, self._forwarded = self._forwarded, []
+        found = {id(one): one for module in forwarded for one in module.parameters() if one.requires_grad}
+        self.average_gradients(list(found.values()))
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over ranks, in place; see `Strategy.average_gradients`. Waits for hosts, not devices."""
+        if not self._communicates:
+            return
+        trained = [one for one in parameters if one.requires_grad]
+        if not self.one_graph:
+            self._fill_gaps(trained)
+            for one in trained:
+                if one.grad is not None:
+                    # Autograd gives views (of a transposed product, say) where it computed something, and the graph
+                    # that reads a view is another one than that which reads zeros.
+                    one.grad = one.grad.clone()
+        gradients = [one.grad for one in trained if one.grad is not None]
+        sums, self._sums = self._sums, []
+        with self._collective():
+            self.collectives.sum_in_place(gradients, 1 / self.world_size)
+            self.collectives.sum_in_place(sums)
+
+    def _fill_gaps(self, parameters: Sequence[Tensor]) -> None:
+        """Give zeros to parameters that have a gradient on other ranks only: all ranks must run the same graph."""
+        import torch.distributed as dist
+
+        there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+        if there.numel():
+            dist.all_reduce(there, dist.ReduceOp.MAX)
+        for one, is_there in zip(parameters, there.tolist(), strict=True):
+            if is_there and one.grad is None:
+                one.grad = torch.zeros_like(one)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale gradients so that their total norm is at most `max_norm`; see `Strategy`'s."""
+        if error_if_nonfinite and self.one_graph:
+            self.mark_step()  # a read would send off the graph with the sum in it, at a place of its own choice
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizer and send off the graph."""
+        return self._own.optimizer_step(optimizer, closure)
+
+    def drop_gradients(self, module: nn.Module | None) -> None:
+        """Forget what waits for the end of a window which was broken off."""
+        self._forwarded, self._sums = [], []
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to add a tensor over ranks, in place: together with the gradients of the next backward pass."""
+        if not self._communicates:
+            return lambda: tensor
+        self._sums.append(tensor)
+
+        def finish() -> Tensor:
+            if any(one is tensor for one in self._sums):  # no backward pass came
+                self.average_gradients([])
+            return tensor
+
+        return finish
+
+    reduce_scatter = Strategy.reduce_scatter  # by all_reduce: XLA's own would need a graph that differs by rank
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a tensor, number, or structure of them, reduced over ranks; see ParallelStrategy's."""
+        if isinstance(group, str):  # all_reduce(tensor, "sum")
+            group, reduce_op = None, group
+        if not self._communicates:
+            return tensor
+        from ..distributed.collectives import op_name
+
+        op = op_name(reduce_op)
+
+        def reduced(leaf: Any) -> Any:
+            if not _is_of_device(leaf):
+                found = super(XLAReplicasStrategy, self).all_reduce(_on_host(leaf), group, op)
+                return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
+            own = leaf.detach().clone()  # no view, as in average_gradients
+            with self._alone():
+                return reduce_as(self.collectives, own, op, self.world_size)
+
+        return map_leaves(tensor, reduced)
+
+    reduce = all_reduce
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return a tensor, number, or structure of them, of all ranks, stacked; see ParallelStrategy's."""
+        if isinstance(group, bool):  # all_gather(tensor, True)
+            group, sync_grads = None, group
+        if not self._communicates:
+            return tensor
+
+        def gathered(leaf: Any) -> Any:
+            if not _is_of_device(leaf):
+                found = super(XLAReplicasStrategy, self).all_gather(_on_host(leaf), group, sync_grads)
+                return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
+            if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
+                return gather_with_gradient(self.collectives, leaf, self.global_rank, self._alone)
+            own = leaf.detach().clone()
+            with self._alone():
+                return self.collectives.gather(own)
+
+        return map_leaves(tensor, gathered)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def gather_state(self, state: Any) -> Any:
+        """Return a state whose tensors are the host's, in one transfer: any strategy can load it."""
+        return self._own.gather_state(state)
+
+    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole state of a module on the host: a rank may save alone, when nobody gathers anything."""
+        state: dict[str, Any] = self.gather_state(super().module_state_dict(module))
+        return state
+
+    get_module_state_dict = module_state_dict
+
+    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
+        """Return the whole state of an optimizer on the host, as `module_state_dict` does."""
+        state: dict[str, Any] = self.gather_state(super().optimizer_state(optimizer, module))
+        return state
+
+    get_optimizer_state = optimizer_state
+
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back a state of the host's tensors; see Strategy's."""
+        return self._own.load_module_state_dict(module, state, strict)
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
+    ) -> None:
+        """Put back a state of the host's tensors; see Strategy's."""
+        self._own.load_optimizer_state(optimizer, state, module)
+
+
+def _is_of_device(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "xla"
+
+
+def _on_host(leaf: Any) -> Any:
+    """Return a number as a tensor of the host, so that it does not wait for the device."""
+    return torch.tensor(leaf) if isinstance(leaf, bool | int | float | complex) else leaf

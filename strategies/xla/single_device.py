@@ -1,0 +1,65 @@
+"""One process on one XLA device: one core of a TPU, or XLA on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import ConfigError
+from .process import XLAProcessStrategy
+
+if TYPE_CHECKING:
+    from ...accelerators import Accelerator
+    from ...precision import Precision
+
+__all__ = ["SingleDeviceXLAStrategy"]
+
+
+class SingleDeviceXLAStrategy(XLAProcessStrategy):
+    """Train on one device of XLA's runtime; every collective returns what it was given.
+
+    Args:
+        device: The device, such as "xla:0"; an int is its index. None takes the one that `devices=` names.
+        accelerator: The kind of device; None lets Fabric choose.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        debug: Let torch_xla report what it compiles and why.
+        precision: Another name for `precision_plugin`.
+
+    Raises:
+        ConfigError: The device is none of XLA's.
+    """
+
+    strategy_name = "single_xla"
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: Any = None,  # Any: see Strategy
+        precision_plugin: Precision | None = None,
+        debug: bool = False,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)
+        if device is not None:
+            self._device = _xla_device(device)
+
+
+def _xla_device(device: torch.device | str | int) -> torch.device:
+    try:
+        found = torch.device("xla", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _no_xla_device(device) from error
+    if found.type != "xla":
+        raise _no_xla_device(device)
+    return torch.device("xla", found.index or 0)
+
+
+def _no_xla_device(device: object) -> ConfigError:
+    return ConfigError(
+        f"SingleDeviceXLAStrategy was given device={device!r}, which is no XLA device.",
+        fix='pass device="xla:0", an index, or nothing.',
+    )

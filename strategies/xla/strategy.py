@@ -1,0 +1,305 @@
+"""Data parallel training by XLA: one process, whose graphs run on all devices of a host (SPMD).
+
+The program is that of one device with the whole batch; marks on tensors say how they lie on the devices, and XLA's
+compiler adds the communication.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...accelerators.xla import import_xla, is_runtime_started
+from ...errors import ConfigError
+from ..tree import leaves, map_leaves
+from .process import XLAProcessStrategy, state_like_parameters
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ...accelerators import Accelerator
+    from ...precision import Precision
+
+__all__ = ["XLAStrategy"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: torch_xla is not annotated.
+
+
+class XLAStrategy(XLAProcessStrategy):
+    """One process that trains on all XLA devices of this host, each with a copy of the module.
+
+    A loader's `batch_size` counts the samples of all devices together; each device computes its share, and gradients
+    are those of the whole batch, also with `lw.Loss(sum, weight)`. Batch norm sees the whole batch. There is one rank,
+    so collectives return what they were given. A batch that cannot be cut evenly is computed by every device, with the
+    same result. Tensors of batches are cut along their first dimension.
+
+    Args:
+        accelerator: The kind of device; None lets Fabric choose.
+        parallel_devices: The devices; None takes those of devices=. It must be all of the runtime's.
+        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
+        precision_plugin: The precision; None lets Fabric choose.
+        debug: Let torch_xla report what it compiles and why.
+        sync_module_states: Accepted; one process has one state, which is copied to every device.
+        cluster_environment: Accepted as None only: there is one process.
+        precision: Another name for `precision_plugin`.
+
+    Raises:
+        ConfigError: `cluster_environment` was given.
+    """
+
+    strategy_name = "xla"
+    start_method: str | None = None
+    """None: there is one process, nothing is started; fabric/resolve.py reads it."""
+    data_axis = "data"
+    """Name of the mesh's axis over which batches are cut."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        debug: bool = False,
+        sync_module_states: bool = True,
+        *,
+        cluster_environment: Any = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)
+        if cluster_environment is not None:
+            raise ConfigError(
+                f"{type(self).__name__} was given cluster_environment={cluster_environment!r}, but it is one process "
+                "for all devices of a host.",
+                fix="leave it out.",
+            )
+        self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
+        self.sync_module_states = sync_module_states
+        self._mesh: Any = None
+        self._batch_sharding: BatchSharding | None = None
+
+    # -- devices -------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that a batch is cut over."""
+        return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
+
+    @property
+    def num_devices(self) -> int:
+        """Number of XLA devices that this process computes on."""
+        return len(self.devices)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors: with several, one that stands for all of them."""
+        return torch.device("xla", 0)
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        raise ConfigError(f"{type(self).__name__} computes on all devices.", fix="use SingleDeviceXLAStrategy(device).")
+
+    def _last_index(self) -> int:
+        return self.num_devices - 1
+
+    def before_devices(self) -> None:
+        """Switch SPMD on, for good: this process can go back to single devices only by ending.
+
+        Raises:
+            ConfigError: The runtime has another number of devices.
+        """
+        if self.num_devices == 1:
+            return
+        runtime = import_xla("torch_xla.runtime")
+        if is_runtime_started():
+            self._check_count()  # before anything is changed
+        if not runtime.is_spmd():
+            runtime.use_spmd()
+        self._check_count()
+
+    def _check_count(self) -> None:
+        count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
+        if count != self.num_devices:
+            raise ConfigError(
+                f"{type(self).__name__} was given {self.num_devices} devices, but XLA's runtime in this process has "
+                f"{count}, and a graph runs on all of them.",
+                fix=f"pass devices={count}; on a CPU CPU_NUM_DEVICES sets the number, before the runtime starts.",
+            )
+
+    @property
+    def mesh(self) -> Any:
+        """torch_xla's Mesh of the devices, with one axis, `data_axis`."""
+        if self._mesh is None:
+            spmd = import_xla("torch_xla.distributed.spmd")
+            self._mesh = spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), (self.data_axis,))
+            spmd.set_global_mesh(self._mesh)
+        return self._mesh
+
+    # -- where tensors lie -----------------------------------------------------------------------------------------
+
+    def place_parameters(self, module: nn.Module) -> None:
+        """Copy parameters and buffers to every device."""
+        if self.num_devices > 1:
+            for parameter in module.parameters():
+                self.mark(parameter, self.spec_of(parameter))
+            for buffer in module.buffers():
+                self.mark(buffer, _whole(buffer))
+
+    def spec_of(self, parameter: Tensor) -> tuple[str | None, ...]:
+        """Return the mesh's axis for each dimension of a parameter; None for a dimension that is not cut."""
+        return _whole(parameter)
+
+    def place_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's state lie as its parameters do."""
+        if self.num_devices > 1:
+            for parameter, tensor in state_like_parameters(optimizer):
+                self.mark(tensor, self.spec_of(parameter))
+
+    def mark(self, tensor: Tensor, spec: tuple[str | None, ...]) -> None:
+        """Say how a tensor lies on the devices, once and for all."""
+        lib = import_xla()._XLAC
+        if not lib._get_xla_sharding_spec(tensor):
+            # torch_xla's mark_sharding without the object that it makes and that nobody here needs.
+            lib._xla_mark_sharding(tensor, self.mesh.get_op_sharding(spec))
+
+    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+        """Put back a state of the host's tensors; see Strategy's. Each device is sent its part of a parameter only."""
+        return super().load_module_state_dict(module, self._send_parts(self.unwrap(module), state), strict)
+
+    def _send_parts(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with those tensors on the devices that are cut: torch's copy would send each device all."""
+        targets = {_plain(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+        cut: list[str] = []
+        tensors: list[Tensor] = []
+        specs: list[Any] = []
+        for name, value in state.items():
+            target = targets.get(_plain(name))
+            if target is None or type(value) is not Tensor or value.device.type != "cpu" or value.shape != target.shape:
+                continue  # torch copies it, or names it as wrong
+            spec = self.spec_of(target)
+            if any(spec):
+                cut.append(name)
+                tensors.append(value.to(target.dtype))
+                specs.append(
+                    import_xla("torch_xla.distributed.spmd").ShardingSpec(self.mesh, spec).xla_spec(tensors[-1])
+                )
+        if not cut:
+            return state
+        sent = import_xla()._XLAC._xla_tensors_from_aten(tensors, [str(self.device)] * len(tensors), specs)
+        result = copy(state)  # with the versions of modules, which torch keeps in an attribute
+        result.update(zip(cut, sent, strict=True))
+        return result
+
+    def copy_to_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return whole tensors of the host; those that are cut are put together there.
+
+        torch_xla would gather them on the devices first: a graph, compiled anew at each save, and memory for each.
+        """
+        lib = import_xla()._XLAC
+        copies: dict[int, Tensor] = {}
+        # Parts can be asked for only when nothing that makes them is on its way.
+        lib._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=False)
+        import_xla("torch_xla.core.xla_model").wait_device_ops()
+        cut = [tensor for tensor in tensors if "devices=" in lib._get_xla_sharding_spec(tensor)]
+        for tensor, parts, places in zip(
+            cut, lib._get_local_shards(cut), lib._get_local_shard_replica_and_indices(cut), strict=True
+        ):
+            copies[id(tensor)] = _put_together(tensor, parts, places)
+        rest = [tensor for tensor in tensors if id(tensor) not in copies]
+        copies.update(zip(map(id, rest), super().copy_to_host(rest), strict=True))
+        return [copies[id(tensor)] for tensor in tensors]
+
+    def input_sharding(self) -> BatchSharding | None:
+        """Return how batches lie on the devices: cut along their first dimension."""
+        if self.num_devices == 1:
+            return None
+        if self._batch_sharding is None:
+            self._batch_sharding = BatchSharding(self.mesh, self.data_axis, self.num_devices)
+        return self._batch_sharding
+
+    def place_batch(self, batch: Any) -> Any:
+        """Return a batch whose tensors of the host were sent to the devices, each with its share. Nothing waits.
+
+        Called by Fabric before it moves the rest.
+        """
+        sharding = self.input_sharding()
+        found = {id(leaf): leaf for _, leaf in leaves(batch) if type(leaf) is Tensor and leaf.device.type == "cpu"}
+        if sharding is None or not found:
+            return batch
+        tensors = list(found.values())
+        specs = [sharding.xla_spec(tensor) for tensor in tensors]
+        sent = import_xla()._XLAC._xla_tensors_from_aten(tensors, [str(self.device)] * len(tensors), specs)
+        on_device = dict(zip(found, sent, strict=True))
+        return map_leaves(batch, lambda leaf: on_device.get(id(leaf), leaf))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices={self.num_devices})"
+
+
+def _put_together(tensor: Tensor, parts: Any, places: Any) -> Tensor:
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (part, _), (_, place) in zip(parts, places, strict=True):
+        if place is Ellipsis:
+            copied: Tensor = part.clone()
+            return copied
+        # The last part may be padded.
+        whole[tuple(place)] = part[tuple(slice(0, one.stop - one.start) for one in place)]
+    return whole
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile's
+
+
+def _whole(tensor: Tensor) -> tuple[None, ...]:
+    return (None,) * tensor.ndim
+
+
+class BatchSharding:
+    """How tensors of batches lie on the devices: cut along the first dimension, whatever the number of the others.
+
+    torch_xla's ShardingSpec, which its loader takes, is for one number of dimensions; this stands in its place there.
+
+    Args:
+        mesh: torch_xla's Mesh.
+        axis: Name of the axis over which is cut.
+        size: Number of devices on it.
+    """
+
+    minibatch = False
+    """For torch_xla: the batch is that of all devices, not this host's share."""
+
+    def __init__(self, mesh: Any, axis: str, size: int) -> None:
+        self._mesh = mesh
+        self._axis = axis
+        self._size = size
+        self._specs: dict[int, Any] = {}
+        self._has_warned = False
+
+    def xla_spec(self, tensor: Tensor) -> Any:
+        """Return torch_xla's description for one tensor of the host; None for one that every device gets whole."""
+        if not tensor.ndim:
+            return None
+        if tensor.shape[0] % self._size:
+            self._warn(tensor.shape[0])
+            return None
+        spec = self._specs.get(tensor.ndim)
+        if spec is None:
+            spmd = import_xla("torch_xla.distributed.spmd")
+            spec = self._specs[tensor.ndim] = spmd.ShardingSpec(self._mesh, (self._axis, *_whole(tensor)[1:]))
+        return spec.xla_spec(tensor)
+
+    def _warn(self, samples: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a batch of %d samples cannot be cut evenly over %d devices: each of them computes all of it; choose a "
+                "batch_size that %d divides, and drop_last=True",
+                samples, self._size, self._size,
+            )  # fmt: skip

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from loopwright.checkpoint import load, newest_valid, remove, save, storage, verify
+from loopwright.checkpoint.file.remote import as_local
+from loopwright.errors import CheckpointError, MissingDependency
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/runs/a.ckpt"
+
+
+def names(url: str) -> list[str]:
+    store = fsspec.filesystem("memory")
+    return [name.rpartition("/")[2] for name in store.ls(url.rpartition("/")[0], detail=False)]
+
+
+def test_a_remote_checkpoint_comes_back(url: str, checkpoint: dict[str, Any]) -> None:
+    save(checkpoint, url)
+    assert names(url) == ["a.ckpt"]
+    assert verify(url).sealed
+    loaded = load(url)
+    assert torch.equal(loaded["state_dict"]["layer.weight"], checkpoint["state_dict"]["layer.weight"])
+    save({**checkpoint, "epoch": 4}, url)
+    assert load(url)["epoch"] == 4
+    assert load(url, mmap=True)["epoch"] == 4
+
+
+def test_a_damaged_remote_file_is_found(url: str, checkpoint: dict[str, Any]) -> None:
+    save(checkpoint, url)
+    other = url.replace("a.ckpt", "b.ckpt")
+    save(checkpoint, other)
+    store = fsspec.filesystem("memory")
+    content = bytearray(store.cat_file(url))
+    content[content.index(torch.ones(2, 3).numpy().tobytes())] ^= 1
+    store.pipe_file(url, bytes(content))
+    with pytest.raises(CheckpointError, match=r"layer\.weight"):
+        load(url)
+    skipped: list[str] = []
+    assert newest_valid([url, other], lambda path, error: skipped.append(path)) == other
+    assert skipped == [url]
+
+
+def test_a_missing_remote_file_names_its_neighbours(url: str, checkpoint: dict[str, Any]) -> None:
+    save(checkpoint, url)
+    missing = url.replace("a.ckpt", "aa.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"a\.ckpt"):
+        load(missing)
+    with pytest.raises(FileNotFoundError, match=r"a\.ckpt"):
+        verify(missing)
+
+
+def test_remove_takes_the_file(url: str, checkpoint: dict[str, Any]) -> None:
+    save(checkpoint, url)
+    remove(url)
+    with pytest.raises(FileNotFoundError):
+        verify(url)
+    remove(url)
+
+
+def test_a_failing_move_leaves_the_old_file_and_nothing_else(
+    url: str, checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpoint, url)
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the network is gone")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "mv", refuse)
+    with pytest.raises(CheckpointError, match="the network is gone") as raised:
+        save({**checkpoint, "epoch": 4}, url)
+    assert isinstance(raised.value.__cause__, ConnectionError)
+    assert names(url) == ["a.ckpt"]
+    assert load(url)["epoch"] == 3
+
+
+def test_what_arrives_short_is_not_moved(url: str, checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    save(checkpoint, url)
+
+    def put_half(self: Any, source: str, target: str) -> None:
+        self.pipe_file(target, Path(source).read_bytes()[:500])
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", put_half)
+    with pytest.raises(CheckpointError, match="500 bytes arrived"):
+        save({**checkpoint, "epoch": 4}, url)
+    assert names(url) == ["a.ckpt"]
+    assert load(url)["epoch"] == 3
+
+
+def test_stages_are_reached(url: str, checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(storage, "reached", seen.append)
+    save(checkpoint, url)
+    assert seen == ["opened", "written", "sealed", "renamed"]
+
+
+def test_a_protocol_without_its_package_is_explained(checkpoint: dict[str, Any]) -> None:
+    with pytest.raises(MissingDependency, match="pip install"):
+        save(checkpoint, "s3://bucket/a.ckpt")
+
+
+def test_an_unknown_protocol_is_explained(checkpoint: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="nosuch"):
+        save(checkpoint, "nosuch://bucket/a.ckpt")
+
+
+def test_paths_and_urls_are_told_apart() -> None:
+    assert as_local("a/b.ckpt") == Path("a/b.ckpt")
+    assert as_local(Path("a://b")) == Path("a:/b")
+    assert as_local("file:///a/b.ckpt") == Path("/a/b.ckpt")
+    assert as_local("s3://a/b.ckpt") is None
+    assert as_local("simplecache::s3://a") is None

@@ -1,0 +1,294 @@
+"""What `loopwright launch` makes of its arguments; what it starts is in tests/integration/launch/test_launch_cli.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from loopwright.cli.commands.launch import Plan, launch, make_plan
+from loopwright.cli.commands.launch_options import OPTIONS, read_request
+from loopwright.errors import ConfigError
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "several-machines.md"
+
+
+def plan(line: str, *, num_gpus: int = 0, num_cpus: int = 8, **variables: str) -> Plan:
+    return make_plan(read_request(shlex.split(line)), num_gpus=num_gpus, num_cpus=num_cpus, variables=variables)
+
+
+def torchrun(line: str, **machine: int) -> str:
+    return " ".join(plan(line, **machine).torchrun)
+
+
+# -- this machine ----------------------------------------------------------------------------------------------------
+
+HERE = "--standalone --local-addr=127.0.0.1"
+
+
+def test_without_options_there_is_one_process_or_one_per_gpu() -> None:
+    assert torchrun("a.py") == f"{HERE} --nproc-per-node=1"
+    assert torchrun("a.py", num_gpus=4) == f"{HERE} --nproc-per-node=4"
+    assert torchrun("--accelerator cpu a.py", num_gpus=4) == f"{HERE} --nproc-per-node=1"
+
+
+@pytest.mark.parametrize("count", ["3", "auto", "cpu", "gpu"])
+def test_the_number_of_processes_is_passed_on(count: str) -> None:
+    assert torchrun(f"--nproc-per-node {count} a.py", num_gpus=2).endswith(f"--nproc-per-node={count}")
+
+
+@pytest.mark.parametrize(("devices", "count"), [("2", 2), ("0,3", 2), ("auto", 4), ("-1", 4)])
+def test_the_number_of_devices_is_that_of_processes(devices: str, count: int) -> None:
+    made = plan(f"--devices {devices} a.py", num_gpus=4)
+    assert made.torchrun[-1] == f"--nproc-per-node={count}"
+    assert made.variables["LT_DEVICES"] == devices
+
+
+def test_what_the_trainer_gets_travels_in_variables() -> None:
+    made = plan("--accelerator cpu --strategy ddp --precision bf16-mixed --devices 2 a.py")
+    assert made.variables == {
+        "LT_ACCELERATOR": "cpu",
+        "LT_STRATEGY": "ddp",
+        "LT_PRECISION": "bf16-mixed",
+        "LT_DEVICES": "2",
+        "OMP_NUM_THREADS": "4",
+    }
+
+
+def test_threads_are_shared_unless_the_user_says_how_many() -> None:
+    assert plan("--nproc-per-node 3 a.py").variables == {"OMP_NUM_THREADS": "2"}
+    assert plan("--nproc-per-node 16 a.py").variables == {"OMP_NUM_THREADS": "1"}
+    assert plan("--nproc-per-node cpu a.py").variables == {"OMP_NUM_THREADS": "1"}
+    assert plan("--nproc-per-node 3 a.py", OMP_NUM_THREADS="5").variables == {}
+    assert plan("a.py").variables == {}
+
+
+def test_the_program_begins_at_the_first_word_that_is_ours_no_more() -> None:
+    request = read_request(["--nproc_per_node=2", "a.py", "--nproc-per-node", "7", "--help", "-m", "--", "x"])
+    assert request.options == {"nproc-per-node": "2"}
+    assert request.program == ("a.py", "--nproc-per-node", "7", "--help", "-m", "--", "x")
+    assert read_request(["--", "-odd.py"]).program == ("-odd.py",)
+
+
+def test_a_module_in_the_place_of_a_script() -> None:
+    made = plan("-m pkg.train --lr 1")
+    assert made.torchrun[-1] == "--module"
+    assert made.program == ("pkg.train", "--lr", "1")
+
+
+def test_restarts_logs_and_intervals_are_passed_on() -> None:
+    options = "--max-restarts=3 --monitor-interval=0.5 --shutdown-timeout=90 --log-dir=x --redirects=3 --tee=1"
+    assert torchrun(f"{options} a.py") == f"--standalone {options} --local-addr=127.0.0.1 --nproc-per-node=1"
+
+
+# -- several machines ------------------------------------------------------------------------------------------------
+
+
+def test_machines_that_are_numbered_by_hand() -> None:
+    made = plan("--nnodes 2 --node_rank 1 --master_addr h0 --nproc-per-node 4 a.py")
+    assert " ".join(made.torchrun) == (
+        "--nnodes=2 --node-rank=1 --master-addr=h0 --master-port=29400 --nproc-per-node=4"
+    )
+    assert made.variables["LT_NUM_NODES"] == "2"
+
+
+def test_num_nodes_is_another_name() -> None:
+    one = plan("--num-nodes 2 --node-rank 0 --main-address h0 --main-port 6000 a.py")
+    assert one == plan("--nnodes 2 --node-rank 0 --main-address h0 --main-port 6000 a.py")
+    assert "--master-port=6000" in one.torchrun
+
+
+def test_machines_that_number_themselves() -> None:
+    made = plan("--nnodes 1:4 --rdzv-endpoint h0:29400 --rdzv-id job --rdzv-conf timeout=60 --local-address h1 a.py")
+    assert " ".join(made.torchrun) == (
+        "--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=h0:29400 --rdzv-id=job --rdzv-conf=timeout=60 "
+        "--local-addr=h1 --nproc-per-node=1"
+    )
+    assert "LT_NUM_NODES" not in made.variables
+
+
+def test_one_machine_is_this_one() -> None:
+    assert torchrun("--nnodes 1 a.py") == torchrun("a.py")
+    assert plan("--nnodes 1 a.py").variables == {}
+    assert torchrun("--nnodes 1 --main-port 6000 a.py") == (
+        "--nnodes=1 --node-rank=0 --master-port=6000 --nproc-per-node=1"
+    )
+
+
+# -- what cannot work ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "no program"),
+        ("--nproc 2 a.py", r"--nproc is no option .*did you mean '--nproc-per-node'"),
+        ("--nproc-per-node two a.py", "--nproc-per-node is 'two', expected N|auto|cpu|gpu"),
+        ("--nproc-per-node 0 a.py", "--nproc-per-node is '0'"),
+        ("--nproc-per-node gpu a.py", "this machine has no GPU"),
+        ("--nproc-per-node 2 --devices 3 a.py", "--nproc-per-node=2 is 2 on this machine, but --devices=3 is 3"),
+        ("--devices 0 a.py", "--devices=0"),
+        ("--nnodes 2 a.py", "--nnodes=2 needs --node-rank, --main-address"),
+        ("--nnodes 2 --node-rank 2 --main-address h a.py", "--node-rank=2, but with --nnodes=2"),
+        ("--nnodes 3:2 a.py", "--nnodes is '3:2'"),
+        ("--nnodes 1:2 a.py", "--nnodes=1:2 needs --rdzv-backend, --rdzv-endpoint, --rdzv-id"),
+        ("--nnodes 2 --num-nodes 3 a.py", "--nnodes=2 and --num-nodes=3"),
+        ("--node-rank 1 --main-address h a.py", "--node-rank, --main-address: .* --nnodes is missing"),
+        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:1 --rdzv-id 1 a.py", "two ways"),
+        ("--nnodes 2 --rdzv-backend c10d a.py", "needs --rdzv-endpoint, --rdzv-id"),
+        ("--main-port 70000 --nnodes 1 a.py", "--main-port is '70000'"),
+        ("--monitor-interval nan a.py", "--monitor-interval is 'nan'"),
+        ("--strategy ddp_spawn a.py", "--strategy=ddp_spawn starts processes itself"),
+        ("--strategy DDP_Notebook a.py", "starts processes itself"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(line)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan("--nnodes 2 --strategy ddp_fork --nproc-per-node gpu a.py")
+    assert "3 things" in str(caught.value)
+
+
+def test_a_problem_ends_the_command_with_a_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["--nproc", "2", "a.py"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith("loopwright launch: --nproc is no option")
+
+
+def test_a_script_that_is_not_there_is_named_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch(["nowhere.py"]) == 2
+    assert f"'nowhere.py' is no file in {str(tmp_path)!r}" in capsys.readouterr().err
+
+
+# -- a file ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "launch.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_file_has_the_same_keys_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        nproc-per-node: 2
+        nnodes: 2
+        node_rank: 0
+        main_address: h0
+        precision: bf16-mixed
+        devices: [0, 1]
+        max-restarts:
+        script: train.py
+        args: [--lr, 0.1, "a b"]
+        """,
+    )
+    made = plan(f"--config {file} --node-rank 1")
+    assert " ".join(made.torchrun) == (
+        "--nnodes=2 --node-rank=1 --master-addr=h0 --master-port=29400 --nproc-per-node=2"
+    )
+    assert made.program == ("train.py", "--lr", "0.1", "a b")
+    assert (made.variables["LT_DEVICES"], made.variables["LT_PRECISION"]) == ("0,1", "bf16-mixed")
+
+
+def test_arguments_after_two_dashes_are_added_to_those_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "module: pkg.train\nargs: --lr 1\n")
+    assert plan(f"--config {file} -- --steps 3").program == ("pkg.train", "--lr", "1", "--steps", "3")
+    assert plan(f"--config {file} -- --steps 3").torchrun[-1] == "--module"
+
+
+def test_a_program_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "module: pkg.train\nargs: --lr 1\nnproc-per-node: 3\n")
+    made = plan(f"--config {file} other.py")
+    assert made.program == ("other.py",)
+    assert made.torchrun[-1] == "--nproc-per-node=3"
+
+
+def test_a_file_may_refer_to_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEAD", "h7")
+    file = write(tmp_path, "nnodes: 2\nnode-rank: 0\nmain-address: ${oc.env:HEAD}\nscript: a.py\n")
+    assert "--master-addr=h7" in plan(f"--config {file}").torchrun
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nproc-per-nod: 2", "unknown key 'nproc-per-nod'.*did you mean 'nproc-per-node'"),
+        ("dry-run: true", "unknown key 'dry-run'"),
+        ("nnodes: many", "nnodes in .* is 'many'"),
+        ("script: a.py\nmodule: b", "has script and module"),
+        ("script: a.py\nargs: {a: 1}", "args in"),
+        ("- 1\n- 2", "holds no keys"),
+        ("a: [", "cannot be read"),
+        ("main-address: ${nothing}", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_right(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
+        plan(f"--config {write(tmp_path, text)} a.py")
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no file"):
+        plan("--config /nowhere.yaml a.py")
+
+
+# -- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_is_a_line_for_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(shlex.split("--nproc-per-node 2 --strategy ddp --dry-run 'my train.py' --note \"it's\"")) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[0] == "LT_STRATEGY=ddp"
+    assert words[-3:] == ["my train.py", "--note", "it's"]
+    assert words[words.index("python") :][:3] == ["python", "-m", "torch.distributed.run"]
+
+
+def test_torchrun_understands_all_that_is_passed_on() -> None:
+    from torch.distributed.run import parse_args
+
+    for line in (
+        "--nproc-per-node 2 --max-restarts 1 --monitor-interval 1 --log-dir x --redirects 3 --tee 3 a.py --x",
+        "--nnodes 2 --node-rank 1 --main-address h a.py",
+        "--nnodes 1:2 --rdzv-endpoint h:1 --rdzv-id 1 --rdzv-conf timeout=3 --local-address h -m a.b",
+    ):
+        made = plan(line)
+        parsed = parse_args([*made.torchrun, *made.program])
+        assert (parsed.training_script, *parsed.training_script_args) == made.program
+
+
+def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        launch(["--help"])
+    shown = capsys.readouterr().out
+    assert [option.name for option in OPTIONS if f"--{option.name} " not in shown] == []
+
+
+def test_the_commands_of_the_documentation_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, content in re.findall(r"```yaml\n# (\S+)\n(.*?)```", text, re.DOTALL):
+        Path(name).write_text(content)
+    lines = [
+        line.split("#")[0]
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    commands = [shlex.split(line)[2:] for line in lines if line.startswith("loopwright launch")]
+    assert len(commands) >= 4
+    for words in commands:
+        words = [re.sub(r"\$\w+", "1", word) for word in words]
+        assert launch(["--dry-run", *words]) == 0, (words, capsys.readouterr().err)

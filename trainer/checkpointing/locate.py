@@ -1,0 +1,126 @@
+"""What `ckpt_path` means: "last", "best", "hpc" or a path."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...callbacks.base import from_rank_zero
+from ...checkpoint import storage
+from ...errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = ["locate"]
+
+logger = logging.getLogger(__name__)
+
+
+def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_model: bool) -> str | None:
+    """Return the path of the checkpoint that is meant, None to use the present weights.
+
+    Args:
+        trainer: Whose checkpoint callbacks are asked.
+        ckpt_path: A path or URL, "last", "best", "hpc", or None.
+        verb: "fit", "validate", "test" or "predict".
+        has_model: Whether the user passed a module; without one, evaluation means the best checkpoint.
+
+    Raises:
+        ConfigError: There is no such checkpoint.
+    """
+    if verb == "fit" and trainer.can_be_requeued:
+        from .requeue import find_requeued  # not imported where nobody can requeue
+
+        requeued = from_rank_zero(trainer, lambda: find_requeued(trainer))
+        if requeued is not None:
+            return requeued
+    if ckpt_path is None:
+        if verb == "fit" or has_model:
+            return None
+        warnings.warn(f"trainer.{verb}() without a module and ckpt_path loads the best checkpoint", stacklevel=5)
+        ckpt_path = "best"
+    if ckpt_path == "best":
+        return _best(trainer, verb)
+    if ckpt_path == "last":
+        return _last(trainer)
+    if ckpt_path == "hpc":
+        return _hpc(trainer)
+    if str(ckpt_path).startswith("registry"):
+        raise ConfigError(f"ckpt_path={str(ckpt_path)!r}: there is no model registry.", fix="pass a path.")
+    return os.path.expanduser(os.fspath(ckpt_path))
+
+
+def _best(trainer: Trainer, verb: str) -> str:
+    from ...callbacks import ModelCheckpoint  # not imported where no checkpoint is asked for
+
+    callback = trainer.checkpoint_callback
+    if trainer.fast_dev_run:
+        raise ConfigError("ckpt_path='best' with fast_dev_run, which saves nothing.", fix="pass a path.")
+    if not isinstance(callback, ModelCheckpoint):
+        raise ConfigError(
+            f"trainer.{verb}(ckpt_path='best') needs a ModelCheckpoint callback.", fix="add one, or pass a path."
+        )
+    if not callback.best_model_path:
+        raise ConfigError(
+            f"trainer.{verb}(ckpt_path='best'): ModelCheckpoint has saved nothing yet.",
+            fix="train first, or pass the module to evaluate its present weights.",
+        )
+    return str(callback.best_model_path)
+
+
+def _last(trainer: Trainer) -> str | None:
+    """Return the newest checkpoint that is whole; each damaged one before it is said."""
+    from ...callbacks import ModelCheckpoint  # as in _best
+    from ...callbacks.model_checkpoint.files import modified_ns
+
+    paths: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            paths += [path for path in callback.find_last(trainer) if path not in paths]
+
+    def skip(path: object, error: Exception) -> None:
+        warnings.warn(f"{path} is damaged and skipped: {error}", stacklevel=2)
+
+    def ordered() -> list[str]:
+        return sorted(paths, key=modified_ns, reverse=True) if len(trainer.checkpoint_callbacks) > 1 else paths
+
+    if trainer.ranks_answer and trainer.strategy.shards_parameters:
+        found = _newest_valid(trainer, from_rank_zero(trainer, ordered), skip)
+    else:
+        found = from_rank_zero(trainer, lambda: storage.newest_valid(ordered(), skip))
+    if found is None:
+        logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
+        return None
+    logger.info("resuming from %s", found)
+    return str(found)
+
+
+def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Exception], None]) -> str | None:
+    """Return the first checkpoint that is whole; each rank reads its share of the files. On every rank."""
+    from ...fabric.on_all_ranks import together  # not imported where there is one process
+
+    for path in paths:
+        try:
+            together(trainer.strategy, partial(storage.verify_share, path, trainer.global_rank, trainer.world_size))
+        except CheckpointError as error:
+            if trainer.is_global_zero:
+                skip(path, error)
+        else:
+            return path
+    return None
+
+
+def _hpc(trainer: Trainer) -> str:
+    from .requeue import numbered_checkpoints  # not imported where nobody asks
+
+    folder = Path(trainer.default_root_dir)
+    found = from_rank_zero(trainer, lambda: numbered_checkpoints(folder))
+    if not found:
+        raise ConfigError(f"ckpt_path='hpc': no hpc_ckpt_N.ckpt in {folder}.", fix="pass a path, or 'last'.")
+    return str(found[max(found)])

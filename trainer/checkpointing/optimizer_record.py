@@ -1,0 +1,188 @@
+"""What optimizers and schedules were made of: kept in checkpoints, compared when a run is resumed.
+
+An optimizer's state counts parameters; here are their names, so that a state never lands on the wrong ones. And here is
+what `configure_optimizers` gave, so that another learning rate than before is said and not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...checkpoint.content import PARAM_NAMES
+from ...errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ..loop.schedule import LRSchedulerConfig
+
+__all__ = ["all_names", "describe", "differences", "fit_groups", "names_of"]
+
+# Any in this file: values of parameter groups and of states, which are of any kind.
+
+_NOT_GIVEN = ("params", PARAM_NAMES, "lr", "initial_lr")
+_COMPILED = "_orig_mod."
+
+
+def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]) -> dict[str, list[Any]]:
+    """Return what was configured, as plain values. To be called before anything is stepped or restored."""
+    return {
+        "optimizers": [
+            {"class": type(one).__name__, "groups": [_plain(_hyperparameters(group)) for group in one.param_groups]}
+            for one in optimizers
+        ],
+        "schedules": [
+            {"class": type(config.scheduler).__name__, "values": _plain(config.scheduler.state_dict())}
+            for config in schedules
+        ],
+    }
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], put_back: Sequence[tuple[Mapping[str, Any], Sequence[int]]]
+) -> list[str]:
+    """Return a line for each value that was configured otherwise than for the run that is resumed.
+
+    Args:
+        before: What `describe` returned for the run that was saved.
+        now: The same for this run.
+        put_back: For each optimizer what `fit_groups` returned; a value that is there as configured was overridden.
+    """
+    lines = []
+    for index, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
+        where = f"optimizer {index}" if len(now["optimizers"]) > 1 else "the optimizer"
+        lines += _class_changed(where, old, new)
+        state, order = put_back[index]
+        for number, (group, own, source) in enumerate(zip(state["param_groups"], new["groups"], order, strict=False)):
+            if source >= len(old["groups"]):
+                continue  # added during training
+            at = f"{where}, group {number}" if len(new["groups"]) > 1 else where
+            saved, loaded = old["groups"][source], _plain(_hyperparameters(group, of_start=False))
+            lines += [
+                f"{at}: {key}={own[key]!r} is configured, and the checkpoint has {saved[key]!r}"
+                for key in own
+                if key in saved and saved[key] != own[key] and loaded.get(key) != own[key]
+            ]
+    for index, (old, new) in enumerate(zip(before["schedules"], now["schedules"], strict=False)):
+        where = f"schedule {index} ({new['class']})" if len(now["schedules"]) > 1 else new["class"]
+        lines += _class_changed(where, old, new)
+        lines += [
+            f"{where}: {key}={value!r} is configured, and the checkpoint has {old['values'][key]!r}"
+            for key, value in new["values"].items()
+            if old["class"] == new["class"] and key in old["values"] and old["values"][key] != value
+            and key not in ("base_lrs", "_last_lr")  # the optimizer's, which were said
+        ]  # fmt: skip
+    return lines
+
+
+def names_of(module: nn.Module, optimizer: Any) -> list[list[str]] | None:
+    """Return the names of an optimizer's parameters by group; None if it has some that are not the module's."""
+    names = {id(one): name for name, one in all_names(module)}
+    # DeepSpeed's engine has put flat tensors into `param_groups`.
+    groups = optimizer.groups if "root" in vars(optimizer) else [group["params"] for group in optimizer.param_groups]
+    if all(id(one) in names for members in groups for one in members):
+        return [[names[id(one)] for one in members] for members in groups]
+    return None
+
+
+def all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a module's parameters with the names that they have in checkpoints."""
+    for name, one in module.named_parameters():
+        yield name.replace(_COMPILED, ""), one
+
+
+def fit_groups(
+    state: Mapping[str, Any],
+    saved: Sequence[Sequence[str]],
+    own: Sequence[Sequence[str]],
+    *,
+    known: Collection[str],
+    name: str,
+) -> tuple[dict[str, Any], list[int]]:
+    """Return a state in the order of an optimizer's groups and parameters, and which saved group each group was.
+
+    Args:
+        state: In torch's layout.
+        saved: Names of its parameters by group.
+        own: Names of the optimizer's parameters by group.
+        known: Names of all parameters of the module.
+        name: Of the optimizer's class.
+
+    Raises:
+        CheckpointError: Groups hold other parameters than before; all that are in another one, new or gone are named.
+    """
+    groups = state["param_groups"]
+    as_it_is = dict(state), list(range(len(own)))
+    if [len(one) for one in saved] != [len(group["params"]) for group in groups]:
+        return as_it_is  # an engine counts otherwise
+    if list(map(list, saved)) == list(map(list, own)):
+        return as_it_is
+    sets = [set(members) for members in saved]
+    found = [sets.index(set(members)) if set(members) in sets else -1 for members in own]
+    if sorted(found) != list(range(len(saved))):
+        if _are_renamed(saved, own, known):
+            return as_it_is  # names were changed, and positions were not
+        raise CheckpointError(
+            f"the checkpoint's state of {name} is of other parameter groups: {_tell(saved, own)}.",
+            fix="let configure_optimizers make the groups of the run that was saved, or start from its weights with "
+            "load_from_checkpoint.",
+        )
+    fitted, entries, count = [], {}, 0
+    for index, members in zip(found, own, strict=True):
+        numbers = dict(zip(saved[index], groups[index]["params"], strict=True))
+        fitted.append({**groups[index], "params": list(range(count, count + len(members)))})
+        if PARAM_NAMES in groups[index]:
+            fitted[-1][PARAM_NAMES] = list(members)
+        for position, member in enumerate(members):
+            if numbers[member] in state["state"]:
+                entries[count + position] = state["state"][numbers[member]]
+        count += len(members)
+    return {**state, "state": entries, "param_groups": fitted}, found
+
+
+def _hyperparameters(group: Mapping[str, Any], *, of_start: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield what a group was given. A schedule may have changed `lr` already: then the group has its `initial_lr`."""
+    lr = group.get("initial_lr", group.get("lr")) if of_start else group.get("lr")
+    yield "lr", lr
+    yield from ((key, value) for key, value in group.items() if key not in _NOT_GIVEN)
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    """Return the values that a checkpoint can hold and that can be compared. Reads rates that are tensors."""
+    pairs = values.items() if isinstance(values, Mapping) else values
+    read = ((key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value) for key, value in pairs)
+    return {key: value for key, value in read if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _class_changed(where: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    if old["class"] == new["class"]:
+        return []
+    return [f"{where} is {new['class']}, and the checkpoint's is {old['class']}"]
+
+
+def _are_renamed(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], known: Collection[str]) -> bool:
+    """Whether positions agree: each name is the same, or the module has it no more."""
+    return [len(one) for one in saved] == [len(one) for one in own] and all(
+        old == new or old not in known
+        for before, now in zip(saved, own, strict=True)
+        for old, new in zip(before, now, strict=True)
+    )
+
+
+def _tell(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
+    before = {name: index for index, members in enumerate(saved) for name in members}
+    now = {name: index for index, members in enumerate(own) for name in members}
+    told = [f"{len(saved)} groups there and {len(own)} here"] if len(saved) != len(own) else []
+    told += [f"{name} was in group {before[name]} and is in group {now[name]}"
+             for name in now if name in before and before[name] != now[name]]  # fmt: skip
+    told += [f"{name} is new" for name in now if name not in before]
+    told += [f"{name} is in none any more" for name in before if name not in now]
+    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")

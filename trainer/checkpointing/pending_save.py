@@ -1,0 +1,74 @@
+"""A checkpoint that was begun and is being written in the background.
+
+What has to follow a complete file (older ones go, links move, loggers are told) waits here, too: it communicates, so it
+is done in the main thread, at the same place of the program on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = ["PendingSave"]
+
+
+class PendingSave:
+    """One save on its way.
+
+    Args:
+        checkpoint_io: Writes it on this rank, or on another only.
+        path: Where to, for messages.
+    """
+
+    def __init__(self, checkpoint_io: Any, path: str) -> None:  # Any: a plugin with `wait`
+        self._checkpoint_io = checkpoint_io
+        self._path = path
+        self._error: Exception | None = None
+        self._follow_ups: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
+
+    def then(self, done: Callable[[], None], failed: Callable[[], None] | None) -> None:
+        """Call one of these when it is known how the save went; what failed is taken back in the reverse order."""
+        self._follow_ups.append((done, failed))
+
+    def wait(self, *, before_save: bool) -> None:
+        """Wait until this rank has nothing on its way. Ctrl-C may end this; then it can be called again."""
+        try:
+            self._checkpoint_io.wait(before_save=before_save)
+        except Exception as error:  # raised by `finish`, when all ranks know
+            self._error = error
+
+    def finish(self, trainer: Trainer) -> None:
+        """Do what follows, after `wait`; on every rank.
+
+        Raises:
+            CheckpointError: The save failed, on this rank or on another.
+        """
+        error = self._error
+        if trainer.ranks_answer:
+            error = self._error_of_all(trainer, error)
+        elif not trainer.is_global_zero and error is None:
+            return  # it wrote a part at most, and nobody can be asked about the rest
+        if error is None:
+            for done, _ in self._follow_ups:
+                done()
+            return
+        for _, failed in reversed(self._follow_ups):
+            if failed is not None:
+                failed()
+        raise error
+
+    def _error_of_all(self, trainer: Trainer, own: Exception | None) -> Exception | None:
+        told = trainer.strategy.gather_objects(None if own is None else f"{type(own).__name__}: {own}")
+        failures = {rank: text for rank, text in enumerate(told) if text is not None}
+        if own is not None or not failures:
+            return own
+        rank, text = next(iter(failures.items()))
+        return CheckpointError(
+            f"rank {rank} could not write {self._path!r}, which was saved in the background: {text}",
+            fix=f"look at rank {rank}'s message; what was at that path before is whole.",
+        )

@@ -1,0 +1,77 @@
+"""Going on in a later job: SLURM warns before the time is up, the run saves itself, and the job goes back into the
+queue.
+
+The signal's handler only sets a flag; all ranks stop at one step, as after any other signal. The checkpoint is
+`hpc_ckpt_<n>.ckpt` in `default_root_dir`; a requeued job resumes from the newest one that is whole, whatever
+`ckpt_path` its script passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint import storage
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = ["find_requeued", "numbered_checkpoints", "requeue", "requeue_signal"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 2
+
+
+def requeue_signal(trainer: Trainer) -> signal.Signals | None:
+    """Return the signal after which the job is to be put back into the queue; None where nothing can do that."""
+    cluster = trainer.fabric.cluster_environment
+    if getattr(cluster, "auto_requeue", False) and cluster.job_id() is not None:
+        number: signal.Signals | None = cluster.requeue_signal
+        return number
+    return None
+
+
+def requeue(trainer: Trainer) -> None:
+    """Save the run and put the job back into the queue. On every rank, all of them between the same two steps."""
+    found = numbered_checkpoints(Path(trainer.default_root_dir)) if trainer.is_global_zero else {}
+    number = trainer.strategy.broadcast(max(found, default=0) + 1)
+    path = Path(trainer.default_root_dir, f"hpc_ckpt_{number}.ckpt")
+    trainer.save_checkpoint(path)
+    trainer.wait_for_save()  # the job ends next
+    if not trainer.is_global_zero:
+        return
+    logger.warning("the run is saved in %s", path)
+    for old in sorted(found)[: -(_KEPT - 1)]:
+        trainer.strategy.checkpoint_io.remove_checkpoint(found[old])
+    cluster: Any = trainer.fabric.cluster_environment
+    cluster.requeue()
+
+
+def find_requeued(trainer: Trainer) -> str | None:
+    """Return the checkpoint that this job was put back into the queue with; None if it is no requeued one."""
+    cluster = trainer.fabric.cluster_environment
+    if requeue_signal(trainer) is None or not cluster.restart_count():
+        return None
+    found = numbered_checkpoints(Path(trainer.default_root_dir))
+
+    def skip(path: object, error: Exception) -> None:
+        logger.warning("%s is damaged and skipped: %s", path, error)
+
+    newest = storage.newest_valid([str(found[number]) for number in sorted(found, reverse=True)], skip)
+    if newest is None:
+        return None
+    logger.warning("the job was put back into the queue: resuming from %s", newest)
+    return str(newest)
+
+
+def numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the files `hpc_ckpt_<n>.ckpt` of a folder by number."""
+    stem = "hpc_ckpt_"
+    return {
+        int(path.stem.removeprefix(stem)): path
+        for path in folder.glob(f"{stem}*.ckpt")
+        if path.stem.removeprefix(stem).isdigit()
+    }

@@ -1,0 +1,177 @@
+"""`Saving` writes the checkpoints of a Trainer's run, and knows of one that is still on its way to the disk.
+
+`trainer.save_checkpoint` calls it; callbacks come through the Trainer, too. On every rank: some of it communicates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CheckpointError
+from ..loop.run_signals import add_place
+from . import snapshot
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from ..trainer import Trainer
+    from .pending_save import PendingSave
+
+__all__ = ["Saving"]
+
+logger_ = logging.getLogger(__name__)
+
+
+class Saving:
+    """Writes checkpoints, now or in the background.
+
+    Attributes:
+        is_after_error: Whether on_exception is being called: a checkpoint is taken wherever the run stopped, and other
+            ranks may be elsewhere.
+        has_score: Whether what is saved now bears the score of the latest validation, and so the weights of then.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._pending: PendingSave | None = None
+        self.is_after_error = False
+        self.has_score = False
+
+    def keep_validated(self) -> None:
+        """Keep the weights of now until the epoch has ended, if a hook may change them before the score is saved.
+
+        On every rank, at the end of a validation.
+        """
+        run = self._trainer.present_run()
+        if run is None or run.validated is not None:
+            return
+        from .validated_weights import ValidatedWeights, may_change_weights  # not imported where nobody scores
+
+        if may_change_weights(self._trainer.callbacks, run.module):
+            run.validated = ValidatedWeights(self._trainer.strategy.module_state_dict(run.model))
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whether a save returns before the file is complete."""
+        return bool(getattr(self._trainer.strategy.checkpoint_io, "is_background", False))
+
+    def save(self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any) -> None:
+        """Take a checkpoint and write it to each path.
+
+        Raises:
+            CheckpointError: Called between two micro-batches of one window, or within a validation that a callback
+                keeps a state of; or it cannot be written; or an earlier one could not be written in the background.
+        """
+        trainer = self._trainer
+        if not run.at_boundary and not self.is_after_error:
+            raise CheckpointError(
+                "trainer.save_checkpoint was called between two micro-batches of one optimizer step, where a "
+                "checkpoint could not be resumed exactly.",
+                fix="save in on_train_batch_end when trainer.at_step_boundary is true, or at the end of an epoch.",
+            )
+        if not self.is_after_error and not is_weights_only and run is trainer.present_run():
+            self._reach_end_of_event(run)
+        if not is_weights_only and not self.is_after_error and run.watch.policy == "raise":
+            run.watch.look(trainer.progress)
+        trainer.timeline.timed("checkpoint", run.lifecycle.bracketed(self._collect_and_write, "save_checkpoint"))(
+            run, filepaths, is_weights_only=is_weights_only, storage_options=storage_options
+        )
+
+    def _reach_end_of_event(self, run: Run) -> None:
+        """Let everybody hear of the running event, so that nothing of it is lost on a resume."""
+        run.lifecycle.finish_event()
+        validation = run.before_validation
+        if validation is None or validation.is_over:
+            return
+        counting = [
+            type(callback).__name__ for callback in self._trainer.callbacks if snapshot.counts_batches(callback)
+        ]
+        if counting:
+            raise CheckpointError(
+                "trainer.save_checkpoint was called within a validation, which a resumed run repeats: what "
+                f"{', '.join(counting)} has in its state of it would count twice.",
+                fix="save in on_validation_epoch_end or on_validation_end; or pass weights_only=True.",
+            )
+
+    def _collect_and_write(
+        self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any
+    ) -> None:
+        trainer, strategy = self._trainer, self._trainer.strategy
+        ranks_answer = trainer.ranks_answer
+        if ranks_answer:
+            from ..loop import ranks  # not imported where there is one process
+
+            ranks.meet(trainer, "trainer.save_checkpoint")
+        self.wait(before_save=True)
+        checkpoint = snapshot.collect(trainer, run, is_weights_only=is_weights_only)
+        has_own_part = strategy.saves_shards("full")
+        if run.has_ranks and not ranks_answer:
+            from ..loop.ranks import require_whole
+
+            require_whole(checkpoint, filepaths[0])
+        elif not has_own_part:
+            checkpoint = strategy.gather_state(checkpoint)
+
+        def write() -> None:
+            self._write(checkpoint, filepaths, storage_options)
+
+        if has_own_part:
+            write()
+        elif ranks_answer:
+            ranks.write_on_rank_zero(strategy, write, str(filepaths[0]))
+        elif trainer.is_global_zero:
+            write()
+        else:
+            return
+        self._begin_wait(filepaths)
+
+    def write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
+        """Write a checkpoint that was taken already, in another process say."""
+        self._write(checkpoint, filepaths, storage_options)
+        self._begin_wait(filepaths)
+
+    def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
+        io = self._trainer.strategy.checkpoint_io
+        if not self.is_in_background:
+            for filepath in filepaths:
+                io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        io.on_failure = self._trainer.guard.note_failed_save
+        more = {"also_to": filepaths[1:]} if len(filepaths) > 1 else {}
+        io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, **more)
+
+    def _begin_wait(self, filepaths: Sequence[str | Path]) -> None:
+        """Note that a save is on its way, on every rank that took part in it, if that is what the plugin does."""
+        if not self.is_in_background:
+            return
+        from .pending_save import PendingSave  # not imported where saves are complete at once
+
+        self._pending = PendingSave(self._trainer.strategy.checkpoint_io, str(filepaths[0]))
+        if self._trainer.present_run() is None:
+            self.wait()  # there is no training that could go on, and nobody would come for an error
+
+    def wait(self, *, before_save: bool = False) -> None:
+        """Return when the last checkpoint is complete, and what follows a save is done; see `wait_for_save`."""
+        pending = self._pending
+        if pending is None:
+            return
+        self._trainer.timeline.timed("checkpoint", pending.wait)(before_save=before_save)
+        self._pending = None
+        pending.finish(self._trainer)
+
+    def wait_after(self, error: BaseException) -> None:
+        """Wait for a save that is on its way; its failure does not hide the error that ends the run."""
+        try:
+            self.wait()
+        except Exception as second:  # plugins have errors of their own
+            logger_.exception("a checkpoint could not be written in the background, besides %s", type(error).__name__)
+            add_place(error, f"and a save in the background had failed: {type(second).__name__}: {second}")
+
+    def then(self, done: Callable[[], None], failed: Callable[[], None] | None) -> None:
+        """Call `done` when the last checkpoint is complete, now or later; `failed` if it could not be written."""
+        if self._pending is None:
+            done()
+        else:
+            self._pending.then(done, failed)

@@ -1,0 +1,470 @@
+"""Takes a run's whole state for a checkpoint, and puts it back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ... import __version__
+from ...callbacks import Callback
+from ...checkpoint import content as contents
+from ...checkpoint.content import Content
+from ...data.rng import capture_rng, restore_rng
+from ...errors import CheckpointError
+from ..hooks import find_override
+from ..loop import manual
+from ..metrics.metrics import load_metric_states, metric_states
+from ..run import BeforeValidation, Run
+from .optimizer_record import all_names, differences, fit_groups, names_of
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = [
+    "before_validation",
+    "collect",
+    "count_data",
+    "counts_batches",
+    "logger_states",
+    "note_row_of_validation",
+    "parameter_names",
+    "put_back_loggers",
+    "read",
+    "restore_frozen",
+    "restore_loggers",
+    "restore_module",
+    "restore_training",
+    "stream_state",
+]
+
+logger = logging.getLogger(__name__)
+
+
+# --- out -----------------------------------------------------------------------------------------------------------
+
+
+def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, Any]:
+    """Return the checkpoint of a run: tensors and plain values only.
+
+    Anything else that a hook or a state holds is refused when the checkpoint is written.
+    """
+    fabric = trainer.fabric
+    states: dict[str, Any] = {
+        "module": fabric.strategy.module_state_dict(run.model),
+        "progress": _progress(trainer, run),
+    }
+    if run.validated is not None and trainer.saving.has_score:
+        states["module"], after = run.validated.split(states["module"], lambda names: _union(trainer, names))
+        if after and not is_weights_only:
+            states["after_validation"] = after
+    extra: dict[str, Any] = _hyperparameters(run.module, "")
+    if run.datamodule is not None:
+        extra.update(_hyperparameters(run.datamodule, "datamodule_"))
+    if not is_weights_only:
+        states["callbacks"] = _callback_states(trainer)
+        states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
+        states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+        if run.configured:
+            states["optimizer_record"] = {"configured": run.configured, "names": parameter_names(run)}
+        if not run.is_automatic:
+            states["gradients"] = manual.waiting_gradients(run)
+        if run.carried is not None:
+            states.update(run.carried.states())
+        states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
+        states["metrics"] = run.metrics.state_dict(run.module, alone=not trainer.ranks_answer)
+        states["metric_objects"] = metric_states(run.module)
+        states["rng"] = capture_rng()
+        states["validation_generators"] = trainer.loaders.capture_generators()
+        states["frozen"] = {
+            "parameters": [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad],
+            "modules": _evaluating(run.module),
+        }
+        states["unfinished"] = _unfinished(trainer, run)
+        states["loggers"] = logger_states(trainer)
+        _leave_validation(run, states)
+        if trainer.ranks_answer:
+            states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
+            states["rng_of_ranks"] = trainer.strategy.gather_objects(states["rng"])
+        if run.stream is not None:
+            # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
+            states["data"] = stream_state(run) if run is trainer._run else trainer.stream_state
+            if trainer.ranks_answer and states["data"] is not None:
+                from ..loop import ranks
+
+                states["data"] = ranks.gather_data(trainer.strategy, states["data"])
+        # Communicates; after an error of this rank alone nobody would answer.
+        if hasattr(fabric.strategy, "state_dict") and (trainer.ranks_answer or not run.has_ranks):
+            own_state = fabric.strategy.state_dict()
+            if own_state:
+                states["strategy"] = own_state
+        precision = fabric.precision.state_dict()
+        if precision:
+            states["precision"] = precision
+            extra[type(fabric.precision).__qualname__] = precision
+        if run.datamodule is not None:
+            own = run.datamodule.state_dict()
+            if own:
+                extra[type(run.datamodule).__qualname__] = own
+    checkpoint = contents.write(
+        Content(states, extra),
+        epoch=trainer.current_epoch,
+        global_step=trainer.global_step,
+        world_size=trainer.world_size,
+        version=__version__,
+    )
+    if is_weights_only:
+        run.lifecycle.of_callbacks("on_save_checkpoint", chosen=lambda callback: callback.replaces_weights)(checkpoint)
+        own_hook = run.lifecycle.own("on_save_checkpoint")
+        if own_hook is not None:
+            own_hook(checkpoint)
+    else:
+        run.lifecycle.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def _union(trainer: Trainer, names: list[str]) -> list[str]:
+    if not trainer.ranks_answer:
+        return names
+    return list(dict.fromkeys(name for theirs in trainer.strategy.gather_objects(names) for name in theirs))
+
+
+def before_validation(trainer: Trainer, run: Run) -> BeforeValidation:
+    """Return what a validation is about to change, for a checkpoint that is taken during it."""
+    return BeforeValidation(
+        rng=capture_rng(),
+        generators=trainer.loaders.capture_generators(),
+        metric_objects=metric_states(run.module, copy=True),
+        evaluating=_evaluating(run.module),
+        eval_batches=run.progress.eval_batches,
+        window=run.metrics.window,
+    )
+
+
+def note_row_of_validation(trainer: Trainer, run: Run) -> None:
+    """Remember where the loggers were before a validation's first row: one that is repeated logs its rows again."""
+    before = run.before_validation
+    if before is not None and before.loggers is None:
+        before.loggers = logger_states(trainer)
+
+
+# Hooks that a repeated validation calls again.
+_OF_A_VALIDATION = tuple(f"on_validation_{what}" for what in ("start", "epoch_start", "batch_start", "batch_end"))
+
+
+def counts_batches(callback: Callback) -> bool:
+    """Whether a callback of the user's may have in its state what a repeated validation would bring again.
+
+    Loopwright's own keep nothing of a validation that has not ended.
+    """
+    if type(callback).__module__.startswith(__name__.partition(".")[0] + "."):
+        return False
+    hears = any(find_override(callback, name, (Callback,)) is not None for name in _OF_A_VALIDATION)
+    return hears and find_override(callback, "state_dict", (Callback,)) is not None
+
+
+def _leave_validation(run: Run, states: dict[str, Any]) -> None:
+    """Let the states be those of training, if a validation is under way."""
+    before, progress = run.before_validation, run.progress
+    if before is None:
+        return
+    states["rng"] = before.rng
+    states["frozen"]["modules"] = before.evaluating
+    if progress.validated_at != progress.total_batches:  # it will be repeated as a whole
+        states["validation_generators"] = before.generators
+        states["metric_objects"] = before.metric_objects
+        states["progress"]["eval_batches"] = before.eval_batches
+        states["metrics"]["window"] = before.window
+        if before.loggers is not None:
+            states["loggers"] = before.loggers
+
+
+def _unfinished(trainer: Trainer, run: Run) -> dict[str, Any]:
+    """Return what is still due at the event that is under way; see trainer/checkpointing/unfinished.py."""
+    due: dict[str, Any] = {}
+    untold = run.lifecycle.untold() if run is trainer.present_run() else None
+    if untold is not None:
+        due["told_later"] = untold
+    if trainer.progress.validation_ending:
+        own = capture_rng()
+        due["validation_end"] = {
+            "rng_of_ranks": trainer.strategy.gather_objects(own) if trainer.ranks_answer else [own]
+        }
+    return due
+
+
+def _evaluating(module: nn.Module) -> list[str]:
+    """Return the paths of modules in eval mode."""
+    return [path for path, child in module.named_modules() if not child.training]
+
+
+def stream_state(run: Run) -> dict[str, Any]:
+    """Return where the data are: within a step that an error broke off, where it began, for it will be repeated."""
+    assert run.stream is not None
+    position = None if run.at_boundary else run.progress.batches_in_epoch
+    if run.before_validation is None:
+        return run.stream.state_dict(position)
+    with run.trainer.loaders.before_validation(run.before_validation.generators):
+        return run.stream.state_dict(position)
+
+
+def _progress(trainer: Trainer, run: Run) -> dict[str, Any]:
+    state = run.progress.state_dict()
+    if trainer.state.fn == "fit":
+        state["validated_s"] = trainer.fit_loop.seconds_since_validation()
+    if trainer.ranks_answer:
+        state["samples"], state["tokens"] = count_data(trainer)
+    return state
+
+
+def count_data(trainer: Trainer) -> tuple[int, int]:
+    """Return the samples and tokens that all ranks have trained on; each counts its own since fit began or resumed."""
+    progress, topology = trainer.progress, trainer.strategy.topology
+    own = (progress.samples - trainer.samples_before, progress.tokens - trainer.tokens_before)
+    copies = topology.world_size // topology.data_size  # ranks that train on the same samples
+    samples, tokens = (sum(column) // copies for column in zip(*trainer.strategy.gather_objects(own), strict=True))
+    return trainer.samples_before + samples, trainer.tokens_before + tokens
+
+
+def logger_states(trainer: Trainer) -> dict[str, Any]:
+    """Return the states of loggers by number and class; those without any are left out."""
+    states: dict[str, Any] = {}
+    for index, item in enumerate(trainer.loggers):
+        # A logger writes here what it has pending; one that cannot must not cost the checkpoint.
+        trainer.output.ask(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
+            {f"{index}-{type(item).__name__}": item.state_dict()}
+        ))  # fmt: skip
+    return {key: state for key, state in states.items() if state}
+
+
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    states = {}
+    for callback in trainer.callbacks:
+        state = callback.state_dict()
+        if state:
+            states[callback.state_key] = state
+    return states
+
+
+def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module or data module
+    hparams = getattr(owner, "hparams", None)
+    if not hparams:
+        return {}
+    from ...checkpoint import arguments_to_pass  # not imported where none are saved
+
+    plain, to_pass = arguments_to_pass.split(hparams, owner=type(owner).__name__)
+    if to_pass:
+        logger.warning(
+            "hyperparameters that are no plain values are not saved: %s; pass them to load_from_checkpoint",
+            ", ".join(to_pass),
+        )
+    name_key = "datamodule_hparams_name" if prefix else "hparams_name"
+    value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
+    found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: plain}
+    return {**found, arguments_to_pass.to_pass_key(prefix): to_pass} if to_pass else found
+
+
+# --- in ------------------------------------------------------------------------------------------------------------
+
+
+def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
+    """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
+    from ...checkpoint import arguments_to_pass
+    from ...checkpoint.reading import Ranks, read_on_all_ranks  # not imported where nothing is resumed
+
+    strategy = trainer.fabric.strategy
+
+    def together(function: Callable[[], Any]) -> Any:
+        from ...fabric.on_all_ranks import together as call_on_all_ranks  # only where there are several processes
+
+        return call_on_all_ranks(strategy, function)
+
+    checkpoint = read_on_all_ranks(
+        strategy.checkpoint_io,
+        path,
+        Ranks(trainer.global_rank, trainer.world_size, strategy.gather_objects, together),
+        is_safe=not is_trusted,
+        by_parts=strategy.shards_parameters,
+    )
+    arguments_to_pass.put_back(checkpoint)
+    content = contents.read(checkpoint, source=path)
+    content.extra["__checkpoint__"] = checkpoint
+    return content
+
+
+def restore_module(trainer: Trainer, run: Run, content: Content) -> None:
+    """Put back module, data module and callbacks; the hooks first."""
+    checkpoint = content.extra["__checkpoint__"]
+    after = content.states.get("after_validation")
+    if after and trainer.state.fn == "fit":  # what training goes on with; the rest is for whoever evaluates
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **after}
+    own = run.lifecycle.own("on_load_checkpoint")
+    if own is not None:
+        own(checkpoint)
+    strict = bool(getattr(run.module, "strict_loading", True))
+    trainer.fabric.strategy.load_module_state_dict(run.model, checkpoint["state_dict"], strict=strict)
+    load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
+    if run.datamodule is not None:
+        state = content.extra.get(type(run.datamodule).__qualname__)
+        if state is not None:
+            run.datamodule.load_state_dict(state)
+    run.lifecycle.of_callbacks("on_load_checkpoint")(checkpoint)
+    _restore_callbacks(trainer, checkpoint.get("callbacks", {}))
+
+
+def _restore_callbacks(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    known = {callback.state_key: callback for callback in trainer.callbacks if _has_state(callback)}
+    unused = [key for key in states if key not in known]
+    if unused:
+        logger.warning("the checkpoint has the state of callbacks that this Trainer has not: %s", ", ".join(unused))
+    for key, callback in known.items():
+        if key in states:
+            callback.load_state_dict(states[key])
+
+
+def _has_state(callback: Callback) -> bool:
+    return find_override(callback, "load_state_dict", (Callback,)) is not None
+
+
+def restore_loggers(trainer: Trainer, content: Content) -> None:
+    """Let loggers go on in the same files. Called before anything is logged."""
+    put_back_loggers(trainer, content.states.get("loggers", {}))
+
+
+def put_back_loggers(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Let loggers go on where `logger_states` saw them."""
+    for index, item in enumerate(trainer.loggers):
+        state = states.get(f"{index}-{type(item).__name__}")
+        if state:
+            item.load_state_dict(state)
+
+
+def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[], None] | None:
+    """Put back counts, optimizers, schedules, precision and metrics.
+
+    Returns:
+        What puts back the random number generators, to be called last; None where the checkpoint has none.
+
+    Raises:
+        CheckpointError: The checkpoint has weights only, or another number of optimizers or schedules.
+    """
+    states = content.states
+    path = trainer.ckpt_path
+    if "optimizers" not in states:
+        raise CheckpointError(
+            f"{path} has weights only, and trainer.fit needs optimizers and counts to resume.",
+            fix="resume from a full checkpoint, or load the weights with load_from_checkpoint and train anew.",
+        )
+    for what, have in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
+        saved = states.get(what, [])
+        if len(saved) != len(have):
+            raise CheckpointError(
+                f"{path} has {len(saved)} {what}, and configure_optimizers made {len(have)}.",
+                fix="resume with the optimizers and schedules of the run that saved it.",
+            )
+    trainer.progress.load_state_dict(states["progress"])
+    trainer.samples_before, trainer.tokens_before = trainer.progress.samples, trainer.progress.tokens
+    record = states.get("optimizer_record", {})
+    names = record.get("names", [None] * len(run.optimizers))
+    put_back = [
+        _load_optimizer(trainer, run, optimizer, state, saved)
+        for optimizer, state, saved in zip(run.optimizers, states["optimizers"], names, strict=True)
+    ]
+    if record and trainer.is_global_zero:
+        _tell_differences(trainer, differences(record["configured"], run.configured, put_back))
+    if not run.is_automatic and "gradients" in states:
+        manual.restore_gradients(run, states["gradients"])
+    for config, state in zip(run.schedulers, states.get("schedulers", []), strict=True):
+        config.scheduler.load_state_dict(state)
+    for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
+        config.last_metric_step = last
+    if "strategy" in states and hasattr(trainer.strategy, "load_state_dict"):
+        trainer.strategy.load_state_dict(states["strategy"])
+    if "precision" in states:
+        trainer.fabric.precision.load_state_dict(states["precision"])
+    if "metrics" in states:
+        run.metrics.load_state_dict(states["metrics"], run.module)
+    if content.is_foreign:
+        logger.warning("%s was not written by Loopwright: random number generators and data order start anew", path)
+    run.unfinished = states.get("unfinished", {})
+    rng = states.get("rng")
+    if rng is None:
+        return None
+    of_ranks = states.get("rng_of_ranks", [rng])
+    if run.has_ranks or len(of_ranks) > 1:
+        from ..loop import ranks
+
+        return ranks.restore_rng_of(of_ranks, trainer.global_rank, trainer.world_size)
+    return lambda: restore_rng(rng)
+
+
+def restore_frozen(run: Run, content: Content) -> None:
+    """Put back which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
+    frozen = content.states.get("frozen")
+    if frozen is None or getattr(run.fabric.strategy, "has_stages", False):
+        return  # with stages it says what rank 0 has; the others' modules are as they were built
+    parameters, modules = set(frozen["parameters"]), set(frozen["modules"])
+    changed = []
+    for name, parameter in run.module.named_parameters():
+        if parameter.requires_grad == (name in parameters):
+            parameter.requires_grad_(name not in parameters)
+            changed.append(name)
+    for path, child in run.module.named_modules():
+        if path in modules:
+            child.training = False
+    if changed:
+        logger.info("frozen or not as in the checkpoint: %s", ", ".join(changed))
+
+
+def parameter_names(run: Run) -> list[list[list[str]] | None]:
+    """Return the names of each optimizer's parameters by group; None where they are not all known here."""
+    if getattr(run.fabric.strategy, "has_stages", False):
+        return [None for _ in run.optimizers]
+    return [names_of(run.module, optimizer) for optimizer in run.optimizers]
+
+
+def _load_optimizer(
+    trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any], saved: list[list[str]] | None
+) -> tuple[dict[str, Any], list[int]]:
+    """Put an optimizer's state back, and return it with which of its groups each group was.
+
+    Args:
+        trainer: Names the checkpoint.
+        run: Its module's parameters are known by name.
+        optimizer: Steps the module.
+        state: In torch's layout.
+        saved: Names of its parameters by group; None where nobody noted them.
+    """
+    order = list(range(len(state["param_groups"])))
+    own = (
+        names_of(run.module, optimizer)
+        if saved or any(contents.PARAM_NAMES in g for g in state.get("param_groups", ()))
+        else None
+    )
+    if own is not None and saved is not None:
+        known = {name for name, _ in all_names(run.module)}
+        state, order = fit_groups(state, saved, own, known=known, name=type(optimizer).__name__)
+    elif own is not None:
+        state = contents.fit_by_name(state, own)
+    try:
+        trainer.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{trainer.ckpt_path}: the state of {type(optimizer).__name__} does not fit: {error}.",
+            fix="resume with the same parameter groups, or start from the weights with load_from_checkpoint.",
+        ) from error
+    return state, order
+
+
+def _tell_differences(trainer: Trainer, found: list[str]) -> None:
+    """Say what was configured otherwise than for the run that is resumed: the checkpoint's values are used."""
+    if found:
+        logger.warning(
+            "%s goes on with the optimizers and schedules that it has, and configure_optimizers gives others:\n  %s"
+            "\n  To use a value of yours, write it into checkpoint['optimizer_states'] or ['lr_schedulers'] in the "
+            "module's on_load_checkpoint(checkpoint).",
+            trainer.ckpt_path,
+            "\n  ".join(found),
+        )

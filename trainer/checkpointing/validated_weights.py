@@ -1,0 +1,77 @@
+"""The weights that a validation has seen, kept until the checkpoint with its score is saved at the end of the epoch.
+
+Hooks that run in between (`on_train_epoch_end` of a pruning callback, or of a user) may change weights. The
+checkpoint's `state_dict` then holds those that were validated, so that the file has the score in its name. What
+training continues with stands beside them, and fit loads that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..hooks import callback_bases, find_override, module_bases
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...callbacks import Callback
+
+__all__ = ["ValidatedWeights", "may_change_weights"]
+
+_PACKAGE = __name__.partition(".trainer.")[0]
+_EVENT = "on_train_epoch_end"
+
+State = dict[str, Any]  # Any: tensors, and what modules have besides as extra state
+
+
+def may_change_weights(callbacks: list[Callback], module: nn.Module) -> bool:
+    """Whether someone hears the end of an epoch who may change weights: the module, and all but built-in callbacks."""
+    if find_override(module, _EVENT, module_bases()) is not None:
+        return True
+    for callback in callbacks:
+        hook = find_override(callback, _EVENT, callback_bases())
+        where = getattr(getattr(hook, "__func__", hook), "__module__", None) or ""
+        if hook is not None and (callback.changes_weights or not where.startswith(f"{_PACKAGE}.callbacks.")):
+            return True
+    return False
+
+
+class ValidatedWeights:
+    """A copy of a module's state.
+
+    Args:
+        state: What `Strategy.module_state_dict` returns.
+    """
+
+    def __init__(self, state: State) -> None:
+        with torch.no_grad():
+            self._state = {name: _copied(value) for name, value in state.items()}
+
+    def split(self, state: State, of_all_ranks: Callable[[list[str]], list[str]]) -> tuple[State, State]:
+        """Return the state that was validated, and those entries of the present one that differ from it.
+
+        Waits for the device. With several ranks: on every rank.
+
+        Args:
+            state: The module's present state.
+            of_all_ranks: Returns the names that any rank calls it with.
+        """
+        names = [name for name, value in state.items() if name in self._state and _differs(value, self._state[name])]
+        changed = of_all_ranks(names)
+        return {**state, **{name: self._state[name] for name in changed}}, {name: state[name] for name in changed}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _differs(now: Any, then: Any) -> bool:
+    from ...callbacks.averaging.weights import part_of  # not imported where nothing is compared
+
+    if not isinstance(now, Tensor):
+        return False
+    return not torch.equal(part_of(now.detach()), part_of(then))

@@ -1,0 +1,176 @@
+"""`Trainer(accumulate_across_epochs=True)`: a window that an epoch's end cuts short continues in the next epoch.
+
+The part of a window in one epoch ends with a synchronized backward pass and no optimizer step. Its averaged gradients
+stay where they are, so that they are equal on all ranks (or sharded as the parameters are) and can be saved. The next
+epoch's first micro-batches add to them. The last epoch of a training ends its window, however short.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from ...errors import CheckpointError, ConfigError
+from . import manual
+from .schedule import needs_closure
+from .step import finish_window
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from ..trainer import Trainer
+    from .ranks_loss import RanksWindowLoss
+
+__all__ = ["CarriedWindow"]
+
+logger = logging.getLogger(__name__)
+
+
+class CarriedWindow:
+    """The window that is under way between two epochs.
+
+    Args:
+        trainer: Whose accumulation and limits hold.
+        run: Its plan is set up, and is bound to this object here.
+
+    Attributes:
+        count: Micro-batches of the window that earlier epochs had; 0 where no window is under way.
+
+    Raises:
+        ConfigError: The run accumulates in a way that cannot be carried; says why.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        _refuse(trainer, run)
+        self._trainer = trainer
+        self._run = run
+        self.count = 0
+        plan = run.plan
+        assert plan is not None
+        self._zero_grad = plan.zero_grad
+        plan.zero_grad, plan.begin_window, plan.finish_window = self._zero_unless_carried, self._begin, self._finish
+
+    def spanning(self, step: Callable[[Run, int], bool]) -> Callable[[Run, int], bool]:
+        """Return the step that takes no more micro-batches than the window lacks."""
+
+        def take(run: Run, size: int) -> bool:
+            has_finished = step(run, min(size, self._trainer.accumulate_grad_batches - self.count))
+            if not has_finished:  # on_train_batch_start dropped the window
+                self.count = 0
+            return has_finished
+
+        return take
+
+    def _zero_unless_carried(self) -> None:
+        if not self.count:
+            self._zero_grad()
+
+    def _begin(self, size: int) -> None:
+        if not self.count:
+            # Known before it starts where it can be: the last epoch's last window is a short one.
+            self._run.window_loss.begin(size if self._ends_training() else self._trainer.accumulate_grad_batches)
+        elif self._run.has_ranks:
+            cast("RanksWindowLoss", self._run.window_loss).begin_part()
+
+    def _ends_training(self) -> bool:
+        limit = self._trainer.fit_loop.epoch_limit
+        return limit != -1 and self._run.progress.epochs + 1 >= limit
+
+    def _finish(self, run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+        """Step if the window is complete, or if no epoch follows; else keep its gradients."""
+        window = run.window_loss
+        done = self.count + run.batch_idx - run.progress.batches_in_epoch + 1
+        if done < window.planned:
+            if not self._ends_training():
+                self.count = done
+                return False
+            self._scale_to(run, done)
+        self.count = 0
+        return finish_window(run, loss, is_plain=is_plain, is_finite=is_finite)
+
+    def _scale_to(self, run: Run, done: int) -> None:
+        """Weigh the gradients by the micro-batches that the window has, where its loss does not do so itself."""
+        assert run.plan is not None
+        if run.has_ranks and run.plan.optimizer is not None:
+            ranks_window = cast("RanksWindowLoss", run.window_loss)
+            if ranks_window.gradient_factor() is None:
+                run.fabric.strategy.scale_gradients(run.plan.optimizer, ranks_window.planned / done)
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the window: nothing where none is under way. On every rank.
+
+        Raises:
+            CheckpointError: An error broke off the part of the window in this epoch, whose gradients are in the sums.
+        """
+        if not self.count:
+            return {}
+        run, window = self._run, self._run.window_loss
+        if not run.at_boundary:
+            raise CheckpointError(
+                f"a window with {self.count} micro-batches of an earlier epoch was broken off, so that its gradients "
+                "cannot be saved.",
+                fix="resume from the last checkpoint that was saved before.",
+            )
+        own = [_plain(window.count), _plain(window.total), _plain(window.reference)]
+        state: dict[str, Any] = {"count": self.count, "planned": window.planned}
+        if run.has_ranks:
+            ranks_window = cast("RanksWindowLoss", window)
+            state.update(form=ranks_window.form, scale=ranks_window._scale)
+        gather = run.has_ranks and self._trainer.ranks_answer
+        state["losses"] = run.fabric.strategy.gather_objects(own) if gather else [own]
+        return {"window": state, "gradients": manual.waiting_gradients(run)}
+
+    def load_states(self, states: Mapping[str, Any], source: str) -> None:
+        """Put back what `states` returned, gradients included.
+
+        Raises:
+            CheckpointError: The window was cut over another number of ranks, or has another size.
+        """
+        run, state = self._run, states["window"]
+        ranks, accumulate = run.fabric.world_size, self._trainer.accumulate_grad_batches
+        if len(state["losses"]) != ranks or state["planned"] != accumulate:
+            raise CheckpointError(
+                f"{source} was taken within a window of {state['planned']} micro-batches on {len(state['losses'])} "
+                f"ranks, of which {state['count']} are done; now windows have {accumulate} on {ranks} ranks.",
+                fix="resume with that number of ranks and that accumulation, or from a checkpoint that was taken after "
+                "a step.",
+            )
+        manual.restore_gradients(run, states["gradients"])
+        window = run.window_loss
+        window.begin(state["planned"])
+        count, total, reference = state["losses"][run.fabric.global_rank]
+        window.count = count
+        window.total, window.reference = (
+            value.to(run.device) if isinstance(value, Tensor) else value for value in (total, reference)
+        )
+        if run.has_ranks:
+            ranks_window = cast("RanksWindowLoss", window)
+            ranks_window.form, ranks_window._scale = state["form"], state["scale"]
+            ranks_window.begin_part(run.fabric.broadcast(uuid.uuid4().hex))
+        self.count = state["count"]
+
+
+def _plain(value: Any) -> Any:  # Any: a tensor, a number or None
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _refuse(trainer: Trainer, run: Run) -> None:
+    strategy = run.fabric.strategy
+    reason = None
+    if not run.is_automatic:
+        reason = "manual optimization, where the module decides when to step"
+    elif run.optimizers and needs_closure(run.optimizers[0]):
+        reason = f"{type(run.optimizers[0]).__name__}, which evaluates all micro-batches of a window several times"
+    elif trainer.accumulation_scheduler is not None:
+        reason = "a GradientAccumulationScheduler, which changes the size of windows between epochs"
+    elif run.skips_bad_steps:
+        reason = "nonfinite_loss='skip', which decides on a window as a whole"
+    elif strategy.holds_gradients or getattr(strategy, "accelerator_kind", None) == "xla":
+        reason = f"{type(strategy).__name__}, whose engine keeps the gradients of a window to itself"
+    if reason is not None:
+        raise ConfigError(f"accumulate_across_epochs=True with {reason}.", fix="leave out one of the two.")

@@ -1,0 +1,64 @@
+"""Evaluating in step, where evaluation steps communicate.
+
+Ranks have different numbers of batches, since every sample is read once. Those that have none left take part in what
+the others' steps communicate, without running the user's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...errors import DataError
+from ..run import Run
+
+__all__ = ["in_step"]
+
+_DONE = object()
+
+
+def in_step(batches: Iterator[Any], run: Run, rounds: int | None) -> Iterator[Any]:  # Any: batches of any kind
+    """Yield this rank's batches, then take part in the rounds of which only other ranks have batches.
+
+    Args:
+        batches: Those of one loader.
+        run: The run.
+        rounds: Batches that the rank with the most has, as far as this rank knows; None if it does not.
+    """
+    strategy = run.fabric.strategy
+    known = strategy.gather_objects(rounds if strategy.helps_in_evaluation else None)
+    if None in known:
+        yield from _asking(batches, run)
+        return
+    done = 0
+    for batch in batches:
+        yield batch
+        done += 1
+    for _ in range(max(known) - done):
+        strategy.evaluate_without_data(run.model)
+
+
+def _asking(batches: Iterator[Any], run: Run) -> Iterator[Any]:
+    """Yield batches, and before each round ask whether any rank has one left."""
+    strategy = run.fabric.strategy
+    while True:
+        batch = next(batches, _DONE)
+        has_batch = batch is not _DONE
+        is_stuck = not has_batch and not strategy.helps_in_evaluation
+        answer = strategy.all_reduce(torch.tensor([int(has_batch), int(is_stuck)]), reduce_op="sum")
+        count, stuck = answer.tolist()
+        if not count:
+            return
+        if stuck:
+            raise DataError(
+                f"{count} of {strategy.world_size} ranks have a batch in a round of an evaluation, and under "
+                f"{type(strategy).__name__} a rank that never had one cannot take part in the others' steps.",
+                fix="evaluate on at least as many batches as there are ranks (batch_size, limit_val_batches), or "
+                "with a strategy whose parameters are whole, such as 'ddp' or 'deepspeed_stage_2'.",
+            )
+        if has_batch:
+            yield batch
+        else:
+            strategy.evaluate_without_data(run.model)

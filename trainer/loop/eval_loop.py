@@ -1,0 +1,205 @@
+"""The evaluation loop: validation (inside fit or alone), test and prediction."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...data.combined import CombinedLoader
+from ...data.move import move_to_device
+from ..checkpointing.snapshot import note_row_of_validation
+from ..run import Run
+
+if TYPE_CHECKING:
+    from ...data.batch_size import BatchSizes
+
+__all__ = ["EvalLoader", "EvalLoop"]
+
+
+@dataclass(slots=True)
+class EvalLoader:
+    """What one stage reads.
+
+    Attributes:
+        original: The collection as the user gave it.
+        loaders: Its members in order; one loader that gives tuples for a combined mode other than sequential.
+        limits: Largest number of batches of each; infinity for no limit.
+        combined: The combined loader where its mode is not sequential.
+    """
+
+    original: Any  # Any: whatever collection the user gave
+    loaders: list[Any] = field(default_factory=list)
+    limits: list[int | float] = field(default_factory=list)
+    combined: CombinedLoader | None = None
+    _sizes: dict[int, BatchSizes] = field(default_factory=dict)
+
+    def sizes_of(self, index: int) -> BatchSizes:
+        """Return what is known of the sizes of a loader's batches."""
+        if index not in self._sizes:
+            from ...data.batch_size import BatchSizes  # not imported by a program that only makes a Trainer
+
+            self._sizes[index] = BatchSizes(self.loaders[index])
+        return self._sizes[index]
+
+    @property
+    def num_batches(self) -> int | float:
+        """Batches of all loaders together."""
+        return sum(self.limits)
+
+    def rounds_of(self, index: int) -> int | None:
+        """Return how many batches this rank expects that the rank with the most has; None if it cannot know."""
+        from ...data.distributed.evaluation import count_eval_rounds
+
+        rounds, limit = count_eval_rounds(self.loaders[index]), self.limits[index]
+        if rounds is None:
+            return None
+        return int(min(rounds, limit))
+
+    def __iter__(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the number of each loader and its batches, up to the limit."""
+        for index, (loader, limit) in enumerate(zip(self.loaders, self.limits, strict=True)):
+            if limit:
+                yield index, _take(loader, limit)
+
+
+def _take(loader: Any, limit: int | float) -> Iterator[Any]:
+    iterator = iter(loader)
+    taken = 0
+    while taken < limit:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
+        taken += 1
+
+
+class EvalLoop:
+    """Evaluates all loaders of a stage.
+
+    Args:
+        stage: "validation", "test" or "predict".
+        transfer: (batch, dataloader_idx) -> batch on the device.
+        step: The module's step; called with dataloader_idx only when there are several loaders.
+        context: Autograd mode of steps and batch hooks: inference mode or no_grad.
+        log_every_n_steps: Step values go to the loggers every so many batches.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        *,
+        transfer: Callable[[Any, int], Any],
+        step: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        log_every_n_steps: int,
+    ) -> None:
+        self.stage = stage
+        self._transfer = transfer
+        self._step = step
+        self._context = context
+        self._log_every_n_steps = log_every_n_steps
+
+    def run(self, run: Run, data: EvalLoader, *, keep: bool = False) -> list[list[Any]]:
+        """Evaluate.
+
+        Args:
+            run: The run.
+            data: Loaders and limits.
+            keep: Whether to return what the steps returned, on the CPU.
+
+        Returns:
+            The kept outputs, a list for each loader.
+        """
+        stage, life, module = self.stage, run.lifecycle, run.module
+        if run.agreement is not None:
+            run.agreement.begin_segment()
+        modes = [(child, child.training) for child in module.modules()]
+        (life.own(f"on_{stage}_model_eval") or module.eval)()
+        outputs: list[list[Any]] = [[] for _ in data.loaders]
+        with torch.no_grad():
+            getattr(life, f"on_{stage}_start")()
+            getattr(life, f"on_{stage}_epoch_start")()
+            context = self._context() if data.loaders else nullcontext()
+            with context:
+                self._batches(run, data, outputs if keep else None)
+            run.metrics.batch = run.metrics.sized = None
+            if run.agreement is not None:
+                run.agreement.end_evaluation()
+            if stage != "predict":
+                run.metrics.select_loader(stage, 0, several=len(data.loaders) > 1)
+                run.metrics.publish_epoch(stage, run.progress.steps)
+            getattr(life, f"on_{stage}_epoch_end")()
+            getattr(life, f"on_{stage}_end")()
+        # There is no on_predict_model_train; each submodule gets its earlier mode back after prediction, too.
+        own = life.own(f"on_{stage}_model_train") if stage != "predict" else None
+        if own is not None:
+            own()
+        else:
+            _restore_modes(modes)
+        return outputs
+
+    def _batches(self, run: Run, data: EvalLoader, outputs: list[list[Any]] | None) -> None:
+        stage, life, metrics = self.stage, run.lifecycle, run.metrics
+        on_start = getattr(life, f"on_{stage}_batch_start")
+        on_end = getattr(life, f"on_{stage}_batch_end")
+        table = metrics.table_of(f"{stage}_step")
+        several = len(data.loaders) > 1
+        cpu = torch.device("cpu")
+        strategy = run.fabric.strategy
+        windows_before = metrics.window
+        sizes_of_training = metrics.sizes
+        is_together = run.has_ranks and strategy.shards_parameters
+        for dataloader_idx, batches in data:
+            metrics.select_loader(stage, dataloader_idx, several=several)
+            metrics.sizes = data.sizes_of(dataloader_idx)
+            if is_together:
+                from .eval_in_step import in_step  # not imported where ranks evaluate for themselves
+
+                batches = in_step(batches, run, data.rounds_of(dataloader_idx))
+            for batch_idx, host_batch in enumerate(batches):
+                batch = self._transfer(host_batch, dataloader_idx)
+                metrics.batch, metrics.sized = batch, None
+                metrics.window += 1
+                metrics.step = run.progress.steps
+                on_start(batch, batch_idx, dataloader_idx)
+                metrics.table = table
+                output = self._step(batch, batch_idx, dataloader_idx) if several else self._step(batch, batch_idx)
+                metrics.table = metrics.nowhere
+                on_end(output, batch, batch_idx, dataloader_idx)
+                if outputs is not None:
+                    outputs[dataloader_idx].append(move_to_device(output, cpu))
+                if stage != "predict":
+                    self._log_step(run)
+                if is_together:
+                    pass  # a rank that stopped here would leave the others waiting; all stop after the evaluation
+                elif run.agreement is not None:
+                    run.agreement.within_segment()
+                elif run.guard.requested is not None:
+                    run.guard.check()
+        metrics.sizes = sizes_of_training
+        if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
+            warnings.warn(f"the {stage} data gave no batches: nothing was evaluated", stacklevel=2)
+
+    def _log_step(self, run: Run) -> None:
+        """Send the step values of this batch to the loggers, at the log interval."""
+        trainer, every = run.trainer, self._log_every_n_steps
+        if trainer.sanity_checking:
+            return
+        run.progress.eval_batches += 1
+        if every and run.progress.eval_batches % every == 0 and run.metrics.has_step_values:
+            row, _ = run.metrics.read_step(on_all_ranks=False)  # ranks may have different numbers of batches
+            if row:
+                note_row_of_validation(trainer, run)
+                trainer.log_metrics(row, step=run.progress.eval_batches - 1)
+
+
+def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, was_training in modes:
+        module.training = was_training

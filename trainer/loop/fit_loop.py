@@ -1,0 +1,338 @@
+"""The fit loop: epochs, windows, and what falls due between them.
+
+It has no state of its own: everything it needs to go on is in `Progress`, so resuming is entering the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ...data.rng import capture_rng, restore_rng
+from ...errors import ConfigError, DataError
+from ..run import Run
+from .step import automatic_step, closure_step, manual_step
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = ["FitLoop"]
+
+
+class FitLoop:
+    """Trains until a limit is reached.
+
+    Args:
+        trainer: Whose limits and cadences hold.
+
+    Attributes:
+        max_epochs, min_epochs, max_steps, min_steps: The limits; may be changed between two fits.
+        is_used_up: Whether `max_samples` or `max_tokens` is reached; the same on all ranks.
+    """
+
+    def __init__(
+        self, trainer: Trainer, *, max_epochs: int | None, min_epochs: int | None, max_steps: int, min_steps: int | None
+    ) -> None:
+        self._trainer = trainer
+        self.max_epochs = max_epochs
+        self.min_epochs = min_epochs
+        self.max_steps = max_steps
+        self.min_steps = min_steps
+        self.is_used_up = False
+        self._step: Callable[[Run, int], bool] = automatic_step
+        self._next_validation: int | float = math.inf
+        self._look_at: int | float = 0
+        self._validation_clock_s = 0.0
+        self._asked_at = -1
+        self._rank_zero_said = False
+
+    # --- limits ----------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch_limit(self) -> int:
+        """`max_epochs` with its default: unbounded where steps, samples, tokens or time are limited, else 1000."""
+        if self.max_epochs is not None:
+            return self.max_epochs
+        trainer = self._trainer
+        is_limited = self.max_steps != -1 or trainer.max_samples is not None or trainer.max_tokens is not None
+        return -1 if is_limited or trainer.has_time_limit else 1000
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `should_stop` counts now: min_epochs and min_steps are both met."""
+        progress = self._trainer.progress
+        min_epochs = self.min_epochs
+        if min_epochs is None and self.min_steps:
+            min_epochs = 1
+        return progress.epochs >= (min_epochs or 0) and progress.steps >= (self.min_steps or 0)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether epochs, steps, samples or tokens are used up."""
+        progress = self._trainer.progress
+        if self._trainer.limit_train_batches == 0 or self.is_used_up:
+            return True
+        if self.max_steps != -1 and progress.steps >= self.max_steps:
+            return True
+        return self.epoch_limit != -1 and progress.epochs >= self.epoch_limit
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further step is to be taken."""
+        return self.is_at_limit or self.stops_here
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on."""
+        agreement = self._trainer.agreement
+        asked = self._trainer.should_stop if agreement is None else agreement.is_to_stop
+        return asked and self.may_stop
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self, run: Run, restore: Callable[[], None] | None) -> None:
+        """Train.
+
+        Args:
+            run: The run.
+            restore: Puts back the random number generators of a checkpoint; called last before training goes on.
+        """
+        self._step = self._choose_step(run)
+        if run.carried is not None:
+            self._step = run.carried.spanning(self._step)
+        self._validation_clock_s = time.monotonic() - run.progress.validated_s
+        self._asked_at = -1
+        run.lifecycle.on_train_start()
+        timeline = self._trainer.timeline
+        timeline.begin(run, rest="optimizer" if self._step is closure_step else "loop")
+        if run.progress.epoch_open:
+            self._reopen_epoch(run)
+        if restore is not None:
+            restore()
+        if run.unfinished:
+            from ..checkpointing.unfinished import finish  # not imported where nothing is due
+
+            finish(self._trainer, run)
+        agreement = run.agreement
+        if agreement is not None:
+            agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+        while not self.is_done or self._has_epoch_to_close(run):
+            self._epoch(run)
+            if agreement is not None:
+                agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+        self._trainer.wait_for_save()  # whoever hears of the end may read the files
+        timeline.end(run)
+        run.lifecycle.on_train_end()
+
+    def _reopen_epoch(self, run: Run) -> None:
+        """Go back to where the data of an open epoch were; the random number generators stay as they are."""
+        assert run.stream is not None
+        rng = capture_rng()
+        run.stream.reopen()
+        restore_rng(rng)
+        run.progress.move_to(run.stream.position)
+
+    def _epoch(self, run: Run) -> None:
+        """Run one epoch, or the rest of one that was left open."""
+        progress, trainer = run.progress, self._trainer
+        timeline = trainer.timeline
+        is_whole = not progress.epoch_open
+        if is_whole:
+            timeline.enter("epoch")
+            self._open_epoch(run)
+            timeline.leave()
+        progress.epoch_paused = False
+        stream = run.stream
+        assert stream is not None
+        steps_before = progress.steps
+        self._next_validation = self._plan_validation(run)
+        self._look_at = self._when_to_look(run)
+        accumulate = trainer.accumulation_for_epoch(progress.epochs)
+        step, agreement = self._step, run.agreement
+        if trainer.profiler is not None:
+            step = run.lifecycle.bracketed(step, "run_training_step")
+        is_skipped = progress.epoch_left
+        while True:
+            if progress.total_batches >= timeline.due:
+                timeline.open(run)
+            size = 0 if is_skipped else stream.remaining(accumulate)
+            if not size or progress.batches_in_epoch >= self._look_at:
+                if self._validation_is_due(run, is_epoch_over=not size):
+                    trainer.validate_in_fit(run)
+                self._next_validation = self._plan_validation(run)
+                self._look_at = self._when_to_look(run)
+            if agreement is not None:
+                agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+            elif run.guard.is_called:
+                run.guard.check()
+                trainer.wait_for_save()  # no signal: a save failed
+            if not size or progress.steps >= self.max_steps != -1 or self.is_used_up:
+                break
+            if trainer.should_stop and self.stops_here:
+                break
+            is_skipped = not step(run, size)
+            if timeline.is_open:
+                timeline.close(run)
+        if timeline.is_open:
+            timeline.drop(run)
+        is_over = not size
+        timeline.enter("epoch")
+        is_stuck = is_whole and progress.steps == steps_before and not (run.carried is not None and run.carried.count)
+        self._close_epoch(run, is_over=is_over, is_stuck=is_stuck)
+        timeline.leave()
+
+    def _open_epoch(self, run: Run) -> None:
+        progress = run.progress
+        self._trainer.reload_loaders_if_due(run)
+        progress.batches_in_epoch = 0
+        if not progress.epoch_announced:  # a checkpoint may have been taken then
+            run.lifecycle.on_train_epoch_start()
+        assert run.stream is not None
+        if run.has_ranks:
+            from . import ranks  # not imported where there is one process
+
+            ranks.open_epoch(run)
+        else:
+            run.stream.open(progress.epochs)
+        progress.epoch_open, progress.epoch_announced = True, False
+
+    def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:
+        """Fire the end of the epoch. One that a limit cut short stays open: more training goes on within it."""
+        progress = run.progress
+        run.watch.look(progress)
+        run.metrics.batch = run.metrics.sized = None
+        run.metrics.publish_epoch("train", progress.steps)
+        run.is_epoch_over = is_over
+        progress.epoch_paused = not is_over
+        run.lifecycle.on_train_epoch_end()
+        run.validated = None
+        while run.after_epoch:
+            run.after_epoch.pop(0)()
+        if is_over:
+            progress.end_epoch()
+        counts_steps = self._step not in (closure_step, manual_step)
+        if is_over and is_stuck and self.epoch_limit == -1 and not self.is_done and counts_steps:
+            raise DataError(
+                f"epoch {progress.epochs - 1} ended without an optimizer step, and only steps limit the run.",
+                fix="set max_epochs, or make sure that some batch has a loss: every one was skipped.",
+            )
+
+    def _has_epoch_to_close(self, run: Run) -> bool:
+        """Whether a checkpoint was taken before a validation or the epoch's end that its last step has yet to bring."""
+        return run.progress.epoch_open and not run.progress.epoch_paused
+
+    def _choose_step(self, run: Run) -> Callable[[Run, int], bool]:
+        from .schedule import needs_closure
+
+        if not run.is_automatic:
+            self._refuse_to_skip(run, "manual optimization")
+            return manual_step
+        if run.optimizers and needs_closure(run.optimizers[0]):
+            self._refuse_to_skip(run, type(run.optimizers[0]).__name__)
+            if run.fabric.precision.has_scaler:
+                raise ConfigError(
+                    f"{type(run.optimizers[0]).__name__} evaluates the model several times per step, and "
+                    f"precision={run.fabric.precision.precision!r} scales the loss for one.",
+                    fix="use precision='bf16-mixed' or '32-true'.",
+                )
+            return closure_step
+        if run.has_ranks:
+            from .ranks_step import ranks_step  # not imported where there is one process
+
+            return ranks_step
+        return automatic_step
+
+    def _refuse_to_skip(self, run: Run, where: str) -> None:
+        if run.skips_bad_steps:
+            raise ConfigError(
+                f"nonfinite_loss='skip' with {where}, where the trainer does not decide whether to step.",
+                fix="pass nonfinite_loss='raise' or 'warn', and leave such steps out in the module.",
+            )
+
+    # --- validation ------------------------------------------------------------------------------------------------
+
+    def _plan_validation(self, run: Run) -> int | float:
+        """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
+        trainer, progress = self._trainer, run.progress
+        interval = trainer.loaders.interval_batches
+        every = trainer.check_val_every_n_epoch
+        if interval == math.inf or (every is not None and (progress.epochs + 1) % every):
+            return math.inf
+        # Counted from the last validation, not from now: one that was pending in a checkpoint is still due.
+        epoch_began_at = 0 if every is None else progress.total_batches - progress.batches_in_epoch
+        validated = max(progress.validated_at - epoch_began_at, 0)
+        return (validated // interval + 1) * interval
+
+    def _when_to_look(self, run: Run) -> int | float:
+        """Return the batch of this epoch from which on a validation may be due: before it, the loop does not ask."""
+        trainer, progress = self._trainer, run.progress
+        if not trainer.enable_validation:
+            return math.inf
+        if trainer.loaders.interval_s is not None:
+            return 0
+        is_across_epochs = trainer.check_val_every_n_epoch is None
+        began_at = progress.total_batches - progress.batches_in_epoch if is_across_epochs else 0
+        return self._next_validation - began_at
+
+    def _validation_is_due(self, run: Run, *, is_epoch_over: bool) -> bool:
+        """Whether to validate now. Windows are whole: a validation due within one comes right after it."""
+        trainer, progress = self._trainer, run.progress
+        if not trainer.enable_validation or progress.validated_at == progress.total_batches:
+            return False
+        every = trainer.check_val_every_n_epoch
+        is_wrong_epoch = every is not None and (progress.epochs + 1) % every != 0
+        if is_wrong_epoch or progress.batches_in_epoch == 0:
+            return False
+        seconds = trainer.loaders.interval_s
+        if seconds is not None:
+            return self._is_time_to_validate(run, seconds)
+        count = progress.total_batches if every is None else progress.batches_in_epoch
+        if count >= self._next_validation:
+            return True
+        # Once per epoch means at its end, also where its length was not known or was wrong.
+        return is_epoch_over and every is not None and trainer.validates_at_epoch_end
+
+    def _is_time_to_validate(self, run: Run, seconds: float) -> bool:
+        """Whether so much time has passed; by rank 0's clock, which every rank asks once per window."""
+        is_time = self.seconds_since_validation() >= seconds
+        if not run.has_ranks:
+            return is_time
+        if self._asked_at != run.progress.total_batches:
+            self._asked_at = run.progress.total_batches
+            self._rank_zero_said = bool(run.fabric.broadcast(is_time))
+        return self._rank_zero_said
+
+    def is_validation_due(self, run: Run) -> bool:
+        """Whether a validation follows the step whose events are being handled."""
+        if not run.at_boundary or run.stream is None:
+            return False
+        return self._validation_is_due(run, is_epoch_over=not run.stream.has_next())
+
+    def mark_validated(self, run: Run) -> None:
+        """Note that the validation that was due is done."""
+        run.progress.validated_at = run.progress.total_batches
+        self._validation_clock_s = time.monotonic()
+
+    def seconds_since_validation(self) -> float:
+        """Return the seconds of training since the last validation, earlier runs of a resumed training included."""
+        return time.monotonic() - self._validation_clock_s
+
+
+def seconds_of(value: str | timedelta | dict[str, float]) -> float:
+    """Return the seconds in "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+
+    Raises:
+        ValueError: The string has another form.
+    """
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return timedelta(**value).total_seconds()
+    parts = value.split(":")
+    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"{value!r} is not DD:HH:MM:SS")
+    days, hours, minutes, seconds = (int(part) for part in parts)
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

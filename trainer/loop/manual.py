@@ -1,0 +1,198 @@
+"""What a module does by hand in manual optimization: backward, steps, clipping, toggling. The Trainer calls it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...errors import ConfigError
+from ..run import Run
+from .optimizers import ManagedOptimizer
+from .schedule import needs_closure, parameters_of
+
+__all__ = [
+    "Toggles",
+    "clip_gradients",
+    "give_back",
+    "manual_backward",
+    "plain_optimizer",
+    "reduce_gradients",
+    "restore_gradients",
+    "step_given",
+    "step_in_manual",
+    "waiting_gradients",
+]
+
+
+def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
+    """Return torch's own optimizer."""
+    # isinstance() would say that a managed optimizer is a torch one.
+    return optimizer.optimizer if type(optimizer) is ManagedOptimizer else optimizer  # type: ignore[return-value]
+
+
+def manual_backward(run: Run, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Run a backward pass with its hooks, through precision and strategy."""
+    run.lifecycle.on_before_backward(loss)
+    scaled = run.fabric.precision.scale_loss(loss)
+    own = run.lifecycle.own("backward")
+    if own is not None:
+        own(scaled, *args, **kwargs)
+    else:
+        run.fabric.strategy.backward(scaled, *args, **kwargs)
+    if run.has_ranks:
+        run.unreduced = list(run.optimizers)
+        give_back(run)
+    run.lifecycle.on_after_backward()
+
+
+def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
+    """Average an optimizer's gradients over ranks, if a backward pass has changed them since. On every rank alike.
+
+    Averages of averages and new gradients are right, too: what is equal on all ranks stays as it is.
+    """
+    if any(optimizer is one for one in run.unreduced):
+        run.unreduced = [one for one in run.unreduced if one is not optimizer]
+        run.fabric.strategy.average_gradients(parameters_of(optimizer))
+
+
+def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Step an optimizer that the module steps itself; return whether it stepped."""
+    if closure is not None and not needs_closure(optimizer):
+        with torch.enable_grad():
+            closure()
+        closure = None
+    if closure is not None and run.has_ranks:
+        closure = _over_ranks(run, optimizer, closure)
+    reduce_gradients(run, optimizer)
+    run.fabric.unscale_gradients(optimizer)
+    run.lifecycle.on_before_optimizer_step(optimizer)
+    timeline = run.trainer.timeline
+    if timeline.is_open:
+        timeline.enter("optimizer")
+    has_stepped = run.fabric.optimizer_step(optimizer, closure)
+    if timeline.is_open:
+        timeline.leave()
+    if has_stepped:
+        run.stepped.append(optimizer)
+        give_back(run)
+    return has_stepped
+
+
+def give_back(run: Run) -> None:
+    """Let a sharded module give back what a pass without a backward pass has left whole.
+
+    The next pass would run on it, as it is: with values from before a step, and with the `requires_grad` of parameters
+    from before an optimizer was toggled. A graph that still needs it gathers it again.
+    """
+    if not run.fabric.strategy.shards_parameters:
+        return
+    from ...strategies.fsdp.root import ShardedRoot, reshard
+
+    if isinstance(run.model, ShardedRoot):
+        reshard(run.model)
+
+
+def _over_ranks(run: Run, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the closure with gradients and loss averaged: the optimizer must decide alike on all ranks."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        reduce_gradients(run, optimizer)
+        return run.fabric.all_reduce(loss)
+
+    return evaluate
+
+
+def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
+    """Return the gradients that a module accumulates over batches: where the last batch did not step the optimizer.
+
+    Returns:
+        A list for each optimizer, empty where nothing waits: the gradients of its parameters, in order.
+    """
+    if run.fabric.strategy.holds_gradients:
+        return [[] for _ in run.optimizers]
+    waiting = []
+    for optimizer in run.optimizers:
+        has_stepped = any(optimizer is one for one in run.stepped)
+        if run.trainer.ranks_answer and not has_stepped:  # rank 0 writes the checkpoint, and all ranks read it
+            reduce_gradients(run, optimizer)
+        gradients = [] if has_stepped else [parameter.grad for parameter in parameters_of(optimizer)]
+        waiting.append(gradients if any(gradient is not None for gradient in gradients) else [])
+    return waiting
+
+
+def restore_gradients(run: Run, waiting: list[list[Any]]) -> None:  # Any: tensors, or such that are still in a file
+    """Put back what `waiting_gradients` returned."""
+    strategy = run.fabric.strategy
+    if strategy.holds_gradients:
+        if any(waiting) and strategy.is_global_zero:
+            warnings.warn(
+                f"{type(strategy).__name__} cannot load gradients: what had been accumulated since the last step is "
+                "left out",
+                stacklevel=5,
+            )
+        return
+    for optimizer, gradients in zip(run.optimizers, waiting, strict=True):
+        for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=bool(gradients)):
+            parameter.grad = None if gradient is None else _placed(gradient, parameter)
+
+
+def _placed(gradient: Any, parameter: Tensor) -> Tensor:  # Any: in memory, or in a file and not read yet
+    """Return a gradient as its parameter is: on its device, and sharded where that is."""
+    from ...strategies.distributed.shards import as_shards, is_sharded, read_whole
+
+    if is_sharded(parameter):
+        return as_shards(gradient, parameter)
+    whole: Tensor = read_whole(gradient)
+    return whole.to(parameter.device)
+
+
+def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Step for a module's own `optimizer_step` in automatic optimization: the closure only hands back the loss."""
+    if closure is not None:
+        closure()
+    return run.fabric.optimizer_step(optimizer)
+
+
+def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:
+    """Clip an optimizer's gradients by norm or value; return the norm before, where it is by norm.
+
+    Raises:
+        ConfigError: The algorithm is unknown.
+    """
+    if not value:
+        return None
+    reduce_gradients(run, optimizer)
+    name = (algorithm or "norm").lower()
+    if name == "norm":
+        return run.fabric.clip_gradients(run.model, optimizer, max_norm=value, error_if_nonfinite=False)
+    if name == "value":
+        return run.fabric.clip_gradients(run.model, optimizer, clip_val=value)
+    raise ConfigError(f"clip_gradients got the algorithm {algorithm!r}.", fix="use 'norm' or 'value'.")
+
+
+class Toggles:
+    """Remembers `requires_grad` of every parameter of several optimizers while one of them is toggled."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, list[Any]] = {}
+
+    def toggle(self, optimizer: Optimizer, optimizers: list[Optimizer]) -> None:
+        """Turn off gradients of the other optimizers' parameters; those of this one keep their own setting."""
+        mine = {id(parameter) for parameter in parameters_of(optimizer)}
+        changed = self._changed.setdefault(id(optimizer), [])
+        for other in optimizers:
+            for parameter in parameters_of(other):
+                if id(parameter) not in mine and parameter.requires_grad:
+                    changed.append(parameter)
+                    parameter.requires_grad = False
+
+    def untoggle(self, optimizer: Optimizer) -> None:
+        """Undo `toggle` of this optimizer."""
+        for parameter in self._changed.pop(id(optimizer), []):
+            parameter.requires_grad = True

@@ -1,0 +1,170 @@
+"""The policy on losses that are not finite, and the account of steps that were skipped. One per Trainer.
+
+Losses are looked at in one packed copy per log boundary. A skipped step is known to the host where it is skipped: it is
+counted, said the first time, and named as a share at the end of fit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import NonFiniteError
+from ..state import Progress
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__ = ["MOST_KEPT", "POLICIES", "LossWatch"]
+
+POLICIES = ("warn", "raise", "skip", "ignore")
+
+logger = logging.getLogger(__name__)
+
+_REASONS = {
+    "nonfinite": "its loss is not finite, and nonfinite_loss='skip'",
+    "empty": "training_step gave it no loss, or a weight of 0",
+    "refused": "the optimizer was not stepped: gradients overflowed, or optimizer_step left it out",
+}
+
+# Losses are looked at when so many are kept, if no log boundary comes before.
+MOST_KEPT = 256
+
+
+class LossWatch:
+    """Keeps the losses since the last look, on the device.
+
+    Args:
+        policy: "warn" (once), "raise", "skip" (the step itself looks, at each loss), or "ignore".
+
+    Attributes:
+        losses: Losses of micro-batches: shape (), detached.
+        gather: Returns the objects of all ranks in rank order; None where there is one process. All ranks then act
+            alike on the loss of any of them.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.keeps = policy in ("warn", "raise")
+        self.losses: list[Tensor] = []
+        self.gather: Callable[[Any], list[Any]] | None = None
+        self._has_warned = False
+        self._told: set[str] = set()
+
+    def note_skipped(self, run: Run, reason: str) -> None:
+        """Count a window without a step, and say so the first time for each reason. On every rank alike.
+
+        Args:
+            run: The run, in a window that is not counted yet.
+            reason: "nonfinite", "empty" or "refused".
+        """
+        progress = run.progress
+        progress.skipped_steps += 1
+        if reason == "nonfinite":
+            progress.nonfinite_steps += 1
+        if reason in self._told:
+            return
+        self._told.add(reason)
+        if not run.fabric.is_global_zero:
+            return
+        text = (
+            f"the step of batch {progress.total_batches} (0 is the first batch of training) is skipped: "
+            f"{_REASONS[reason]}. Further ones are counted in trainer.progress and in the rows of the loggers"
+        )
+        if reason == "nonfinite":
+            warnings.warn(text, stacklevel=4)
+        else:
+            logger.info(text)
+
+    def note_left(self, run: Run) -> None:
+        """Say the first time that the rest of an epoch is skipped."""
+        if "left" not in self._told and run.fabric.is_global_zero:
+            self._told.add("left")
+            progress = run.progress
+            logger.info(
+                "on_train_batch_start returned -1: epoch %d ends after %d batches.",
+                progress.epochs,
+                progress.batches_in_epoch,
+            )
+
+    def counts(self, progress: Progress) -> dict[str, float]:
+        """Return what rows of the loggers say of skipped steps: nothing where there are none."""
+        if not progress.skipped_steps:
+            return {}
+        counts = {"skipped_steps": float(progress.skipped_steps)}
+        if progress.nonfinite_steps:
+            counts["nonfinite_steps"] = float(progress.nonfinite_steps)
+        return counts
+
+    def conclude(self, progress: Progress) -> None:
+        """Name the share of skipped steps at the end of fit; a warning where losses were not finite, or it is large."""
+        skipped, total = progress.skipped_steps, progress.steps + progress.skipped_steps
+        if not skipped:
+            return
+        is_notable = progress.nonfinite_steps > 0 or skipped * 10 > total
+        logger.log(
+            logging.WARNING if is_notable else logging.INFO,
+            "%d of %d steps (%.3g %%) were skipped, %d of them for a loss that was not finite.",
+            skipped,
+            total,
+            100 * skipped / total,
+            progress.nonfinite_steps,
+        )
+
+    def probe(self) -> Tensor | None:
+        """Return one number that is finite if all kept losses are: shape (); None when none is kept."""
+        return torch.stack([loss.reshape(()) for loss in self.losses]).sum() if self.losses else None
+
+    def judge(self, probed: float, progress: Progress) -> None:
+        """Act on the host's value of `probe`."""
+        if math.isfinite(probed):
+            self.losses.clear()
+        else:
+            self.look(progress)
+
+    def _first_bad(self, progress: Progress) -> tuple[int, float] | None:
+        """Forget the kept losses and return the first that is not finite, behind its batch; None without one."""
+        if not self.losses:
+            return None
+        values = torch.stack([loss.reshape(()) for loss in self.losses]).tolist()
+        self.losses.clear()
+        bad = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is None:
+            return None
+        return max(progress.total_batches - (len(values) - bad), 0), values[bad]
+
+    def look(self, progress: Progress) -> None:
+        """Look at the kept losses and forget them. Waits for the device; with several ranks, on every rank.
+
+        Raises:
+            NonFiniteError: One is NaN or infinite and the policy is "raise"; the first is named.
+        """
+        if not self.keeps:
+            self.losses.clear()
+            return
+        found = self._first_bad(progress)
+        place = ""
+        if self.gather is not None:
+            everywhere = [(one, rank) for rank, one in enumerate(self.gather(found)) if one is not None]
+            # A step later the weights are not finite, and so no rank's loss is: the earliest batch is the cause.
+            found, rank = min(everywhere, key=lambda pair: (pair[0][0], pair[1]), default=(None, 0))
+            place = f" of rank {rank}"
+        if found is None:
+            return
+        batch, value = found
+        what = f"the training loss was {value} at batch {batch}{place} (0 is the first batch of training)"
+        if self.policy == "raise":
+            raise NonFiniteError(
+                f"{what}; now is step {progress.steps}, and nonfinite_loss='raise'.",
+                fix="look at that batch and the learning rate; detect_anomaly=True names the operation, "
+                "nonfinite_loss='skip' drops such steps.",
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{what}; nonfinite_loss='raise' or 'skip' would act on it", stacklevel=2)

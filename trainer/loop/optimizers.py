@@ -1,0 +1,111 @@
+"""The optimizer that `self.optimizers()` and `optimizer_step` hand to a module: torch's own, whose step counts.
+
+Its `step` goes through precision and strategy, fires on_before_optimizer_step in manual optimization, and tells the run
+that a training step happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ...errors import ModuleError
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = ["ManagedOptimizer", "toggled"]
+
+
+class ManagedOptimizer:
+    """An optimizer whose `step` is the trainer's. Everything else is the wrapped optimizer's.
+
+    `isinstance(managed, torch.optim.Adam)` is true for a wrapped Adam, so that schedules can be built on it.
+
+    Attributes:
+        optimizer: The wrapped optimizer.
+        num_steps: How often it has stepped since the run began.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, trainer: Trainer, take_step: Callable[[Optimizer, Callable[[], Any] | None], bool]
+    ) -> None:
+        self.optimizer = optimizer
+        self.num_steps = 0
+        self._trainer = trainer
+        self._take_step = take_step
+
+    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
+    def __class__(self) -> Any:
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_trainer", "_take_step"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer through precision and strategy.
+
+        Args:
+            closure: Evaluates the model and returns the loss; called once before the step (by the optimizer itself
+                where it needs it).
+            kwargs: Accepted for compatibility with optimizers whose step takes more.
+
+        Returns:
+            The closure's loss, None without one.
+
+        Raises:
+            ModuleError: The closure is not callable.
+        """
+        if closure is not None and not callable(closure):
+            raise ModuleError(
+                f"optimizer.step got a closure of type {type(closure).__name__}.",
+                fix="pass a function without arguments that returns the loss, or nothing.",
+            )
+        loss: list[Any] = []
+
+        def once() -> Any:
+            assert closure is not None
+            loss.append(closure())
+            return loss[-1]
+
+        if self._take_step(self.optimizer, once if closure is not None else None):
+            self.num_steps += 1
+        return loss[0] if loss else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those that were left unsynchronised between ranks."""
+        self.optimizer.zero_grad(set_to_none)
+        strategy = self._trainer.strategy
+        if strategy.shards_parameters:
+            strategy.drop_gradients_of(self.optimizer)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let only this optimizer's parameters require gradients for a block.
+
+        Args:
+            sync_grad: False also leaves gradients unsynchronised between ranks (accumulation by hand).
+        """
+        fabric = self._trainer.fabric
+        model = self._trainer.model
+        assert model is not None
+        with toggled(self._trainer, self), fabric.no_backward_sync(model, enabled=not sync_grad):
+            yield
+
+    def __repr__(self) -> str:
+        return f"ManagedOptimizer({self.optimizer!r})"
+
+
+@contextmanager
+def toggled(trainer: Trainer, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
+    """Let only this optimizer's parameters require gradients for a block."""
+    trainer.toggle(optimizer)
+    try:
+        yield
+    finally:
+        trainer.untoggle(optimizer)

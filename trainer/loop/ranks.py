@@ -1,0 +1,422 @@
+"""What the ranks of one run owe to each other beside gradients: equal beginnings, random numbers, answers.
+
+Each function communicates and is called on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ... import __version__
+from ...data.rng import capture_rng, derive_key, restore_rng, seed_global_generators
+from ...errors import CheckpointError, ConfigError, DataError, ModuleError
+
+if TYPE_CHECKING:
+    from ...strategies import Strategy
+    from ..run import Run
+    from ..trainer import Trainer
+
+__all__ = [
+    "check_first_batch",
+    "compare",
+    "facts_of",
+    "gather_data",
+    "meet",
+    "open_epoch",
+    "ordered",
+    "plain",
+    "require_skip_everywhere",
+    "require_whole",
+    "restore_rng_of",
+    "separate_generators",
+    "share_out",
+    "write_on_rank_zero",
+]
+
+
+logger = logging.getLogger(__name__)
+
+# --- what must be equal --------------------------------------------------------------------------------------------
+
+
+def facts_of(trainer: Trainer, verb: str, module: nn.Module) -> dict[str, str]:
+    """Return what must be the same on every rank, each fact as a short text."""
+    # The strategy compares modules of which ranks have different layers.
+    same = {} if getattr(trainer.strategy, "has_stages", False) else dict(module.named_parameters())
+    parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in same.items()]
+    count = sum(parameter.numel() for parameter in same.values())
+    script = getattr(sys.modules.get("__main__"), "__spec__", None)
+    entry = script.name if script is not None else os.path.basename(sys.argv[0] if sys.argv else "")
+    return {
+        "verb": f"trainer.{verb}",
+        "Loopwright": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "entry point": entry,
+        "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
+        "strategy": f"{type(trainer.strategy).__name__}",
+        "precision": trainer.precision,
+        "module": f"{type(module).__name__} with {count} parameters (names and shapes {_digest(parameters)})",
+        **{f"Trainer argument {name}": value for name, value in trainer.plain_arguments().items()},
+    }
+
+
+def _digest(parts: list[str]) -> str:
+    return f"{zlib.crc32('|'.join(parts).encode()):08x}"
+
+
+def compare(strategy: Strategy, facts: dict[str, str], where: str = "") -> None:
+    """Compare facts over ranks.
+
+    Args:
+        strategy: Communicates.
+        facts: Name -> fact as a short text.
+        where: When it is, for the message.
+
+    Raises:
+        ConfigError: On every rank: names each fact that differs, its values, and the ranks that have them.
+    """
+    everywhere = strategy.gather_objects(facts)
+    names = list(dict.fromkeys(name for one in everywhere for name in one))
+    lines = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, one in enumerate(everywhere):
+            ranks_of.setdefault(one.get(name, "missing"), []).append(rank)
+        if len(ranks_of) > 1:
+            values = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            lines.append(f"{name}: {values}")
+    if lines:
+        listed = "".join(f"\n  - {line}" for line in lines)
+        raise ConfigError(
+            f"the ranks do not agree on what they are about to run{where}:{listed}",
+            fix="start the same script with the same arguments, packages and seed everywhere; code that depends on the "
+            "rank belongs after the Trainer's verbs or in hooks; what depends on chance, a clock or a file is decided "
+            "on rank 0 and sent with trainer.strategy.broadcast(...).",
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def share_out(trainer: Trainer) -> None:
+    """Let the loaders of this run be read in shares, one for each rank."""
+    from ...data.distributed.evaluation import count_eval_rounds, shard_eval
+    from ...data.distributed.shard import Shard
+
+    strategy = trainer.strategy
+    topology = strategy.topology
+    uneven = getattr(strategy, "uneven", "stop_all")
+    smallest_or_largest = "min" if uneven == "stop_all" else "max"
+
+    def agree(count: int) -> int:
+        return int(strategy.all_reduce(torch.tensor(count), reduce_op=smallest_or_largest))
+
+    shard = Shard(topology.data_rank, topology.data_size, uneven=uneven, splits=bool(trainer.use_distributed_sampler))
+    trainer.loaders.shard = shard
+    trainer.loaders.agree = agree
+    trainer.loaders.evaluation = {
+        "share": lambda loader: shard_eval(loader, shard, share=strategy.broadcast),
+        "count": count_eval_rounds,
+    }
+
+
+def open_epoch(run: Run) -> None:
+    """Begin an epoch of the training data, whose samplers draw as they would in one process.
+
+    Whatever the ranks have drawn for their own data: all use the generators of rank 0.
+    """
+    from ...data.distributed.indexed import drawn_alike
+
+    assert run.stream is not None
+    _compare_steps(run)
+    topology = run.fabric.strategy.topology
+    rng = run.fabric.broadcast(capture_rng())
+    with drawn_alike(topology.global_rank, topology.data_rank, rng):
+        run.stream.open(run.progress.epochs, rng)
+
+
+def _compare_steps(run: Run) -> None:
+    """Compare what the steps of an epoch are made with: callbacks may have changed it, by chance or by a clock.
+
+    Raises:
+        ConfigError: On every rank: names each fact that differs.
+    """
+    strategy = run.fabric.strategy
+    if getattr(strategy, "has_stages", False):  # each stage has parameters and groups of its own
+        return
+    names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    facts = {
+        "micro-batches of a window": str(run.trainer.accumulation_for_epoch(run.progress.epochs)),
+        "trained parameters": f"{len(names)} (names {_digest(names)})",
+    }
+    for number, optimizer in enumerate(run.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
+    compare(strategy, facts, where=f" in epoch {run.progress.epochs}")
+
+
+def check_first_batch(run: Run, batch: Any) -> None:
+    """Find out, once per run, whether ranks read what they should: their own share of one order.
+
+    Args:
+        run: The run, in its first window.
+        batch: This rank's batch; None where it has none.
+
+    Raises:
+        DataError: The ranks' samplers give different orders.
+    """
+    from ...data.distributed.fingerprint import SAME_DATA, fingerprint_batch, is_same_on_all
+
+    stream = run.stream
+    assert stream is not None
+    if stream.is_dealt:
+        orders = run.fabric.strategy.gather_objects(stream.describe_order())
+        if len(set(orders)) > 1:
+            from ...data.sharded_iterable import ShardedIterable
+
+            data = getattr(stream.loader, "dataset", None)
+            if isinstance(data, ShardedIterable):
+                raise DataError(
+                    f"Expected the {type(data.dataset).__name__} in ShardedIterable to give the same samples on every "
+                    "rank, got different ones: samples would be read twice or not at all.",
+                    fix="do not split it by rank, sort what it lists, and let the order depend on the global "
+                    "generators, on set_epoch, or on a generator in an attribute with the same seed everywhere.",
+                )
+            raise DataError(
+                f"the sampler of {type(stream.loader).__name__} gives another order on each rank, so that samples "
+                "would be read twice or not at all.",
+                fix="let the order depend on the global generators, on a generator in an attribute with the same seed "
+                "everywhere, or on set_epoch; or pass a DistributedSampler.",
+            )
+        return
+    strategy = run.fabric.strategy
+    if strategy.topology.data_size > 1 and is_same_on_all(strategy.gather_objects(fingerprint_batch(batch))):
+        logger.warning(SAME_DATA, type(stream.loader).__name__)
+
+
+# --- random numbers ------------------------------------------------------------------------------------------------
+
+
+def separate_generators(rank: int) -> None:
+    """Give this rank random numbers of its own: ranks see different data, and dropout is to differ, too.
+
+    Rank 0 keeps its course, which is that of a single process.
+    """
+    if rank:
+        seed_global_generators(derive_key(capture_rng(), "rank", rank))
+
+
+def restore_rng_of(states: list[dict[str, Any]], rank: int, size: int) -> Callable[[], None]:
+    """Return what puts this rank's generators back.
+
+    Exact on as many ranks as saved. On another number, rank 0 goes on as it was and the others get a course that
+    depends on rank 0's and their number.
+    """
+    if len(states) == size or rank == 0:
+        return lambda: restore_rng(states[rank])
+
+    def derive() -> None:
+        restore_rng(states[0])
+        seed_global_generators(derive_key(states[0], "rank", rank, "of", size))
+
+    return derive
+
+
+def gather_data(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the data for a checkpoint, from those of all ranks where each has its own."""
+    from ...data.distributed.shard import merge_states
+
+    return merge_states(strategy.gather_objects(state)) if state.get("is_per_rank") else state
+
+
+# --- meeting -------------------------------------------------------------------------------------------------------
+
+_last_meeting: tuple[Any, int] = (None, -1)  # Any: the store; and which meeting in it that was
+_PATIENCE_S = 2.0
+
+
+def meet(trainer: Trainer, what: str) -> None:
+    """Wait until every rank is here, outside of any collective: so a call that some ranks leave out can be named.
+
+    Args:
+        trainer: Knows the other ranks.
+        what: What is called, as the user wrote it.
+
+    Raises:
+        CheckpointError: A rank has gone past this place without calling it, or did not come at all.
+    """
+    left = _wait_for_all(trainer, _is_past)
+    if left is not None:
+        missing, waited_s = left
+        why = "has gone on without it" if waited_s is None else f"did not come within {waited_s:.0f} s"
+        raise CheckpointError(
+            f"{what} was called on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
+            fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file.",
+        )
+
+
+def require_skip_everywhere(trainer: Trainer) -> None:
+    """Wait until every rank skips the rest of the epoch, outside of any collective. On each rank that does.
+
+    Raises:
+        ModuleError: Another rank trains on, or did not come at all.
+    """
+    from ...strategies.distributed.rendezvous import store
+
+    if store() is None or trainer.fabric.watch is None:  # processes of XLA talk by collectives only
+        return
+    left = _wait_for_all(trainer, _is_training_on)
+    if left is not None:
+        missing, waited_s = left
+        why = "trains on" if waited_s is None else f"did not come within {waited_s:.0f} s"
+        raise ModuleError(
+            f"on_train_batch_start returned -1 on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
+            fix="return -1 on every rank for the same batch_idx: decide on what all ranks have alike, or on rank 0, "
+            "with self.trainer.strategy.broadcast(...).",
+        )
+
+
+def _wait_for_all(
+    trainer: Trainer, has_left: Callable[[dict[str, Any], dict[str, Any]], bool]
+) -> tuple[list[int], float | None] | None:
+    """Wait until every rank has called this.
+
+    Args:
+        trainer: Knows the other ranks.
+        has_left: Whether a rank that is at the first place will not come to the second, which is this rank's.
+
+    Returns:
+        None when all are here; else the ranks that are not, and the seconds waited, None where they have left.
+    """
+    global _last_meeting
+    from ...strategies.distributed.rendezvous import store
+
+    shared, watch = store(), trainer.fabric.watch
+    assert shared is not None
+    assert watch is not None
+    # Counted within a world: the jobs of a sweep have one each, with processes that are new and this one that is not.
+    _last_meeting = (shared, _last_meeting[1] + 1 if shared is _last_meeting[0] else 0)
+    place = f"loopwright/meeting/{_last_meeting[1]}"
+    keys = [f"{place}/{rank}" for rank in range(trainer.world_size)]
+    shared.set(keys[trainer.global_rank], "here")
+    began = last_look = time.monotonic()
+    pause_s = 0.0005
+    left_before: set[int] = set()
+    while not shared.check(keys):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+        now = time.monotonic()
+        if now - last_look < _PATIENCE_S:
+            continue
+        last_look = now
+        missing = [rank for rank, key in enumerate(keys) if not shared.check([key])]
+        failure = watch.first_failure()
+        if failure is not None:
+            raise failure.to_error()
+        places = watch.places()
+        left = {rank for rank in missing if has_left(places.get(rank, {}), trainer.place())}
+        if left & left_before:  # seen twice: a place is what a rank said up to a second ago
+            return sorted(left & left_before), None
+        left_before = left
+        if now - began > watch.stall_timeout_s:
+            return missing, now - began
+    return None
+
+
+def _is_training_on(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+    """Whether a rank at the same batch is past on_train_batch_start, or at a later one."""
+    is_there = all(theirs.get(name) == mine.get(name) for name in ("stage", "epoch", "batch"))
+    return _is_past(theirs, mine) or (is_there and theirs.get("hook") != "on_train_batch_start")
+
+
+def _is_past(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+    names = ("epoch", "batch")
+    if theirs.get("stage") != "train" or any(name not in theirs or name not in mine for name in names):
+        return False
+    return bool(tuple(theirs[name] for name in names) > tuple(mine[name] for name in names))
+
+
+# --- files and answers ---------------------------------------------------------------------------------------------
+
+
+def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str) -> None:
+    """Let rank 0 write, and let every rank know how it went: nobody waits for one that failed.
+
+    Raises:
+        CheckpointError: On the other ranks, when rank 0's writing failed; rank 0 raises its own error.
+    """
+    error: BaseException | None = None
+    if strategy.is_global_zero:
+        try:
+            write()
+        # Whatever went wrong is raised below, when the other ranks know.
+        except Exception as caught:
+            error = caught
+    answer = strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if answer is not None:
+        raise CheckpointError(
+            f"rank 0 could not write {what}: {answer}", fix="look at rank 0's message; the other ranks wrote nothing."
+        )
+
+
+def require_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Refuse a checkpoint of which other ranks have parts, where they do not answer: after an error of this rank alone.
+
+    Raises:
+        CheckpointError: There are such parts.
+    """
+    from ...strategies.distributed.shards import has_parts
+
+    if has_parts(checkpoint):
+        raise CheckpointError(
+            f"{path} cannot be saved after an error of one rank: the model is spread over all ranks, and the others do "
+            "not answer.",
+            fix="resume from the last checkpoint that was saved while all ranks were running.",
+        )
+
+
+def ordered(strategy: Strategy, outputs: list[list[Any]], loaders: list[Any]) -> list[list[Any]]:
+    """Return predictions of all ranks in the order of the data, on every rank.
+
+    Args:
+        strategy: Communicates.
+        outputs: This rank's outputs, a list for each loader.
+        loaders: What the outputs were made from; of those that are not dealt out, ranks' outputs are joined in order.
+    """
+    from ...data.distributed.evaluation import in_loader_order
+
+    # Ranks that read the same data have the same outputs; the first one's count.
+    of_rank: dict[int, list[list[Any]]] = {}
+    for data_rank, theirs in strategy.gather_objects((strategy.topology.data_rank, outputs)):
+        of_rank.setdefault(data_rank, theirs)
+    everywhere = [of_rank[rank] for rank in sorted(of_rank)]
+    return [in_loader_order(loader, [one[index] for one in everywhere]) for index, loader in enumerate(loaders)]
+
+
+def plain(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return those arguments whose text is the same in every process: numbers, strings, and collections of these."""
+    return {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,269 @@
+"""Optimizers and learning-rate schedules: what `configure_optimizers` may return, and when a schedule is stepped."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from ...errors import ConfigError, ModuleError, nearest
+from ...protocols import Stateful
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__ = ["LRSchedulerConfig", "needs_closure", "read_optimizers", "step_due_schedules", "step_plateaus"]
+
+_FORMS = (
+    "an optimizer; a list of optimizers; ([optimizers], [schedulers]); {'optimizer': ..., 'lr_scheduler': ...}; "
+    "a list of such dicts; or None"
+)
+_SAID_MISSING = -2
+_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+
+
+@dataclass(slots=True)
+class LRSchedulerConfig:
+    """A schedule and when it is stepped.
+
+    Attributes:
+        scheduler: A torch schedule, or any object with `step`, `state_dict` and `load_state_dict`.
+        interval: "step" counts optimizer steps (never micro-batches), "epoch" counts epochs.
+        frequency: Step the schedule every so many intervals.
+        monitor: Name of the logged metric that a plateau schedule reads.
+        strict: Whether a missing metric is an error (else it is said once and the schedule is not stepped).
+        name: Name in the logs of LearningRateMonitor.
+        reduce_on_plateau: Whether `scheduler.step` takes the metric.
+        last_metric_step: `global_step` of the metric value that it was last stepped with: no value counts twice.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+    last_metric_step: int = -1
+
+    def is_due(self, interval: str, count: int) -> bool:
+        """Whether the schedule is stepped now that `count` intervals of this kind are complete."""
+        return self.interval == interval and count % self.frequency == 0
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure that evaluates the model again (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def read_optimizers(
+    returned: Any,  # Any: whatever the user's configure_optimizers returned
+    *,
+    is_automatic: bool,
+    has_own_scheduler_step: bool,
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Return optimizers and schedules from any accepted form of `configure_optimizers`.
+
+    Raises:
+        ModuleError: The form is not accepted, or a schedule is not usable; the message names the forms.
+        ConfigError: Several optimizers with automatic optimization.
+    """
+    optimizers, raw_schedulers = _split(returned)
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise _wrong_form(f"item {index} is {type(optimizer).__name__}, no torch optimizer")
+    if is_automatic and len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization steps one.",
+            fix="set self.automatic_optimization = False and step them in training_step, or return one optimizer with "
+            "several parameter groups.",
+        )
+    configs = [_scheduler_config(raw, is_automatic=is_automatic) for raw in raw_schedulers]
+    for config in configs:
+        _check_scheduler(config, optimizers, has_own_scheduler_step=has_own_scheduler_step, is_automatic=is_automatic)
+    return optimizers, configs
+
+
+def _wrong_form(detail: str) -> ModuleError:
+    return ModuleError(f"configure_optimizers: {detail}.", fix=f"return {_FORMS}.")
+
+
+def _split(returned: Any) -> tuple[list[Any], list[Any]]:
+    if returned is None:
+        return [], []
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping):
+        return _split_dict(returned)
+    if isinstance(returned, list | tuple):
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list | tuple):
+            optimizers, schedulers = returned
+            if not isinstance(schedulers, list | tuple):
+                schedulers = [schedulers]
+            return list(optimizers), list(schedulers)
+        if len(returned) == 2 and all(isinstance(part, list) for part in returned):
+            return list(returned[0]), list(returned[1])
+        if returned and all(isinstance(item, Mapping) for item in returned):
+            pairs = [_split_dict(item) for item in returned]
+            return [o for pair in pairs for o in pair[0]], [s for pair in pairs for s in pair[1]]
+        if all(isinstance(item, Optimizer) for item in returned):
+            return list(returned), []
+    raise _wrong_form(f"got {_describe(returned)}")
+
+
+def _describe(returned: Any) -> str:
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        return f"{type(returned).__name__} of {[type(item).__name__ for item in returned]}"
+    return type(returned).__name__
+
+
+def _split_dict(returned: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    if "optimizer" not in returned:
+        raise _wrong_form(f"the dict has the keys {sorted(map(str, returned))} and no 'optimizer'")
+    extra = set(returned) - {"optimizer", "lr_scheduler", "monitor"}
+    if extra:
+        hints = [f"{key!r}{nearest(key, ('optimizer', 'lr_scheduler', 'monitor'))}" for key in sorted(extra)]
+        warnings.warn(f"configure_optimizers: unknown keys are ignored: {', '.join(hints)}", stacklevel=2)
+    scheduler = returned.get("lr_scheduler")
+    if scheduler is None:
+        return [returned["optimizer"]], []
+    monitor = returned.get("monitor")
+    if monitor is not None:
+        scheduler = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+        scheduler.setdefault("monitor", monitor)
+    return [returned["optimizer"]], [scheduler]
+
+
+def _scheduler_config(raw: Any, *, is_automatic: bool) -> LRSchedulerConfig:
+    if not isinstance(raw, Mapping):
+        return LRSchedulerConfig(raw, reduce_on_plateau=isinstance(raw, ReduceLROnPlateau))
+    if "scheduler" not in raw:
+        raise ModuleError(
+            f"configure_optimizers: the lr_scheduler dict has the keys {sorted(map(str, raw))} and no 'scheduler'.",
+            fix="put the schedule itself under the key 'scheduler'.",
+        )
+    unknown = [key for key in raw if key not in _SCHEDULER_KEYS]
+    if unknown:
+        hints = ", ".join(f"{key!r}{nearest(str(key), _SCHEDULER_KEYS)}" for key in unknown)
+        warnings.warn(f"configure_optimizers: unknown keys of lr_scheduler are ignored: {hints}", stacklevel=2)
+    values = {key: raw[key] for key in _SCHEDULER_KEYS if key in raw}
+    values.setdefault("reduce_on_plateau", isinstance(raw["scheduler"], ReduceLROnPlateau))
+    config = LRSchedulerConfig(**values)
+    if config.interval not in ("step", "epoch"):
+        raise ModuleError(
+            f"configure_optimizers: lr_scheduler has interval={config.interval!r}, expected 'step' or 'epoch'.",
+            fix="choose 'step' (optimizer steps) or 'epoch'.",
+        )
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ModuleError(
+            f"configure_optimizers: lr_scheduler has frequency={config.frequency!r}, expected a whole number >= 1.",
+            fix="pass how many intervals lie between two steps of the schedule.",
+        )
+    if not is_automatic and (config.monitor or config.reduce_on_plateau) and "monitor" in raw:
+        warnings.warn("manual optimization steps no schedule by itself: 'monitor' is ignored", stacklevel=2)
+    return config
+
+
+def _check_scheduler(
+    config: LRSchedulerConfig, optimizers: list[Optimizer], *, has_own_scheduler_step: bool, is_automatic: bool
+) -> None:
+    scheduler = config.scheduler
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, Stateful):
+        raise ModuleError(
+            f"configure_optimizers: {name} has no state_dict and load_state_dict, so it could not be resumed.",
+            fix="use a schedule from torch.optim.lr_scheduler, or give your class both methods.",
+        )
+    if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and not has_own_scheduler_step and is_automatic:
+        raise ModuleError(
+            f"configure_optimizers: {name} is no torch schedule, so when and how to step it is unknown.",
+            fix="override lr_scheduler_step(self, scheduler, metric) in your module.",
+        )
+    owner = getattr(scheduler, "optimizer", None)
+    if owner is not None and not any(owner is optimizer for optimizer in optimizers):
+        raise ModuleError(
+            f"configure_optimizers: {name} belongs to an optimizer that was not returned.",
+            fix="return the optimizer that the schedule was built with.",
+        )
+    if config.reduce_on_plateau and config.monitor is None and is_automatic:
+        raise ModuleError(
+            f"configure_optimizers: {name} needs the name of a metric and has none.",
+            fix="return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
+        )
+    if isinstance(scheduler, OneCycleLR) and config.interval == "epoch" and is_automatic:
+        warnings.warn("OneCycleLR is stepped once per epoch; pass interval='step' if it counts steps", stacklevel=2)
+
+
+def step_scheduler(
+    config: LRSchedulerConfig, metric: Tensor | float | None, override: Callable[[Any, Any], None] | None
+) -> None:
+    """Step one schedule, through the module's own `lr_scheduler_step` where it has one."""
+    if override is not None:
+        override(config.scheduler, metric)
+    elif metric is None:
+        config.scheduler.step()
+    else:
+        config.scheduler.step(metric)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def step_due_schedules(run: Run, interval: str, count: int) -> None:
+    """Step the schedules that are due now that `count` intervals are complete.
+
+    Plateau schedules are stepped here when they count steps; those that count epochs wait for `step_plateaus`, because
+    the epoch's metrics come after its last step.
+    """
+    own = run.lifecycle.own("lr_scheduler_step")
+    for config in run.schedulers:
+        if not config.is_due(interval, count):
+            continue
+        if not config.reduce_on_plateau:
+            step_scheduler(config, None, own)
+        elif interval == "step":
+            _step_plateau(run, config, own)
+
+
+def step_plateaus(run: Run, epochs: int) -> None:
+    """Step the plateau schedules that count epochs, after the epoch's metrics are there."""
+    if not run.is_automatic:
+        return
+    own = run.lifecycle.own("lr_scheduler_step")
+    for config in run.schedulers:
+        if config.reduce_on_plateau and config.is_due("epoch", epochs):
+            _step_plateau(run, config, own)
+
+
+def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[Any, Any], None] | None) -> None:
+    """Step a plateau schedule with its metric, unless it has had this very value before. On every rank."""
+    name = config.monitor
+    assert name is not None
+    run.metrics.synchronize([name])  # ranks with rates of their own would part ways
+    at = run.metrics.metric_step(name)
+    if at is None:
+        if run.trainer.enable_validation and run.progress.validated_at < 0:
+            return  # the metric may be one of the validation that is still to come
+        known = sorted(run.metrics.callback_metrics())
+        if config.strict:
+            raise ModuleError(
+                f"the schedule {type(config.scheduler).__name__} monitors {name!r}{nearest(name, known)}, which was "
+                f"not logged; logged are {known}.",
+                fix=f"log it with self.log({name!r}, value), or set strict=False in the schedule's dict.",
+            )
+        if config.last_metric_step != _SAID_MISSING:
+            config.last_metric_step = _SAID_MISSING
+            warnings.warn(f"the schedule's metric {name!r} was not logged; it is not stepped", stacklevel=2)
+        return
+    if at != config.last_metric_step:
+        config.last_metric_step = at
+        step_scheduler(config, run.metrics.callback_metrics()[name], own)

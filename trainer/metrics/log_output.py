@@ -1,0 +1,289 @@
+"""Where logged numbers go: all loggers of a Trainer, none of which may stop the training. One per Trainer.
+
+A logger with `writes_behind` gets its rows on a thread of its own, in order; anything else that it is told comes after
+the rows before it. What a logger cannot take now waits (loggers/write_behind.py). With several ranks only rank 0's
+loggers are told anything; the others know in which folder it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ...loggers import Logger, share_version
+from ...loggers.folder import FolderLogger
+
+if TYPE_CHECKING:
+    from ...loggers.write_behind import WriteQueue
+    from ...strategies import Strategy
+
+__all__ = ["LogOutput"]
+
+log = logging.getLogger(__name__)
+
+Row = tuple[dict[str, float], int, Mapping[str, float], float]
+"""Values, the step, where training stands otherwise, and the seconds since the row before."""
+
+
+class LogOutput:
+    """The loggers, and what was last sent to them.
+
+    Args:
+        logger: The Trainer's argument: True or None for TensorBoard, False for none, a logger, or several.
+        root: Directory for the default logger.
+        is_trial: Replace every logger by one that does nothing (`fast_dev_run`).
+
+    Attributes:
+        latest: Key -> value last sent; the same on every rank.
+        is_silent: Whether another rank tells the loggers.
+
+    Raises:
+        ConfigError: Something given is no logger.
+    """
+
+    def __init__(self, logger: Any, *, root: str, is_trial: bool) -> None:  # Any: checked here
+        self._queues: dict[int, WriteQueue] = {}
+        self._root = root
+        self._is_running = False  # only then is there an end at which queues are drained
+        self._clock_s = time.monotonic()
+        self.is_silent = False
+        self._loggers: list[Logger] = []
+        self.latest: dict[str, float] = {}
+        self.loggers = self._read(logger, root, is_trial=is_trial)
+
+    @staticmethod
+    def _read(logger: Any, root: str, *, is_trial: bool) -> list[Logger]:
+        if logger is False:
+            return []
+        if logger is None or logger is True:
+            if is_trial:
+                return []
+            if "://" in root:
+                warnings.warn("no logger: TensorBoard writes local folders only; pass logger=...", stacklevel=5)
+                return []
+            from ...loggers import TensorBoardLogger
+
+            return [TensorBoardLogger(root)]
+        loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
+        for item in loggers:
+            if not callable(getattr(item, "log_metrics", None)):
+                raise ConfigError(
+                    f"logger={type(item).__name__} has no log_metrics.",
+                    fix="pass True, False, a Logger, or a list of Loggers.",
+                )
+        if not is_trial:
+            return loggers
+        from ...loggers import DummyLogger
+
+        return [DummyLogger() for _ in loggers]
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = list(loggers)
+        share_version(self._loggers)
+
+    def set_rank(self, rank: int) -> None:
+        """Note this process's rank. Called by the Trainer once the processes are connected, before loggers are used."""
+        self.is_silent = rank > 0
+        for logger in self._loggers:
+            if isinstance(logger, Logger):
+                logger.set_rank(rank)
+
+    def agree(self, strategy: Strategy) -> None:
+        """Let every rank know in which folders rank 0 writes; there are folders from then on.
+
+        Called by the Trainer on every rank when a verb begins, after a resumed run has taken its earlier folders back.
+        With one process a folder is taken when something is written.
+        """
+        self._is_running = True
+        self._clock_s = time.monotonic()
+        if strategy.world_size == 1:
+            return
+        from ...callbacks.rank_zero import decided_on_rank_zero  # not imported where there is one process
+
+        versions = decided_on_rank_zero(strategy, self._take_folders)
+        if self.is_silent:
+            self.join_versions(versions)
+
+    def _take_folders(self) -> list[int | str | None]:
+        for logger in self._loggers:
+            self.tell(logger, lambda logger=logger: logger.version)  # type: ignore[misc]
+        return self.versions()
+
+    def versions(self) -> list[int | str | None]:
+        """Return the version that each logger's folder has; None where it has none, or the logger writes no folder."""
+        return [logger.taken_version if isinstance(logger, FolderLogger) else None for logger in self._loggers]
+
+    def join_versions(self, versions: Sequence[int | str | None]) -> None:
+        """Let loggers use the folders that `versions` named in another process."""
+        for logger, version in zip(self._loggers, versions, strict=True):
+            if version is not None and isinstance(logger, FolderLogger):
+                logger.join_version(version)
+
+    def tell(self, logger: Logger, action: Callable[[], Any]) -> None:
+        """Let a logger do something, on rank 0, after the rows that it was given.
+
+        Where these cannot be written now, or the action fails for a reason that may pass, it is done later.
+        """
+        if self.is_silent:
+            return
+        queue = self._queue(logger)
+        if queue.settle():
+            failure = queue.try_now(action)
+            if failure is not None:
+                queue.put(action)
+        else:
+            queue.put(action)
+        self._say(logger, queue)
+
+    def ask(self, logger: Logger, action: Callable[[], Any]) -> None:
+        """Let a logger answer something, on rank 0, if all rows that it was given are written; else leave it out."""
+        if self.is_silent:
+            return
+        queue = self._queue(logger)
+        failure = queue.try_now(action) if queue.settle() else None
+        if failure is not None:
+            warnings.warn(f"{type(logger).__name__} failed: {type(failure).__name__}: {failure}", stacklevel=4)
+        self._say(logger, queue)
+
+    def _say(self, logger: Logger, queue: WriteQueue) -> None:
+        for is_failure, text in queue.news():
+            message = f"{type(logger).__name__} {text}"
+            if is_failure:
+                warnings.warn(f"{message}; training goes on", stacklevel=4)
+            else:
+                log.warning("%s", message)
+
+    def write(self, row: Mapping[str, float], step: int, *, samples: int = 0) -> None:
+        """Send a row of host numbers to every logger.
+
+        Args:
+            row: Name to host number.
+            step: The row's step.
+            samples: Samples that all ranks have trained on.
+        """
+        self.latest.update(row)
+        now = time.monotonic()
+        passed_s, self._clock_s = now - self._clock_s, now
+        if self.is_silent:
+            return
+        axes = {"samples": samples, **self.latest} if self._loggers else {}
+        for logger in self._loggers:
+            queue = self._queue(logger)
+            queue.put((dict(row), step, axes, passed_s))
+            self._say(logger, queue)
+
+    def _queue(self, logger: Logger) -> WriteQueue:
+        queue = self._queues.get(id(logger))
+        if queue is None:
+            from ...loggers.write_behind import WriteBehind, WriteInPlace  # not imported before the first row
+
+            writer = RowWriter(logger)
+            if self._is_running and isinstance(logger, Logger) and logger.writes_behind:
+                queue = logger.queue = WriteBehind(perform=writer)
+            else:
+                queue = WriteInPlace(perform=writer)
+            if self._is_running:
+                self._queues[id(logger)] = queue
+        return queue
+
+    def finalize(self, status: str) -> None:
+        """Write what waits and close every logger: "success" or "failed". Rows that cannot be written go to a file."""
+        for logger in self._loggers:
+            self.tell(logger, lambda logger=logger: logger.finalize(status))  # type: ignore[misc]
+        self._is_running = False
+        queues, self._queues = self._queues, {}
+        for logger in self._loggers:
+            queue = queues.get(id(logger))
+            if queue is None:
+                continue
+            undone = queue.close()
+            self._say(logger, queue)
+            rows = [item for item in undone if not callable(item)]
+            if rows:
+                self._keep(logger, rows)
+            if isinstance(logger, Logger):
+                logger.queue = None
+
+    def _keep(self, logger: Logger, rows: Sequence[Row]) -> None:
+        """Write rows that a logger did not take into a file."""
+        name = type(logger).__name__
+        root = tempfile.gettempdir() if "://" in self._root else self._root
+        path = os.path.join(root, f"unwritten_rows_{name}.jsonl")
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
+        except (OSError, TypeError) as error:
+            warnings.warn(f"{name} did not take {len(rows)} rows, nor could they be kept: {error}", stacklevel=4)
+            return
+        warnings.warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines", stacklevel=4)
+
+    def write_hyperparameters(self, owners: Sequence[Any], graph_of: Any) -> None:
+        """Send the hyperparameters of module and data module, and the module's graph.
+
+        Args:
+            owners: Module and data module, or None in their place.
+            graph_of: The module for `log_graph`; None for none.
+
+        Raises:
+            ConfigError: Both have a hyperparameter of one name with different values.
+        """
+        merged: dict[str, Any] = {}
+        for owner in owners:
+            if owner is None or not getattr(owner, "_log_hyperparams", False):
+                continue
+            for key, value in dict(owner.hparams_initial).items():
+                if key in merged and merged[key] is not value and merged[key] != value:
+                    raise ConfigError(
+                        f"module and data module have the hyperparameter {key!r} with the values {merged[key]!r} and "
+                        f"{value!r}.",
+                        fix="rename one, or pass logger=False to one of the save_hyperparameters calls.",
+                    )
+                merged[key] = value
+        for logger in self._loggers:
+            if merged:
+                self.tell(logger, lambda logger=logger: logger.log_hyperparams(merged))  # type: ignore[misc]
+            if graph_of is not None:
+                self.tell(logger, lambda logger=logger: logger.log_graph(graph_of))  # type: ignore[misc]
+
+
+class RowWriter:
+    """Gives rows to a logger; a row that is tried again goes on with what failed.
+
+    Args:
+        logger: Any object with `log_metrics`, and whatever else of a Logger it has.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._row: Row | None = None
+        self._is_logged = False
+
+    def __call__(self, item: Row) -> None:
+        """Log the row and save."""
+        row, step, axes, passed_s = item
+        logger = self._logger
+        if item is not self._row:
+            self._row, self._is_logged = item, False
+            if isinstance(logger, Logger):
+                logger.wall_s += passed_s
+        if not self._is_logged:
+            if isinstance(logger, Logger):
+                logger.log_row(dict(row), step, axes)
+            else:
+                logger.log_metrics(dict(row), step=step)
+            self._is_logged = True
+        logger.save()
+        self._row = None

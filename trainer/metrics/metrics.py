@@ -1,0 +1,778 @@
+"""What `self.log` does: values stay on the device as (sum, weight) until a log boundary or the end of an epoch.
+
+One `Metrics` serves one Trainer. The lifecycle sets `table` to that of the running hook, which knows the defaults of
+`log` there; the loops say which window and which batch it is. Nothing here reads a device but `read_step` and
+`finish_epoch`, which make one packed copy each. With several ranks these two and `publish_epoch` join what the ranks
+have: trainer/metrics/ranks_metrics.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...data.move import find_batch_size
+from ...errors import ConfigError, ModuleError
+from ..lifecycle import HOOKS, LOG_RULES, LogRule
+from ..loop.loss import Loss
+from .accumulators import MetricSlot, ScalarSlot, accumulation_dtype, version_of
+
+if TYPE_CHECKING:
+    from ...data.batch_size import BatchSizes
+    from .ranks_metrics import RanksMetrics
+
+__all__ = ["HookTable", "Metrics", "is_metric", "load_metric_states", "metric_states"]
+
+_REDUCE: dict[Any, str] = {
+    "mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max",
+    torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum",
+}  # fmt: skip
+
+
+_METRIC_SLOT_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
+
+
+def _stage_of(hook: str) -> str:
+    return next((stage for stage in ("validation", "test") if stage in hook), "train")
+
+
+def _is_of_batches(hook: str) -> bool:
+    return "batch" in hook or "step" in hook
+
+
+class HookTable:
+    """The slots that one hook logs to.
+
+    Attributes:
+        hook: Name of the hook.
+        rule: Defaults of `log` there; None where logging is an error.
+        stage: "train", "validation" or "test".
+        slots: Key -> slot, for the data loader that is being read.
+        by_loader: The same for each data loader.
+    """
+
+    __slots__ = ("by_loader", "hook", "rule", "slots", "stage")
+
+    def __init__(self, hook: str, rule: LogRule | None) -> None:
+        self.hook = hook
+        self.rule = rule
+        self.stage = _stage_of(hook)
+        self.by_loader: dict[int, dict[str, ScalarSlot]] = {0: {}}
+        self.slots = self.by_loader[0]
+
+
+class Metrics:
+    """Values that were logged, by hook and key.
+
+    Attributes:
+        device: Where sums live.
+        table: Table of the hook that is running now.
+        batch: The micro-batch at hand, which tells the weight of a value; None outside of batches.
+        sized: The batch whose size is known; whoever sets another `batch` sets it to None, or it would live on.
+        sizes: How many samples the batches of the loader at hand have; None before there is one.
+        window: Number of the present window (or evaluation batch); step values of older ones are not logged again.
+        step: `global_step` after the present window.
+        is_weighing_steps: Whether a window has several micro-batches, so that step values need weights.
+        is_muted: Whether `log` does nothing now (a closure that evaluates a batch again).
+        results: Latest epoch value of each key: shape (), on the device.
+        result_steps: `global_step` at which each of them was computed.
+        loaders_of_keys: Key -> the loaders whose batches logged it on any rank, of the last evaluation with several.
+        progress_bar: Host values for the bar, as of the last log boundary.
+        decisive: Keys on which schedules and callbacks decide: with several ranks their step values need weights.
+        late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self._tables = {name: HookTable(name, rule) for name, rule in LOG_RULES.items()}
+        self.nowhere = HookTable("", None)
+        self.table = self.nowhere
+        self.batch: Any = None  # Any: whatever the loader gives
+        self.sized: Any = None  # Any: as batch
+        self.sizes: BatchSizes | None = None
+        self._size: int | None = None
+        self.window = 0
+        self.step = 0
+        self.is_weighing_steps = False
+        self.is_muted = False
+        self.is_disabled = False
+        self.several_loaders = False
+        self.loader_index = 0
+        self.results: dict[str, Tensor] = {}
+        self.result_steps: dict[str, int] = {}
+        self.loaders_of_keys: dict[str, set[int]] = {}
+        self._replaced: dict[str, tuple[Tensor | None, int]] = {}
+        self.progress_bar: dict[str, float] = {}
+        self._step_slots: list[ScalarSlot] = []
+        self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
+        self.decisive: frozenset[str] = frozenset()
+        self.late_listeners: dict[str, bool] = {}
+        self._ranks: RanksMetrics | None = None
+
+    def connect(
+        self,
+        gather: Callable[[Any], list[Any]] | None,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """Join what is logged with what other ranks log, from now on. Called by the Trainer at the beginning of a run.
+
+        Args:
+            gather: Returns the objects of all ranks in rank order, on every rank (`Strategy.gather_objects`); None
+                where there is one process.
+            rank: This process's place among them.
+            size: Their number.
+            module: Where metric objects are found on ranks that did not log them.
+        """
+        if gather is None:
+            self._ranks = None
+            return
+        from .ranks_metrics import RanksMetrics  # not imported where there is one process
+
+        self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module)
+
+    @property
+    def gather(self) -> Callable[[Any], list[Any]] | None:
+        """What returns the objects of all ranks; None where there is one process."""
+        return None if self._ranks is None else self._ranks.gather
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This process's rank and the number of ranks."""
+        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+
+    def table_of(self, hook: str) -> HookTable:
+        """Return the table of a hook."""
+        return self._tables[hook]
+
+    def close_table(self, hook: str) -> None:
+        """Refuse `log` until the running hook ends: its values were read, because a checkpoint was taken in it."""
+        self.table = HookTable(f"{hook} after trainer.save_checkpoint", None)
+
+    def log(
+        self,
+        name: str,
+        value: Any,  # Any: number, tensor, Loss, torchmetrics metric
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        sync_dist: bool = False,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep a value; see `Module.log`. Called for every value of every batch: the first lines are the hot path."""
+        slot = self.table.slots.get(name)
+        asked = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only)
+        if slot is None or slot.asked != asked:
+            if self.is_disabled:
+                return
+            slot = self._open_slot(name, value, asked)
+        if self.is_muted:
+            return
+        weight: Tensor | float = 1.0
+        version = 0
+        if value.__class__ is Tensor:
+            if value.requires_grad and not enable_graph:
+                value = value.detach()
+            if slot.reduce == "mean" and (slot.weighs or self.is_weighing_steps):
+                weight = self._weight(slot) if batch_size is None else batch_size
+            try:
+                version = value._version
+            except RuntimeError:  # an inference tensor
+                value = value.clone()
+        else:
+            value, weight = self._number(slot, value, batch_size)
+            version = version_of(value)
+        if slot.on_step:
+            if slot.window != self.window:
+                slot.window = self.window
+                slot.step = self.step
+                slot.step_values = [value]
+                slot.step_weights = [weight]
+                slot.step_version = version
+            else:
+                slot.step_values.append(value)
+                slot.step_weights.append(weight)
+                slot.step_version += version
+        if slot.on_epoch:
+            slot.is_empty = False
+            slot.values.append(value)
+            slot.weights.append(weight)
+            slot.version += version
+            if len(slot.values) >= slot.look_at:
+                slot.inspect(self.device)
+
+    def _number(self, slot: ScalarSlot, value: Any, batch_size: int | None) -> tuple[Any, Tensor | float]:
+        """Return value and weight of what is no plain tensor."""
+        if isinstance(value, Loss):
+            weight = value.weight
+            return value.mean().detach(), weight.detach().clone() if isinstance(weight, Tensor) else weight
+        if isinstance(slot, MetricSlot):
+            cached = getattr(value, "_forward_cache", None) if slot.on_step else 0.0
+            if cached is None:
+                raise ModuleError(
+                    f"log({slot.name!r}): on_step=True needs the metric's value of this batch, and only update() "
+                    "was called.",
+                    fix="call the metric itself, metric(preds, target), or log it with on_step=False, on_epoch=True.",
+                )
+            return cached, 1.0
+        if isinstance(value, Tensor):
+            value = value.detach().clone()  # a parameter: the optimizer changes it in place
+        elif not isinstance(value, int | float):
+            raise _bad_value(slot.name, value)
+        if slot.reduce != "mean" or not (slot.weighs or self.is_weighing_steps):
+            return value, 1.0
+        return value, self._weight(slot) if batch_size is None else batch_size
+
+    def _weight(self, slot: ScalarSlot) -> float:
+        batch = self.batch
+        if batch is None:
+            return 1.0
+        if self.sized is not batch:
+            found, sizes = find_batch_size(batch), self.sizes
+            self._size = found if sizes is None or found == sizes.expected else sizes.resolve(batch, found)
+            self.sized = batch
+        if self._size is not None:
+            return self._size
+        # The batch does not tell its size. As long as all batches look the same they weigh the same.
+        shapes = _shapes(batch)
+        if slot.shapes is None:
+            slot.shapes = shapes
+        elif slot.shapes != shapes:
+            raise ModuleError(
+                f"log({slot.name!r}): the mean over the epoch needs the size of each batch; the batches differ "
+                f"({slot.shapes} and {shapes}) and their tensors do not agree on a first dimension.",
+                fix=f"pass it: self.log({slot.name!r}, value, batch_size=n), or log lw.Loss(sum, weight).",
+            )
+        return 1.0
+
+    def _open_slot(self, name: str, value: Any, asked: tuple[Any, ...]) -> ScalarSlot:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = asked
+        table = self.table
+        rule = table.rule
+        if rule is None:
+            where = f"in {table.hook}" if table.hook else "outside of the trainer's hooks"
+            is_after_save = table.hook.endswith("save_checkpoint")
+            raise ModuleError(
+                f"log({name!r}) was called {where}, where nothing can be logged.",
+                fix="log first, then save: a checkpoint holds what was logged at the event."
+                if is_after_save
+                else "log in a step, a batch hook or an epoch hook; `python -m loopwright lifecycle` lists them.",
+            )
+        existing = table.slots.get(name)
+        if existing is not None and existing.asked is not None:
+            raise self._other_arguments(name, existing, asked)
+        step = rule.on_step if on_step is None else on_step
+        epoch = rule.on_epoch if on_epoch is None else on_epoch
+        if step and not rule.may_step:
+            raise ModuleError(
+                f"log({name!r}, on_step=True) in {table.hook}: there is no step here.",
+                fix="leave on_step out; the value is logged once for the epoch.",
+            )
+        if not epoch and not rule.may_step:
+            raise ModuleError(f"log({name!r}, on_epoch=False) in {table.hook}.", fix="leave on_epoch out.")
+        slot = existing or (None if add_dataloader_idx else self._shared_slot(name, asked))
+        if slot is None:
+            slot, where = self._new_slot(name, value, reduce_fx, step, epoch, add_dataloader_idx), _calling_line()
+            self._refuse_conflict(slot, where)
+            slot.where = where
+        slot.asked = asked
+        slot.prog_bar = bool(prog_bar)
+        slot.logger = logger is not False
+        slot.sync_dist = bool(sync_dist) and not isinstance(slot, MetricSlot)
+        slot.rank_zero_only = bool(rank_zero_only)
+        is_joined = slot.sync_dist or not self.decisive.isdisjoint((slot.name, slot.step_key))
+        slot.weighs = slot.on_epoch or (is_joined and self._ranks is not None)
+        if slot.on_step and slot not in self._step_slots:
+            self._step_slots.append(slot)
+        table.slots[name] = slot
+        return slot
+
+    def _shared_slot(self, name: str, asked: tuple[Any, ...]) -> ScalarSlot | None:
+        """Return the slot that another loader opened for a key without the loader's number: all count into one.
+
+        Raises:
+            ModuleError: It was opened with other arguments.
+        """
+        for slots in self.table.by_loader.values():
+            slot = slots.get(name)
+            if slot is not None and slot.asked in (asked, None):
+                return slot
+            if slot is not None and slot.asked is not None and slot.name == name:
+                raise self._other_arguments(name, slot, asked)
+        return None
+
+    def _other_arguments(self, name: str, slot: ScalarSlot, now: tuple[Any, ...]) -> ModuleError:
+        return ModuleError(
+            f"log({name!r}) was called in {self.table.hook} ({_calling_line()}) with other arguments than before "
+            f"({slot.where}): {_difference(slot.asked or (), now)}.",
+            fix="log one key with the same arguments each time, or use another key.",
+        )
+
+    def _new_slot(
+        self, name: str, value: Any, reduce_fx: Any, on_step: bool, on_epoch: bool, add_dataloader_idx: bool
+    ) -> ScalarSlot:
+        table = self.table
+        if not isinstance(name, str):
+            raise ModuleError(f"log got the name {name!r}, expected a string.", fix="pass the key as a string.")
+        full = name
+        if add_dataloader_idx and "/dataloader_idx_" in name:
+            raise ModuleError(
+                f"log({name!r}): '/dataloader_idx_' is added by the trainer.",
+                fix="choose another name, or pass add_dataloader_idx=False.",
+            )
+        is_per_loader = table.stage != "train" and _is_of_batches(table.hook)
+        if self.several_loaders and add_dataloader_idx and is_per_loader:
+            full = f"{name}/dataloader_idx_{self.loader_index}"
+        reduce = _REDUCE.get(reduce_fx)
+        if is_metric(value):
+            return MetricSlot(full, table.hook, value, on_step=on_step, on_epoch=on_epoch)
+        if reduce is None:
+            raise ConfigError(
+                f"log({name!r}): reduce_fx={reduce_fx!r} is not supported.",
+                fix="use 'mean', 'sum', 'min' or 'max', or log a torchmetrics metric for anything else.",
+            )
+        if isinstance(value, Mapping):
+            raise _bad_value(name, value)
+        slot = ScalarSlot(full, table.hook, reduce=reduce, on_step=on_step, on_epoch=on_epoch)
+        if isinstance(value, Loss):
+            value = value.sum
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ModuleError(
+                    f"log({name!r}) got a tensor of shape {tuple(value.shape)}, expected one element.",
+                    fix="reduce it first, for example with value.mean().",
+                )
+            is_single = value.dtype.is_floating_point and value.dtype != torch.float64
+            slot.dtype = torch.float32 if is_single else accumulation_dtype(self.device)  # integers stay exact
+        else:
+            slot.dtype = accumulation_dtype(self.device)
+        return slot
+
+    def _refuse_conflict(self, new: ScalarSlot, where: str) -> None:
+        """Refuse a key of which another key that is in use would take or give the values.
+
+        The same name in training and in validation is one key with two sources, as in the field: the latest counts.
+        """
+        table = self.table
+        for other in self._tables.values():
+            for slot in (slot for slots in other.by_loader.values() for slot in slots.values()):
+                if slot.is_empty and not (slot.on_step and slot.window == self.window):
+                    continue
+                is_same_name = slot.name == new.name
+                if is_same_name and other.stage != table.stage:
+                    continue
+                shared = slot.keys & new.keys
+                if not shared:
+                    continue
+                key = min(shared)
+                if is_same_name:
+                    what = f"log({new.name!r}) was called in {slot.hook} ({slot.where}) and in {new.hook} ({where})."
+                    fix = "log a key in one hook only, or use two keys."
+                else:
+                    what = (
+                        f"log({slot.name!r}) in {slot.hook} ({slot.where}) and log({new.name!r}) in {new.hook} "
+                        f"({where}) both give {key!r}: on_step=True with on_epoch=True adds '_step' and '_epoch'."
+                    )
+                    fix = "rename one of the two."
+                raise ModuleError(what, fix=fix)
+
+    # --- windows and loaders -------------------------------------------------------------------------------------
+
+    def select_loader(self, stage: str, index: int, *, several: bool) -> None:
+        """Log to the slots of this data loader from now on, in the hooks of the stage."""
+        self.several_loaders = several
+        self.loader_index = index
+        for table in self._tables.values():
+            if table.stage == stage:
+                table.slots = table.by_loader.setdefault(index, {})
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def read_step(self, extra: Tensor | None = None, *, on_all_ranks: bool = True) -> tuple[dict[str, float], float]:
+        """Copy the step values of the present window to the host, in one packed copy.
+
+        With several ranks, a key with sync_dist=True gets the value of all of them (a mean weighted by what each
+        value weighs), another one that of the lowest rank that has it; the result is the same on every rank.
+
+        Args:
+            extra: One more value to read with them: shape (), on the device.
+            on_all_ranks: Whether every rank calls this for the same window, and the values are to be joined. In an
+                evaluation ranks have different numbers of batches: there each reads its own.
+
+        Returns:
+            Key -> value for the loggers, and the value of `extra` (0.0 without one; NaN if it is not finite on some
+            rank).
+        """
+        fresh = [slot for slot in self._step_slots if slot.window == self.window]
+        if self._ranks is not None and on_all_ranks:
+            return self._ranks.read_step(fresh, extra)
+        *numbers, probed = self.read_numbers(
+            [*(slot.step_value(self.device) for slot in fresh), 0.0 if extra is None else extra]
+        )
+        row: dict[str, float] = {}
+        for slot, number in zip(fresh, numbers, strict=True):
+            if slot.logger:
+                row[slot.step_key] = number
+            if slot.prog_bar:
+                self.show(number, slot.step_key, slot.name if slot.on_epoch else None)
+        return row, probed
+
+    def read_numbers(self, values: list[Tensor | float]) -> list[float]:
+        """Return numbers and one-element tensors as numbers of the host, in one packed copy."""
+        numbers = iter(self._pack([value for value in values if isinstance(value, Tensor)]))
+        return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
+
+    def show(self, number: float, *keys: str | None) -> None:
+        """Let the progress bar show a number under these keys."""
+        self.progress_bar.update({key: number for key in keys if key is not None})
+
+    @property
+    def has_step_values(self) -> bool:
+        """Whether any step value was logged in the present window."""
+        return any(slot.window == self.window for slot in self._step_slots)
+
+    def _pack(self, values: list[Tensor]) -> list[float]:
+        if not values:
+            return []
+        dtype = accumulation_dtype(self.device)
+        packed = torch.stack([v.detach().reshape(()).to(self.device, dtype, non_blocking=True) for v in values])
+        numbers: list[float] = packed.tolist()
+        return numbers
+
+    def publish_epoch(self, stage: str, step: int) -> None:
+        """Make the epoch's values so far readable in `results`, on the device. With several ranks: on every rank."""
+        self._replaced = {}
+        if self._ranks is not None:
+            self._ranks.publish_epoch(stage, step)
+            return
+        for slot in self.filled_slots(stage):
+            self.put(slot.epoch_value(self.device), step, slot.epoch_key, slot.name)
+            slot.finished_window = slot.window
+
+    def put(self, value: Tensor, step: int, *keys: str) -> None:
+        """Make an epoch's value readable under these keys, remembering what was there before."""
+        for key in keys:
+            self._synchronized.pop(key, None)
+            self._replaced.setdefault(key, (self.results.get(key), self.result_steps.get(key, 0)))
+            self.results[key] = value
+            self.result_steps[key] = step
+
+    def finish_epoch(self, stage: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """End the epoch of a stage: publish, copy to the host in one packed copy, and begin anew. On every rank.
+
+        Returns:
+            Key -> value for the loggers, and key -> value of everything; the same on every rank.
+        """
+        slots = list(self.filled_slots(stage))
+        self.loaders_of_keys = self.find_loaders(stage)
+        if self._ranks is not None:
+            finished, self.loaders_of_keys = self._ranks.finish_epoch(stage, step)
+        else:
+            self.publish_epoch(stage, step)
+            finished = [
+                (slot.epoch_key, slot.name if slot.on_step else None, slot.logger, slot.prog_bar) for slot in slots
+            ]
+        numbers = self._pack([self.results[key] for key, *_ in finished])
+        row, everything = {}, {}
+        for (key, name, is_sent, is_shown), number in zip(finished, numbers, strict=True):
+            everything[key] = number
+            if is_sent:
+                row[key] = number
+            if is_shown:
+                self.show(number, key, name)
+        for slot in slots:
+            slot.reset()
+        self._replaced = {}
+        return row, everything
+
+    def find_loaders(self, stage: str) -> dict[str, set[int]]:
+        """Return which loaders' batches have logged each key on this rank; what hooks of an epoch log is of none.
+
+        Empty where there is one loader.
+        """
+        found: dict[str, set[int]] = {}
+        if not self.several_loaders:
+            return found
+        for table in self._tables.values():
+            if table.stage == stage and _is_of_batches(table.hook):
+                for index, slots in table.by_loader.items():
+                    for slot in slots.values():
+                        if not slot.is_empty:
+                            found.setdefault(slot.epoch_key, set()).add(index)
+        return found
+
+    def discard_epoch(self, stage: str) -> None:
+        """Forget what a stage logged and put back what it published over: the sanity check leaves no trace."""
+        for key, (value, step) in self._replaced.items():
+            if value is None:
+                del self.results[key], self.result_steps[key]
+            else:
+                self.results[key], self.result_steps[key] = value, step
+        self._replaced = {}
+        for slot in self.slots(stage):
+            slot.reset()
+        if self._ranks is not None:
+            self._ranks.discard_epoch(stage)
+        for table in self._tables.values():
+            if table.stage == stage:
+                table.by_loader = {0: {}}
+                table.slots = table.by_loader[0]
+        self._step_slots = [slot for slot in self._step_slots if _stage_of(slot.hook) != stage]
+
+    def filled_slots(self, stage: str) -> Iterator[ScalarSlot]:
+        """Yield the slots of a stage that have something for the epoch."""
+        return (slot for slot in self.slots(stage) if slot.on_epoch and not slot.is_empty)
+
+    def slots(self, stage: str) -> list[ScalarSlot]:
+        """Return the slots of a stage, each once also where several loaders share it."""
+        slots = {
+            id(slot): slot
+            for table in self._tables.values()
+            if table.stage == stage
+            for by_key in table.by_loader.values()
+            for slot in by_key.values()
+        }
+        return list(slots.values())
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Return the latest value of each key: shape (), on the device; nothing is read.
+
+        With several ranks, epoch values are the same on all of them; those of a step are this rank's own, and all
+        ranks' once they were joined: by `synchronize`, or with sync_dist=True at a log boundary.
+        """
+        values = dict(self.results)
+        for slot in self._step_slots:
+            if slot.step_values:
+                value = slot.agreed if slot.agreed_window == slot.window else slot.step_value(self.device)
+                if not isinstance(value, Tensor):
+                    value = torch.tensor(value, dtype=slot.dtype)
+                values[slot.step_key] = value.reshape(())
+                if slot.is_ahead:
+                    values[slot.name] = values[slot.step_key]
+        for name in self._synchronized:
+            if (joint := self._joint(name)) is not None:
+                values[name] = joint[0]
+        return values
+
+    def metric_step(self, name: str) -> int | None:
+        """Return the `global_step` at which the value of `callback_metrics[name]` was computed; None without one."""
+        if (joint := self._joint(name)) is not None:
+            return joint[1]
+        slot = self.step_slot(name)
+        return self.result_steps.get(name) if slot is None else slot.step
+
+    def step_slot(self, name: str) -> ScalarSlot | None:
+        """Return the slot whose step value `callback_metrics[name]` is; None where that is an epoch's, or nothing."""
+        for slot in self._step_slots:
+            if slot.step_values and (name == slot.step_key or (name == slot.name and slot.is_ahead)):
+                return slot
+        return None
+
+    def _joint(self, name: str) -> tuple[Tensor, int] | None:
+        """Return all ranks' value of a key and its step, unless this rank has logged a newer one since."""
+        found = self._synchronized.get(name)
+        if found is None:
+            return None
+        value, step, window = found
+        slot = self.step_slot(name)
+        return None if slot is not None and slot.window > window else (value, step)
+
+    def synchronize(self, names: Iterable[str]) -> None:
+        """Let `callback_metrics` and `metric_step` hold the same on all ranks for these keys, until they log them anew.
+
+        For what is about to be decided on them. On every rank with the same keys: with several, it communicates; the
+        value of a step is reduced over the ranks that have logged the newest one, as that of an epoch is.
+        """
+        if self._ranks is not None:
+            from .ranks_latest import latest_values  # not imported before something is decided
+
+            for name, (value, step) in latest_values(self, names, self._ranks.gather).items():
+                self._synchronized[name] = (value, step, self.window)
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, module: torch.nn.Module | None = None, *, alone: bool = False) -> dict[str, Any]:
+        """Return published values and the sums of the epoch at hand: plain values and tensors.
+
+        Args:
+            module: Where metric objects that were logged are named by their path in it.
+            alone: Whether other ranks may be gone, so that nothing is asked of them and the state is this rank's own.
+
+        With several ranks the state holds the sums of each of them: on every rank, it communicates.
+        """
+        state = {
+            "results": (results := self.callback_metrics()),
+            "result_steps": {name: self.metric_step(name) or 0 for name in results},
+            "window": self.window,
+            "progress_bar": dict(self.progress_bar),
+            "slots": [
+                {**slot.state_dict(self.device), "loader": loader, "key": key}
+                for table in self._tables.values()
+                if table.stage == "train"  # a validation that has not ended is repeated
+                for loader, slots in table.by_loader.items()
+                for key, slot in slots.items()
+                if not isinstance(slot, MetricSlot) and slot.on_epoch and not slot.is_empty
+            ],
+            "metric_slots": self._metric_slots(module) if module is not None else [],
+        }
+        return state if self._ranks is None or alone else self._ranks.joined_state(state)
+
+    def of_ranks(self, states: dict[str, dict[str, Any]]) -> Any:
+        """Return what every rank's `metric_states` gave, as a list in rank order; with one process, what was given.
+
+        With several ranks: on every rank, it communicates. `load_metric_states` takes either.
+        """
+        if self._ranks is None:
+            return states
+        from .ranks_objects import to_cpu
+
+        return self._ranks.gather(to_cpu(states))
+
+    def _metric_slots(self, module: torch.nn.Module) -> list[dict[str, Any]]:
+        paths = {id(child): path for path, child in module.named_modules()}
+        return [
+            {
+                "metric": paths[id(slot.metric)],
+                "key": key,
+                **{name: getattr(slot, name) for name in _METRIC_SLOT_STATE},
+            }
+            for table in self._tables.values()
+            if table.stage == "train"
+            for key, slot in table.slots.items()
+            if isinstance(slot, MetricSlot) and not slot.is_empty and id(slot.metric) in paths
+        ]
+
+    def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module | None = None) -> None:
+        """Go on where `state_dict` was taken, on as many ranks or on others: each sum counts once."""
+        if "ranks" in state_dict:
+            from .ranks_metrics import state_of_rank
+
+            state_dict = state_of_rank(state_dict, *self.place)
+        elif self.place[0]:  # one process saved it, and its sums are taken over by rank 0
+            state_dict = {**state_dict, "slots": []}
+        self.results = {name: value.to(self.device) for name, value in state_dict["results"].items()}
+        self.result_steps = dict(state_dict["result_steps"])
+        self._synchronized = {}
+        self.window = state_dict["window"]
+        self.progress_bar = dict(state_dict["progress_bar"])
+        for state in state_dict["slots"]:
+            if state["hook"] in HOOKS:
+                table = self._tables[state["hook"]]
+                slots = table.by_loader.setdefault(state["loader"], {})
+                slots[state["key"]] = ScalarSlot.from_state(state, self.device)
+        children = dict(module.named_modules()) if module is not None else {}
+        for state in state_dict.get("metric_slots", []):
+            metric = children.get(state["metric"])
+            if state["hook"] in HOOKS and is_metric(metric):
+                self._tables[state["hook"]].slots[state["key"]] = MetricSlot.from_metric(state, metric)
+
+
+def is_metric(value: Any) -> bool:
+    """Whether this is a torchmetrics metric object."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the state of each torchmetrics metric in the module, by its path: torchmetrics leaves it out.
+
+    Args:
+        module: The module.
+        copy: Whether later updates of the metrics must not reach what is returned.
+    """
+
+    def kept(state: Any) -> Any:  # Any: a tensor or a list of tensors
+        if isinstance(state, list):
+            return [kept(item) for item in state]
+        return state.clone() if copy else state
+
+    return {
+        path: {
+            "update_count": child._update_count,
+            "states": {name: kept(getattr(child, name)) for name in child._defaults},
+        }
+        for path, child in module.named_modules()
+        if is_metric(child)
+    }
+
+
+def load_metric_states(
+    module: torch.nn.Module,
+    states: Mapping[str, Mapping[str, Any]] | list[Mapping[str, Mapping[str, Any]]],
+    device: torch.device,
+    place: tuple[int, int] = (0, 1),
+) -> None:
+    """Put back what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
+
+    Args:
+        module: The module.
+        states: Path -> state; a list of these where several ranks saved.
+        device: Where the states live.
+        place: This process's rank and the number of ranks.
+
+    Raises:
+        CheckpointError: Another number of ranks saved, and a metric's state cannot be joined.
+    """
+    if isinstance(states, list) or place[0]:
+        from .ranks_objects import own_states
+
+        states = own_states(module, states, *place)
+    for path, child in module.named_modules():
+        if path in states and is_metric(child):
+            child._update_count = states[path]["update_count"]
+            for name, value in states[path]["states"].items():
+                moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
+                setattr(child, name, moved)
+
+
+def _shapes(batch: Any) -> Any:
+    """Return the sizes of everything in a batch, to tell whether two batches look alike."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape)
+    if isinstance(batch, Mapping):
+        return {key: _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_shapes(value) for value in batch]
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    if isinstance(batch, str | bytes) or not hasattr(batch, "__len__"):
+        return type(batch).__name__
+    return len(batch)
+
+
+def _calling_line() -> str:
+    """Return file and line of the code outside of this package that is logging."""
+    frame = sys._getframe(1)
+    package = __name__.partition(".")[0] + "."
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(package):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _bad_value(name: str, value: Any) -> ModuleError:
+    if isinstance(value, Mapping):
+        return ModuleError(f"log({name!r}) got a dict.", fix="use self.log_dict for several values.")
+    return ModuleError(
+        f"log({name!r}) got {type(value).__name__}, expected a number, a tensor of one element, lw.Loss or a "
+        "torchmetrics metric.",
+        fix="convert the value, for example with float(value).",
+    )
+
+
+def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    names = (
+        "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "sync_dist", "rank_zero_only",
+    )  # fmt: skip
+    return ", ".join(f"{n}={b!r} and {a!r}" for n, b, a in zip(names, before, now, strict=True) if b != a)

@@ -1,0 +1,88 @@
+"""The latest values of logged keys over several ranks, for decisions that all ranks must take alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .ranks_metrics import joined
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+__all__ = ["latest_values"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    """What one rank has as the latest value of one key: of a step, or of an epoch, which all ranks have alike.
+
+    Attributes:
+        step: `global_step` at which it was computed.
+    """
+
+    step: int
+    is_of_step: bool
+    dtype: torch.dtype
+    value: float
+    weight: float = 1.0
+    reduce: str = "mean"
+    rank_zero_only: bool = False
+
+
+def latest_values(
+    metrics: Metrics, names: Iterable[str], gather: Callable[[Any], list[Any]]
+) -> dict[str, tuple[Tensor, int]]:
+    """Return the newest value that any rank has of each key, and its step; the same on every rank. One exchange.
+
+    A step's value is reduced over the ranks that logged the key at the newest step, as `sync_dist=True` does.
+
+    Args:
+        metrics: This rank's.
+        names: Keys of `callback_metrics`, the same on every rank; those that no rank has logged are left out.
+        gather: Returns the objects of all ranks in rank order, on every rank.
+
+    Returns:
+        Key -> value (shape (), on the device) and the `global_step` at which it was computed.
+    """
+    slots = {name: metrics.step_slot(name) for name in dict.fromkeys(names)}
+    of_step = {name: slot for name, slot in slots.items() if slot is not None}
+    of_epoch = {name: metrics.results[name] for name in slots if name not in of_step and name in metrics.results}
+    pairs = [slot.step_share(metrics.device) for slot in of_step.values()]
+    numbers = iter(metrics.read_numbers([*(number for pair in pairs for number in pair), *of_epoch.values()]))
+    mine: dict[str, _Latest] = {}
+    for name, slot in of_step.items():
+        value, weight = next(numbers), next(numbers)
+        mine[name] = _Latest(slot.step, True, slot.dtype, value, weight, slot.reduce, slot.rank_zero_only)
+    for name, result in of_epoch.items():
+        mine[name] = _Latest(metrics.result_steps[name], False, result.dtype, next(numbers))
+    everywhere = gather(mine)
+    found = {}
+    for name in slots:
+        shares = {rank: theirs[name] for rank, theirs in enumerate(everywhere) if name in theirs}
+        if shares:
+            found[name] = _newest(shares, metrics.device)
+    return found
+
+
+def _newest(shares: dict[int, _Latest], device: torch.device) -> tuple[Tensor, int]:
+    """Return the newest value and its step; at one step, an epoch's value is newer than that of a batch."""
+    step = max(share.step for share in shares.values())
+    shares = {rank: share for rank, share in shares.items() if share.step == step}
+    of_epoch = [share for share in shares.values() if not share.is_of_step]
+    counting = of_epoch[:1] or ([shares[0]] if 0 in shares and shares[0].rank_zero_only else list(shares.values()))
+    values = {share.value for share in counting}
+    first = counting[0]
+    if len(values) == 1:  # it keeps its bits
+        value = first.value
+    elif first.reduce in ("mean", "metric"):
+        # A rank where nothing counts has no mean: 0 / 0.
+        value = joined("mean", [(one.value * one.weight if one.weight else 0.0, one.weight) for one in counting])
+    else:
+        value = joined(first.reduce, [(one.value, 0.0) for one in counting])
+    dtype = torch.float64 if any(share.dtype == torch.float64 for share in counting) else first.dtype
+    return torch.tensor(value, dtype=torch.float64).to(device, dtype), step

@@ -1,0 +1,410 @@
+"""What `self.log` does over several ranks.
+
+Each rank keeps its own sums. When an epoch is published, one exchange carries the (sum, weight) of every key, in
+float64 on the host, and every rank merges them in rank order: so all have the same bits. A key counts wherever it was
+logged: a rank without batches, or one that does not log it, adds nothing. Metric objects take a second exchange, of
+their states. What a hook logs at the end of the epoch takes another one, which is left out where nobody listens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ModuleError
+from .accumulators import MetricSlot, ScalarSlot
+from .metrics import is_metric, metric_states
+from .ranks_objects import compute_joined, to_cpu
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+__all__ = ["RanksMetrics", "joined", "state_of_rank"]
+
+
+_HOW = ("hook", "reduce", "on_step", "rank_zero_only", "epoch_key", "logger", "prog_bar", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has of one key: how it was logged, and the reduction over its own values.
+
+    Attributes:
+        total: Sum (of value times weight, for a mean), minimum or maximum; 0 for a metric object.
+        weight: Weight of a mean.
+        shapes: Sizes of batches that do not tell how much they weigh.
+        loaders: Whose batches logged it, where there are several loaders.
+        path: Where a metric object is in the module; None where it is not, or for other values.
+        updates: Updates of a metric object.
+    """
+
+    hook: str
+    reduce: str
+    on_step: bool
+    rank_zero_only: bool
+    epoch_key: str
+    logger: bool
+    prog_bar: bool
+    dtype: torch.dtype
+    total: float = 0.0
+    weight: float = 0.0
+    shapes: Any = None  # Any: nested sizes
+    loaders: frozenset[int] = frozenset()
+    path: str | None = None
+    updates: int = 0
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is of a metric object."""
+        return self.reduce == "metric"
+
+
+@dataclass(frozen=True, slots=True)
+class _StepShare:
+    """What one rank has of one key in the present window."""
+
+    name: str | None  # the bar's second key
+    reduce: str
+    is_synced: bool
+    logger: bool
+    prog_bar: bool
+    rank_zero_only: bool
+    value: float
+    weight: float
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """An epoch that is being closed.
+
+    Attributes:
+        known: Key -> share, by rank.
+        sent: This rank's.
+        may_change: Whether some rank has a hook that may log before the epoch is finished.
+    """
+
+    known: list[dict[str, _Share]]
+    sent: dict[str, _Share] = field(default_factory=dict)
+    may_change: bool = True
+
+
+class RanksMetrics:
+    """Joins the values of all ranks.
+
+    Args:
+        metrics: This rank's.
+        gather: Returns the objects of all ranks in rank order.
+        rank: This process's place among them.
+        size: Their number.
+        module: Where metric objects are found on ranks that did not log them.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        gather: Callable[[Any], list[Any]],
+        *,
+        rank: int,
+        size: int,
+        module: nn.Module | None,
+    ) -> None:
+        self.gather = gather
+        self.rank = rank
+        self.size = size
+        self._metrics = metrics
+        self._module = module
+        self._epochs: dict[str, _Epoch] = {}
+
+    # --- epochs ------------------------------------------------------------------------------------------------------
+
+    def publish_epoch(self, stage: str, step: int) -> None:
+        """Exchange what changed since the last exchange of this epoch, and publish the values of these keys.
+
+        Raises:
+            ModuleError: On every rank: the ranks logged a key in different ways, or the weight of a mean is unknown.
+        """
+        metrics = self._metrics
+        epoch = self._epochs.setdefault(stage, _Epoch([{} for _ in range(self.size)]))
+        slots = {slot.name: slot for slot in metrics.filled_slots(stage)}
+        mine = self._shares(slots.values(), metrics.find_loaders(stage))
+        changed = {name: share for name, share in mine.items() if epoch.sent.get(name) != share}
+        epoch.sent = mine
+        everywhere = self.gather((changed, metrics.late_listeners.get(stage, True)))
+        epoch.may_change = any(may_change for _, may_change in everywhere)
+        names = list(dict.fromkeys(name for theirs, _ in everywhere for name in theirs))
+        for known, (theirs, _) in zip(epoch.known, everywhere, strict=True):
+            known.update(theirs)
+        shares = {name: self._counting(name, epoch) for name in names}
+        objects = self._compute_objects(
+            {name: next(iter(s.values())) for name, s in shares.items() if next(iter(s.values())).is_object}, slots
+        )
+        for name, theirs in shares.items():
+            share = next(iter(theirs.values()))
+            value = objects[name] if share.is_object else _merged(name, theirs).to(metrics.device)
+            metrics.put(value, step, share.epoch_key, name)
+        for slot in slots.values():
+            slot.finished_window = slot.window
+
+    def finish_epoch(
+        self, stage: str, step: int
+    ) -> tuple[list[tuple[str, str | None, bool, bool]], dict[str, set[int]]]:
+        """Publish what was logged since, and begin anew.
+
+        Returns:
+            For each key of any rank: the epoch's key, the bar's second key, and whether loggers and bar get it. And by
+            the epoch's key the loaders whose batches logged it on any rank.
+        """
+        epoch = self._epochs.get(stage)
+        if epoch is None or epoch.may_change:
+            self.publish_epoch(stage, step)
+        loaders: dict[str, set[int]] = {}
+        for known in self._epochs[stage].known:
+            for share in known.values():
+                if share.loaders:
+                    loaders.setdefault(share.epoch_key, set()).update(share.loaders)
+        finished = [
+            (share.epoch_key, name if share.on_step else None, share.logger, share.prog_bar)
+            for name, share in self.discard_epoch(stage).items()
+        ]
+        return finished, loaders
+
+    def discard_epoch(self, stage: str) -> dict[str, _Share]:
+        """Forget what was exchanged, and return one share of each key."""
+        epoch = self._epochs.pop(stage, None)
+        logged: dict[str, _Share] = {}
+        if epoch is None:
+            return logged
+        for known in epoch.known:
+            for name, share in known.items():
+                logged.setdefault(name, share)
+        for name, share in logged.items():
+            # One that this rank updated and did not log counted, and begins anew like those that were logged.
+            metric = self._find(share.path) if name not in epoch.sent else None
+            if metric is not None:
+                metric.reset()
+        return logged
+
+    def _shares(self, slots: Iterable[ScalarSlot], loaders: Mapping[str, set[int]]) -> dict[str, _Share]:
+        """Return this rank's shares, read in one packed copy; `loaders` are those of each epoch's key."""
+        metrics = self._metrics
+        slots = list(slots)
+        sums = [None if isinstance(slot, MetricSlot) else slot.sums(metrics.device) for slot in slots]
+        numbers = iter(metrics.read_numbers([n for pair in sums if pair is not None for n in pair if n is not None]))
+        paths: dict[int, str] = {}
+        if self._module is not None and None in sums:
+            paths = {id(child): path for path, child in self._module.named_modules()}
+        shares = {}
+        for slot, pair in zip(slots, sums, strict=True):
+            own: dict[str, Any] = {}
+            if isinstance(slot, MetricSlot):
+                own = {"path": paths.get(id(slot.metric)), "updates": slot.metric._update_count}
+            elif pair is not None:
+                own = {"total": next(numbers), "shapes": slot.shapes}
+                own["weight"] = next(numbers) if pair[1] is not None else 0.0
+            how = {name: getattr(slot, name) for name in _HOW}
+            shares[slot.name] = _Share(**how, **own, loaders=frozenset(loaders.get(slot.epoch_key, ())))
+        return shares
+
+    def _counting(self, name: str, epoch: _Epoch) -> dict[int, _Share]:
+        """Return the shares of a key that count, by rank."""
+        shares = {rank: known[name] for rank, known in enumerate(epoch.known) if name in known}
+        ways: dict[str, list[int]] = {}
+        for rank, share in shares.items():
+            way = (
+                f"in {share.hook}, reduce_fx={share.reduce!r}, on_step={share.on_step}, "
+                f"rank_zero_only={share.rank_zero_only}"
+            )
+            ways.setdefault(way, []).append(rank)
+        if len(ways) > 1:
+            raise ModuleError(
+                f"log({name!r}) was called in different ways: "
+                f"{'; '.join(f'{way} on ranks {ranks}' for way, ranks in ways.items())}.",
+                fix="log a key in one hook and with the same arguments on every rank, or use two keys.",
+            )
+        is_of_rank_zero = 0 in shares and shares[0].rank_zero_only
+        return {0: shares[0]} if is_of_rank_zero else shares
+
+    # --- metric objects ----------------------------------------------------------------------------------------------
+
+    def _compute_objects(self, shares: dict[str, _Share], slots: dict[str, ScalarSlot]) -> dict[str, Tensor]:
+        """Compute metric objects on every rank from the states of all, in one exchange; none without any."""
+        if not shares:
+            return {}
+        metrics = {name: self._object(name, share.path, slots) for name, share in shares.items()}
+        states = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
+        everywhere = self.gather(states)
+        values: dict[str, Tensor] = {}
+        of_path: dict[str, Any] = {}
+        for name, share in shares.items():
+            theirs = [states[name] for states in everywhere]
+            if None in theirs:
+                without = [rank for rank, state in enumerate(theirs) if state is None]
+                raise ModuleError(
+                    f"log({name!r}): the metric object is not known on ranks {without}, which did not log it.",
+                    fix="make it an attribute of the module, in __init__ on every rank, or log it on every rank.",
+                )
+            if share.path is None or share.path not in of_path:
+                of_path[share.path or name] = compute_joined(
+                    metrics[name], theirs[:1] if share.rank_zero_only else theirs
+                )
+            value = of_path[share.path or name]
+            values[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            values[name] = values[name].to(self._metrics.device)
+        return values
+
+    def _object(self, name: str, path: str | None, slots: dict[str, ScalarSlot]) -> Any:
+        """Return this rank's metric object of a key: the one that it logged, else the one at the same place."""
+        slot = slots.get(name)
+        return slot.metric if isinstance(slot, MetricSlot) else self._find(path)
+
+    def _find(self, path: str | None) -> Any:
+        """Return the metric object at this place of the module; None where there is none."""
+        if path is None or self._module is None:
+            return None
+        for parent in self._module.modules():
+            if hasattr(parent, "compute_groups"):
+                # Members of a collection that have equal states share one: asking for them gives each its own.
+                list(parent.items())  # type: ignore[operator]  # a MetricCollection
+        metric = dict(self._module.named_modules()).get(path)
+        return metric if is_metric(metric) else None
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def read_step(self, slots: Sequence[ScalarSlot], extra: Tensor | None) -> tuple[dict[str, float], float]:
+        """Exchange the step values of the present window; see `Metrics.read_step`."""
+        metrics = self._metrics
+        pairs = [slot.step_share(metrics.device) for slot in slots]
+        *numbers, probed = metrics.read_numbers([n for pair in pairs for n in pair] + [0.0 if extra is None else extra])
+        mine = {
+            slot.step_key: _StepShare(
+                slot.name if slot.on_epoch else None,
+                slot.reduce,
+                slot.sync_dist,
+                slot.logger,
+                slot.prog_bar,
+                slot.rank_zero_only,
+                numbers[2 * index],
+                numbers[2 * index + 1],
+            )
+            for index, slot in enumerate(slots)
+        }
+        everywhere = self.gather((mine, probed))
+        values: dict[str, float] = {}
+        row: dict[str, float] = {}
+        for key in dict.fromkeys(key for theirs, _ in everywhere for key in theirs):
+            shares = [theirs[key] for theirs, _ in everywhere if key in theirs]
+            first = shares[0]
+            is_joined = first.is_synced and not first.rank_zero_only
+            # A rank where nothing counts has no mean: 0 / 0.
+            pairs_of_key = [(share.value * share.weight if share.weight else 0.0, share.weight) for share in shares]
+            if is_joined and first.reduce == "mean":
+                value = joined("mean", pairs_of_key)
+            elif is_joined:
+                value = joined(first.reduce, [(share.value, 0.0) for share in shares])
+            else:
+                value = first.value
+            values[key] = value
+            if first.logger:
+                row[key] = value
+            if first.prog_bar:
+                metrics.show(value, key, first.name)
+        for slot in slots:
+            if slot.sync_dist:
+                slot.agreed, slot.agreed_window = values[slot.step_key], slot.window
+        is_finite = all(math.isfinite(theirs) for _, theirs in everywhere)
+        return row, probed if is_finite else math.nan
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state that holds the sums of every rank; `state_of_rank` takes it apart again."""
+        everywhere = self.gather(to_cpu((state["slots"], state["metric_slots"])))
+        metric_slots = {(slot["hook"], slot["key"]): slot for _, slots in reversed(everywhere) for slot in slots}
+        return {
+            **state,
+            "slots": [],
+            "ranks": [slots for slots, _ in everywhere],
+            "metric_slots": list(metric_slots.values()),
+        }
+
+
+def state_of_rank(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Return what this rank takes over of a state that several ranks saved: each sum counts once.
+
+    On as many ranks as saved, each takes its own, and the epoch's value gets the same bits as without a break. Else
+    rank 0 takes over the sums of all, and the others begin empty: then sums are added in another order, in float64.
+    """
+    ranks: list[list[dict[str, Any]]] = state["ranks"]
+    if len(ranks) == size:
+        return {**state, "slots": ranks[rank]}
+    return {**state, "slots": _joined_slots(ranks) if rank == 0 else []}
+
+
+def _joined_slots(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for slots in ranks:
+        for slot in slots:
+            found.setdefault((slot["hook"], slot["loader"], slot["key"]), []).append(slot)
+    cpu = torch.device("cpu")
+    joined = []
+    for states in found.values():
+        counting = states[:1] if states[0].get("rank_zero_only") else states
+        pairs = []
+        for state in counting:
+            own_total, own_weight = ScalarSlot.from_state(state, cpu).sums(cpu)
+            pairs.append((own_total.item(), 0.0 if own_weight is None else own_weight.item()))
+        reduce, dtype = states[0]["reduce"], torch.float64
+        total, weight = _sums(reduce, pairs)
+        joined.append(
+            {
+                **states[0],
+                "total": torch.tensor(total, dtype=dtype),
+                "total_weight": torch.tensor(weight, dtype=dtype) if reduce == "mean" else None,
+                "values": None,
+                "weights": None,
+            }
+        )
+    return joined
+
+
+def _merged(name: str, shares: dict[int, _Share]) -> Tensor:
+    """Return the value of a key over the ranks that have it: shape (), on the CPU."""
+    first = next(iter(shares.values()))
+    if first.reduce == "mean":
+        shapes = {rank: share.shapes for rank, share in shares.items() if share.shapes is not None}
+        if any(one != next(iter(shapes.values())) for one in shapes.values()):
+            raise ModuleError(
+                f"log({name!r}): the mean over the epoch needs the size of each batch; those of the ranks differ "
+                f"({'; '.join(f'rank {rank}: {one}' for rank, one in shapes.items())}) and their tensors do not agree "
+                "on a first dimension.",
+                fix=f"pass it: self.log({name!r}, value, batch_size=n), or log lw.Loss(sum, weight).",
+            )
+    dtype = torch.float64 if any(share.dtype == torch.float64 for share in shares.values()) else first.dtype
+    value = joined(first.reduce, [(share.total, share.weight) for share in shares.values()])
+    return torch.tensor(value, dtype=torch.float64).to(dtype)
+
+
+def joined(reduce: str, pairs: list[tuple[float, float]]) -> float:
+    """Return the mean of (total, weight) pairs, NaN where they weigh nothing; or sum, minimum or maximum of totals."""
+    total, weight = _sums(reduce, pairs)
+    if reduce != "mean":
+        return total
+    return total / weight if weight else math.nan
+
+
+def _sums(reduce: str, pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """Add (total, weight) pairs, or take the least or greatest total, in the order given."""
+    totals = [total for total, _ in pairs]
+    if reduce in ("min", "max"):
+        if any(math.isnan(total) for total in totals):
+            return math.nan, 0.0
+        return (min(totals) if reduce == "min" else max(totals)), 0.0
+    total, weight = pairs[0]
+    for more, more_weight in pairs[1:]:
+        total, weight = total + more, weight + more_weight
+    return total, weight

@@ -1,0 +1,114 @@
+"""The states of torchmetrics objects over several ranks.
+
+A metric object is joined by what it says of its own states (`_reductions`), from states that were gathered as objects.
+Not by its `sync`, which gathers tensor by tensor: there a rank that never updated the metric, or has another number of
+tensors in a list, would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError
+from .metrics import is_metric, metric_states
+
+__all__ = ["compute_joined", "own_states", "to_cpu"]
+
+States = Mapping[str, Mapping[str, Any]]  # path -> update count and states, as `metric_states` returns them
+
+
+def to_cpu(value: Any) -> Any:  # Any: nested dicts and lists
+    """Return nested containers with their tensors on the CPU, detached, so that they can travel between processes."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_cpu(item) for item in value)
+    return value
+
+
+def compute_joined(metric: Any, everywhere: Sequence[States]) -> Any:  # Any: a torchmetrics object, and its value
+    """Return what the metric computes from the states of all ranks; its own state is put back.
+
+    A later `compute()` by the user returns the same value, until the metric is updated or reset.
+
+    Args:
+        metric: The metric; those inside it (a wrapper's, a composition's) are joined, too.
+        everywhere: What `metric_states(metric)` returned on each rank, in rank order.
+    """
+    own = metric_states(metric)
+    parts = {path: child for path, child in metric.named_modules() if is_metric(child)}
+    syncs = {path: part._to_sync for path, part in parts.items()}
+    try:
+        for path, part in parts.items():
+            part._computed = None
+            part._to_sync = False
+            _put(part, _joined(part, [states[path] for states in everywhere if path in states]))
+        return metric.compute()
+    finally:
+        for path, part in parts.items():
+            part._to_sync = syncs[path]
+            _put(part, own[path])
+
+
+def own_states(module: nn.Module, states: States | list[States], rank: int, size: int) -> States:
+    """Return what this rank takes over of the states in a checkpoint: each update counts once.
+
+    On as many ranks as saved each takes its own; else rank 0 takes over all of them, and the others begin empty.
+
+    Raises:
+        CheckpointError: The states of a metric cannot be joined into one that goes on.
+    """
+    everywhere = states if isinstance(states, list) else [states]
+    if len(everywhere) == size:
+        return everywhere[rank]
+    if rank:
+        return {}
+    parts = {path: child for path, child in module.named_modules() if is_metric(child)}
+    return {
+        path: _joined(part, [one[path] for one in everywhere if path in one], path=path)
+        for path, part in parts.items()
+        if any(path in one for one in everywhere)
+    }
+
+
+def _joined(metric: Any, states: Sequence[Mapping[str, Any]], *, path: str | None = None) -> Mapping[str, Any]:
+    """Join the states of one metric; with a path, into a form that goes on being updated.
+
+    Ranks without an update do not count: their values are only where the metric begins.
+    """
+    filled = [state for state in states if state["update_count"]] or list(states[:1])
+    if len(filled) == 1:
+        return filled[0]
+    joined: dict[str, Any] = {}
+    for name, reduction in metric._reductions.items():
+        values = [state["states"][name] for state in filled]
+        if any(isinstance(value, list) for value in values):
+            items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+            joined[name] = reduction(items) if path is None and items and reduction is not None else items
+        elif reduction is not None:
+            joined[name] = reduction(torch.stack(values))
+        elif path is None:
+            joined[name] = torch.stack(values)
+        else:
+            raise CheckpointError(
+                f"the checkpoint has the state of the metric {path!r} ({type(metric).__name__}) of {len(states)} "
+                "ranks in the middle of an epoch, and that kind of metric cannot go on from several states.",
+                fix=f"resume on {len(states)} ranks, or from a checkpoint that was taken at the end of an epoch.",
+            )
+    return {"update_count": sum(state["update_count"] for state in filled), "states": joined}
+
+
+def _put(metric: Any, state: Mapping[str, Any]) -> None:
+    metric._update_count = state["update_count"]
+    for name, value in state["states"].items():
+        if isinstance(value, list):
+            device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+            setattr(metric, name, [item.to(device) for item in value])
+        else:
+            setattr(metric, name, value.to(metric.device))

@@ -1,0 +1,284 @@
+"""The Trainer's arguments about loops: defaults, modes that change others, and every mistake named at once.
+
+Devices, strategy and precision are fabric/resolve.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from ast import literal_eval
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ...accelerators.matmul_precision import MATMUL_PRECISIONS
+from ...errors import ConfigError, LoopwrightError
+from ..loop.fit_loop import seconds_of
+from ..loop.non_finite import POLICIES
+
+__all__ = ["Arguments", "from_environment"]
+
+Interval = str | timedelta | dict[str, float]
+_ENVIRONMENT_PREFIX = "PL_TRAINER_"
+
+
+def from_environment(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with `PL_TRAINER_<NAME>` from the environment where the user passed the default.
+
+    Args:
+        given: Arguments as they came, defaults included.
+        defaults: The constructor's defaults.
+    """
+    merged = dict(given)
+    for name, default in defaults.items():
+        raw = os.environ.get(f"{_ENVIRONMENT_PREFIX}{name.upper()}")
+        if raw is None or given[name] is not default:
+            continue
+        try:
+            merged[name] = literal_eval(raw)
+        except (ValueError, SyntaxError):
+            merged[name] = raw
+    return merged
+
+
+@dataclass(slots=True)
+class Arguments:
+    """Loop arguments of the Trainer, resolved; `check` raises one error with everything that is wrong."""
+
+    fast_dev_run: int | bool = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_samples: int | None = None
+    max_tokens: int | None = None
+    max_time: Interval | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | Interval | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: int = 1
+    global_batch_size: int | None = None
+    accumulate_across_epochs: bool = False
+    grad_accumulation_dtype: Any = None
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    matmul_precision: str | None = None
+    inference_mode: bool = True
+    detect_anomaly: bool = False
+    barebones: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    nonfinite_loss: str = "warn"
+    compile: Any = False
+    profiler: Any = None
+    logger: Any = None
+
+    def resolve(self) -> Arguments:
+        """Check everything, then apply modes and defaults; returns self.
+
+        Raises:
+            ConfigError: Names every problem.
+        """
+        problems = [*self._wrong_values(), *self._barebones_conflicts()]
+        if problems:
+            raise _combined(problems)
+        if self.barebones:
+            self.enable_checkpointing = self.enable_progress_bar = self.enable_model_summary = False
+            self.logger = False
+            self.log_every_n_steps = self.num_sanity_val_steps = 0
+            self.nonfinite_loss = "ignore"
+        if self.fast_dev_run:
+            self._apply_fast_dev_run(int(self.fast_dev_run))
+        self.max_samples = None if self.max_samples == -1 else self.max_samples
+        self.max_tokens = None if self.max_tokens == -1 else self.max_tokens
+        if self.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+        self.num_sanity_val_steps = 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
+        self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
+        for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
+            if getattr(self, name) is None:
+                setattr(self, name, True)
+        self.val_check_interval = 1.0 if self.val_check_interval is None else self.val_check_interval
+        self.gradient_clip_algorithm = (self.gradient_clip_algorithm or "norm").lower()
+        return self
+
+    def _apply_fast_dev_run(self, count: int) -> None:
+        self.limit_train_batches = self.limit_val_batches = count
+        self.limit_test_batches = self.limit_predict_batches = count
+        self.max_steps, self.max_epochs, self.num_sanity_val_steps = count, 1, 0
+        self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
+
+    def _barebones_conflicts(self) -> list[LoopwrightError]:
+        if not self.barebones:
+            return []
+        names = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger", "log_every_n_steps",
+                 "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler")  # fmt: skip
+        wrong = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]
+        if not wrong:
+            return []
+        return [
+            ConfigError(
+                f"barebones=True turns off what {', '.join(wrong)} asks for.",
+                fix="leave one of them out.",
+            )
+        ]
+
+    def _wrong_values(self) -> list[LoopwrightError]:
+        problems = [
+            *self._wrong_counts(),
+            *self._wrong_limits(),
+            *self._wrong_validation(),
+        ]
+        if (isinstance(self.fast_dev_run, bool | int) and self.fast_dev_run < 0) or not isinstance(
+            self.fast_dev_run, int
+        ):
+            problems.append(
+                ConfigError(f"fast_dev_run={self.fast_dev_run!r}.", fix="pass True or a number of batches >= 0.")
+            )
+        if self.max_time is not None:
+            try:
+                seconds_of(self.max_time)
+            except (ValueError, TypeError, AttributeError):
+                problems.append(_time_error("max_time", self.max_time))
+        value = self.gradient_clip_val
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
+            problems.append(
+                ConfigError(f"gradient_clip_val={value!r}.", fix="pass a number >= 0, or None for no clipping.")
+            )
+        algorithm = self.gradient_clip_algorithm
+        if algorithm is not None and str(algorithm).lower() not in ("norm", "value"):
+            problems.append(ConfigError(f"gradient_clip_algorithm={algorithm!r}.", fix="pass 'norm' or 'value'."))
+        if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
+            problems.append(
+                ConfigError(
+                    f"global_batch_size={self.global_batch_size!r} and accumulate_grad_batches="
+                    f"{self.accumulate_grad_batches!r} are both given, and the first decides the second.",
+                    fix="leave out one of the two.",
+                )
+            )
+        if not isinstance(self.accumulate_across_epochs, bool):
+            problems.append(
+                ConfigError(f"accumulate_across_epochs={self.accumulate_across_epochs!r}.", fix="pass True or False.")
+            )
+        if self.deterministic not in (None, True, False, "warn"):
+            problems.append(ConfigError(f"deterministic={self.deterministic!r}.", fix="pass True, False or 'warn'."))
+        if self.matmul_precision not in (None, *MATMUL_PRECISIONS):
+            problems.append(
+                ConfigError(
+                    f"matmul_precision={self.matmul_precision!r}.",
+                    fix=f"pass one of {', '.join(map(repr, MATMUL_PRECISIONS))}, or None.",
+                )
+            )
+        if self.compile is not False:
+            from ...fabric.compiling import compile_problems  # not imported where nothing is compiled
+
+            problems += compile_problems(self.compile)
+        if self.nonfinite_loss not in POLICIES:
+            problems.append(
+                ConfigError(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
+            )
+        return problems
+
+    def _wrong_counts(self) -> list[LoopwrightError]:
+        rules: tuple[tuple[str, int, bool], ...] = (
+            ("max_epochs", -1, True), ("min_epochs", 0, True), ("max_steps", -1, False), ("min_steps", 0, True),
+            ("num_sanity_val_steps", -1, True), ("log_every_n_steps", 0, True), ("accumulate_grad_batches", 1, False),
+            ("reload_dataloaders_every_n_epochs", 0, False), ("global_batch_size", 1, True),
+            ("max_samples", -1, True), ("max_tokens", -1, True),
+        )  # fmt: skip
+        problems: list[LoopwrightError] = []
+        for name, least, may_be_none in rules:
+            value = getattr(self, name)
+            if value is None and may_be_none:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                extra = ", -1 for no limit" if least == -1 and name.startswith("max") else ""
+                problems.append(ConfigError(f"{name}={value!r}.", fix=f"pass a whole number >= {least}{extra}."))
+        return problems
+
+    def _wrong_limits(self) -> list[LoopwrightError]:
+        problems: list[LoopwrightError] = []
+        for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
+                     "overfit_batches"):  # fmt: skip
+            value = getattr(self, name)
+            if value is None:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value < 0 or (isinstance(value, float) and value > 1 and not value.is_integer()):
+                problems.append(
+                    ConfigError(
+                        f"{name}={value!r}.",
+                        fix="pass a number of batches (1 is one batch) or a fraction from 0.0 to 1.0 (1.0 is all).",
+                    )
+                )
+        return problems
+
+    def _wrong_validation(self) -> list[LoopwrightError]:
+        problems: list[LoopwrightError] = []
+        every = self.check_val_every_n_epoch
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            problems.append(
+                ConfigError(
+                    f"check_val_every_n_epoch={every!r}.",
+                    fix="pass a whole number >= 1, or None to count val_check_interval across epochs.",
+                )
+            )
+        interval = self.val_check_interval
+        if interval is None:
+            interval = 1.0
+        if isinstance(interval, bool):
+            problems.append(_interval_error(interval))
+        elif isinstance(interval, float):
+            if every is None:
+                problems.append(
+                    ConfigError(
+                        f"val_check_interval={interval!r} is a fraction of an epoch and check_val_every_n_epoch=None "
+                        "counts across epochs.",
+                        fix="pass val_check_interval as a number of batches or as a time.",
+                    )
+                )
+            elif not 0.0 < interval <= 1.0:
+                problems.append(_interval_error(interval))
+        elif isinstance(interval, int):
+            if interval < 1:
+                problems.append(_interval_error(interval))
+        else:
+            try:
+                if seconds_of(interval) <= 0:
+                    problems.append(_time_error("val_check_interval", interval))
+            except (ValueError, TypeError, AttributeError):
+                problems.append(_time_error("val_check_interval", interval))
+        return problems
+
+
+def _interval_error(value: Any) -> ConfigError:
+    return ConfigError(
+        f"val_check_interval={value!r}.",
+        fix="pass a number of batches >= 1, a fraction of an epoch in (0.0, 1.0], or a time such as '00:00:30:00'.",
+    )
+
+
+def _time_error(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{name}={value!r}.",
+        fix="pass 'DD:HH:MM:SS', a datetime.timedelta, or a dict of its arguments such as {'hours': 1}.",
+    )
+
+
+def _combined(problems: list[LoopwrightError]) -> ConfigError:
+    if len(problems) == 1:
+        only = problems[0]
+        return ConfigError(f"Trainer: {only.what}", fix=only.fix)
+    listed = "\n".join(f"  {number}. {p.what} {p.fix}" for number, p in enumerate(problems, 1))
+    return ConfigError(f"Trainer got {len(problems)} arguments that cannot work:\n{listed}", fix="change each of them.")

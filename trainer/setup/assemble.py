@@ -1,0 +1,481 @@
+"""Puts a run together: loaders, callbacks, and the functions that a step calls."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
+from ...data.combined import CombinedLoader
+from ...data.limit import find_length, resolve_limit
+from ...data.persistent_workers import steady
+from ...data.sources.reread import is_one_shot
+from ...data.tree import is_collection
+from ...errors import ConfigError, DataError, ModuleError, nearest
+from ..hooks import find_override
+from ..loop.eval_loop import EvalLoader
+from ..loop.step import finish_window, step_schedules
+from ..run import Run, StepPlan
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+    from .arguments import Arguments
+
+__all__ = [
+    "ReadOnce",
+    "bind_step",
+    "default_callbacks",
+    "make_eval_loader",
+    "make_plan",
+    "merge_callbacks",
+    "without_shuffle",
+]
+
+
+# --- callbacks -----------------------------------------------------------------------------------------------------
+
+
+def merge_callbacks(callbacks: list[Callback], from_module: Any) -> list[Callback]:
+    """Return the trainer's callbacks with the module's: these replace those of the same class or of a parent of it."""
+    if isinstance(from_module, Callback):
+        from_module = [from_module]
+    extra = list(from_module or [])
+    for callback in extra:
+        if not isinstance(callback, Callback):
+            raise ModuleError(
+                f"configure_callbacks returned {type(callback).__name__}, expected lw.Callback.",
+                fix="return a callback or a list of callbacks.",
+            )
+    kinds = {type(callback) for callback in extra}
+    kept = [c for c in callbacks if not any(issubclass(kind, type(c)) for kind in kinds)]
+    return order_callbacks([*kept, *extra])
+
+
+def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
+    """Return the callbacks in the user's order, the tuner's first and checkpoints last; refuse two with one state key.
+
+    Raises:
+        ConfigError: Two callbacks with state have the same `state_key`.
+    """
+    # A stable sort: what settles the plan of a run comes first, checkpoints last.
+    ordered = sorted(callbacks, key=lambda c: 2 if isinstance(c, Checkpoint) else 0 if c.runs_first else 1)
+    seen: dict[str, Callback] = {}
+    for callback in ordered:
+        if find_override(callback, "state_dict", (Callback,)) is None:
+            continue
+        if callback.state_key in seen:
+            raise ConfigError(
+                f"two callbacks have the state key {callback.state_key!r}, so one would overwrite the other's state in "
+                "a checkpoint.",
+                fix="give them different arguments, or override state_key in a subclass.",
+            )
+        seen[callback.state_key] = callback
+    return ordered
+
+
+def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callback]:
+    """Return the callbacks that the arguments ask for and the user did not pass.
+
+    Raises:
+        ConfigError: An argument and a callback contradict each other.
+    """
+    # not imported before a Trainer is made
+    from ...callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar, Timer
+
+    def has(kind: type) -> bool:
+        return any(isinstance(callback, kind) for callback in own)
+
+    problems: list[str] = []
+    if not arguments.enable_checkpointing and has(Checkpoint):
+        problems.append("enable_checkpointing=False, and a checkpoint callback is passed")
+    bars = [type(callback).__name__ for callback in own if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        problems.append(f"several progress bars are passed: {', '.join(bars)}")
+    if bars and not arguments.enable_progress_bar:
+        problems.append(f"enable_progress_bar=False, and {bars[0]} is passed")
+    if has(GradientAccumulationScheduler) and arguments.accumulate_grad_batches != 1:
+        problems.append("accumulate_grad_batches and GradientAccumulationScheduler are both given")
+    if has(GradientAccumulationScheduler) and arguments.global_batch_size is not None:
+        problems.append("global_batch_size and GradientAccumulationScheduler are both given")
+    if problems:
+        raise ConfigError(f"Trainer: {'; '.join(problems)}.", fix="leave out one of each pair.")
+    added: list[Callback] = []
+    if arguments.enable_progress_bar and not bars:
+        added.append(RichProgressBar())
+    if arguments.enable_model_summary and not has(ModelSummary):
+        added.append(RichModelSummary())
+    if arguments.max_time is not None and not has(Timer):
+        added.append(Timer(duration=arguments.max_time, interval="step"))
+    if arguments.enable_checkpointing and not has(Checkpoint) and not arguments.fast_dev_run:
+        added.append(ModelCheckpoint())
+    return added
+
+
+# --- loaders -------------------------------------------------------------------------------------------------------
+
+
+def without_shuffle(loader: Any) -> Any:
+    """Return the loader, reading in order where it shuffles: `overfit_batches` needs the same batches each epoch."""
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
+        warnings.warn("overfit_batches: the training loader shuffles; it is read in order instead", stacklevel=3)
+        twin = copy.copy(loader)
+        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # a RandomSampler's data set is sized
+        object.__setattr__(twin, "sampler", sampler)
+        if isinstance(loader.batch_sampler, BatchSampler):
+            batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+            object.__setattr__(twin, "batch_sampler", batches)
+        return twin
+    if isinstance(loader, Mapping):
+        return {key: without_shuffle(value) for key, value in loader.items()}
+    if isinstance(loader, list | tuple) and any(isinstance(item, DataLoader) for item in loader):
+        return type(loader)(without_shuffle(item) for item in loader)
+    return loader
+
+
+def make_eval_loader(
+    loaders: Any,
+    limit: int | float | None,
+    *,
+    name: str,
+    mode_error: str | None = None,
+    share: Callable[[Any], Any] = steady,
+    count: Callable[[Any], int | None] = find_length,
+) -> EvalLoader:
+    """Return loaders of an evaluation stage with their limits.
+
+    Args:
+        loaders: One loader, a collection of them, or a CombinedLoader.
+        limit: The `limit_*_batches` argument.
+        name: Name of that argument, for errors.
+        mode_error: Stage that takes sequential loaders only, for its error; None where any mode is fine.
+        share: Returns what this rank reads of a loader, the same at each pass.
+        count: Returns how many batches that is on the rank with the most; None where nobody knows.
+    """
+    if isinstance(loaders, CombinedLoader) and loaders.mode != "sequential":
+        if mode_error is not None:
+            raise ConfigError(
+                f"{mode_error} got a CombinedLoader with mode={loaders.mode!r}.", fix="use mode='sequential'."
+            )
+        shared = share(loaders) if share is not steady else loaders
+        iter(shared)  # its length is known from here on; nothing is read yet
+        return EvalLoader(loaders, [_Batches(shared)], [resolve_limit(limit, count(shared), name)], shared)
+    if isinstance(loaders, CombinedLoader):
+        combined = loaders
+    else:  # a list of batches is one loader
+        combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
+    from ...data.sources.in_order import in_order  # a program that only makes a Trainer reads no data
+
+    members = [share(in_order(member)) for member in combined.flattened]
+    own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
+    limits: list[int | float] = []
+    for member, own_limit in zip(members, own, strict=True):
+        if not hasattr(type(member), "__iter__") and not hasattr(type(member), "__getitem__"):
+            raise DataError(
+                f"a loader for {name.removeprefix('limit_').removesuffix('_batches')} is {type(member).__name__}, "
+                "which cannot be iterated.",
+                fix="return a DataLoader, any iterable of batches, or a collection of these.",
+            )
+        if is_one_shot(member):
+            members[len(limits)] = ReadOnce(member, name)
+        if isinstance(member, CombinedLoader):
+            iter(member)  # its length is known from here on
+            members[len(limits)] = _Batches(member)
+        most = resolve_limit(limit, count(member), name)
+        limits.append(most if own_limit is None else min(most, own_limit))
+    if members and limit != 0 and not any(count(member) != 0 for member in members):
+        stage = name.removeprefix("limit_").removesuffix("_batches")
+        warnings.warn(f"the {stage} data have no batches: nothing is evaluated", stacklevel=6)
+    original = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
+    return EvalLoader(original, members, limits)
+
+
+class ReadOnce:
+    """An iterator that nothing can rewind, such as a generator: the second pass over it is an error."""
+
+    def __init__(self, iterator: Any, name: str) -> None:
+        self._iterator = iterator
+        self._name = name.removeprefix("limit_").removesuffix("_batches")
+        self._was_read = False
+
+    def __iter__(self) -> Any:
+        if self._was_read:
+            raise self.error("and it was read before")
+        self._was_read = True
+        return self._iterator
+
+    def error(self, so: str) -> DataError:
+        """Return the error about a second pass."""
+        return DataError(
+            f"a loader for {self._name} is a {type(self._iterator).__name__} object, which can be read only once, "
+            f"{so}.",
+            fix="pass what can be iterated again and again: a DataLoader, a list, an object of a class with __iter__.",
+        )
+
+
+class _Batches:
+    """Iterates a CombinedLoader without the indices that it yields beside the batch."""
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self._combined = combined
+
+    def __iter__(self) -> Any:
+        return (batch for batch, _, _ in self._combined)
+
+
+# --- functions of a step -------------------------------------------------------------------------------------------
+
+
+def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> Callable[..., Any]:
+    """Return the module's step under strategy and precision, bracketed for a profiler, taking what it declares.
+
+    Raises:
+        ModuleError: Several loaders and no dataloader_idx, or arguments that the trainer does not have.
+    """
+    step = getattr(run.module, name)
+    parameters = inspect.signature(step).parameters
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    owner = type(run.module).__name__
+    if "dataloader_iter" in positional:
+        raise ModuleError(
+            f"{owner}.{name} takes dataloader_iter, which this version does not hand out.",
+            fix=f"take the batch: def {name}(self, batch, batch_idx).",
+        )
+    most = 3 if name != "training_step" else 2
+    required = [p.name for p in parameters.values() if p.default is p.empty and p.name in positional]
+    if not takes_any and (not positional or len(required) > most):
+        raise ModuleError(
+            f"{owner}.{name}({', '.join(positional)}) takes other arguments than the trainer has.",
+            fix=f"declare it as {name}(self, batch, batch_idx{', dataloader_idx=0' if most == 3 else ''}).",
+        )
+    if several_loaders and not takes_any and len(positional) < 3:
+        raise ModuleError(
+            f"{owner}.{name} is given several loaders and does not take dataloader_idx.",
+            fix=f"declare it as {name}(self, batch, batch_idx, dataloader_idx=0).",
+        )
+    if not several_loaders and not takes_any and len(required) == 3:
+        raise ModuleError(
+            f"{owner}.{name} requires {required[2]}, and there is one loader only.",
+            fix=f"give it a default: {name}(self, batch, batch_idx, dataloader_idx=0).",
+        )
+    bound = run.fabric.bind_step(run.model, name)
+    bound = run.lifecycle.bracketed(bound, f"[Strategy]{type(run.fabric.strategy).__name__}.{name}")
+    if takes_any or len(positional) >= 2:
+        return bound
+    return lambda batch, *_: bound(batch)
+
+
+def _mover(run: Run) -> Callable[[Any], Any]:
+    """Return what moves a batch to the device: beside the computation, where the device has streams."""
+    if run.device.type != "cuda":
+        return run.fabric.to_device
+    from ...data.side_stream import SideStream  # not imported where there is no such device
+
+    return SideStream(run.fabric.to_device, run.device)
+
+
+def transfer_of(run: Run) -> Callable[[Any, int], Any]:
+    """Return (batch, dataloader_idx) -> batch on the device, through the user's transfer hooks."""
+    life, device = run.lifecycle, run.device
+    before, move, after = (
+        life.own("on_before_batch_transfer"),
+        life.own("transfer_batch_to_device"),
+        life.own("on_after_batch_transfer"),
+    )
+    to_device = life.bracketed(_mover(run), f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device")
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        batch = to_device(batch) if move is None else run.fabric.precision.convert_input(
+            move(batch, device, dataloader_idx)
+        )  # fmt: skip
+        return batch if after is None else after(batch, dataloader_idx)
+
+    if before is None and move is None and after is None:
+        return lambda batch, _: to_device(batch)
+    return transfer
+
+
+def make_plan(run: Run, trainer: Trainer) -> StepPlan:
+    """Bind what one training step calls."""
+    life, fabric = run.lifecycle, run.fabric
+    optimizer = run.optimizers[0] if run.optimizers else None
+    has_hooks = any(
+        life.own(name) is not None
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    if has_hooks:
+        with_index = transfer_of(run)
+        transfer: Callable[[Any], Any] = lambda batch: with_index(batch, 0)  # noqa: E731
+    else:
+        transfer = life.bracketed(_mover(run), f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
+    is_automatic = run.is_automatic
+    hears_batch_end = life.is_heard("on_train_batch_end")
+    return StepPlan(
+        transfer=transfer,
+        training_step=bind_step(run, "training_step"),
+        table=run.metrics.table_of("training_step"),
+        backward=_backward(run),
+        zero_grad=_zero_grad(run, optimizer),
+        clip=_clip(run, trainer, optimizer) if is_automatic else None,
+        take_step=_take_step(run, optimizer),
+        # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
+        deferred=(lambda: fabric.no_backward_sync(run.model))
+        if fabric.world_size > 1 or fabric.strategy.holds_gradients
+        else nullcontext,
+        optimizer=optimizer,
+        hears_batch_end=hears_batch_end,
+        needs_loss=hears_batch_end or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,
+        unscale=(lambda: fabric.unscale_gradients(optimizer))
+        if optimizer is not None and fabric.precision.has_scaler
+        else None,
+        step_schedules=step_schedules,
+        begin_window=run.window_loss.begin,
+        finish_window=finish_window,
+        zeroes_early=_zeroes_early(run),
+    )
+
+
+def _backward(run: Run) -> Callable[[Tensor], None]:
+    own = run.lifecycle.own("backward")
+    fabric = run.fabric
+    name = f"[Strategy]{type(fabric.strategy).__name__}.backward"
+    if own is None:
+        return run.lifecycle.bracketed(fabric.backward, name)
+    return lambda loss: own(fabric.precision.scale_loss(loss))
+
+
+def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], Any]:
+    if optimizer is None:
+        return lambda: None
+    own = run.lifecycle.own("optimizer_zero_grad")
+    life = run.lifecycle
+    plain = life.bracketed(optimizer.zero_grad, f"[Strategy]{type(run.fabric.strategy).__name__}.zero_grad")
+    if own is None and not life.is_heard("on_before_zero_grad"):
+        return plain
+
+    def zero_grad() -> None:
+        life.on_before_zero_grad(optimizer)
+        if own is None:
+            plain()
+        else:
+            own(run.progress.epochs, run.batch_idx, optimizer)
+
+    return zero_grad
+
+
+def _zeroes_early(run: Run) -> bool:
+    """Return whether nothing can tell that gradients are zeroed before the forward pass: no hook, no engine."""
+    strategy, life = run.fabric.strategy, run.lifecycle
+    is_heard = life.own("optimizer_zero_grad") is not None or life.is_heard("on_before_zero_grad")
+    has_engine = strategy.holds_gradients or getattr(strategy, "accelerator_kind", None) == "xla"
+    return not is_heard and not has_engine
+
+
+def _clip(run: Run, trainer: Trainer, optimizer: Optimizer | None) -> Callable[[], None] | None:
+    if optimizer is None:
+        return None
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    own = run.lifecycle.own("configure_gradient_clipping")
+    if own is not None:
+        return lambda: own(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+    if not value:
+        return None
+
+    def clip() -> None:
+        trainer.clip_gradients(optimizer, value, algorithm)
+
+    return run.lifecycle.bracketed(clip, f"[Strategy]{type(run.fabric.strategy).__name__}.clip_gradients")
+
+
+def _take_step(run: Run, optimizer: Optimizer | None) -> Callable[[Any], bool]:
+    fabric = run.fabric
+    if optimizer is None:
+        return lambda loss: True
+    own = run.lifecycle.own("optimizer_step")
+    step = run.lifecycle.bracketed(
+        fabric.optimizer_step, f"[Strategy]{type(fabric.strategy).__name__}.optimizer_step"
+    )  # fmt: skip
+    if own is None:
+        return lambda loss: bool(step(optimizer))
+    managed = run.managed[0]
+
+    def step_by_module(loss: Any) -> bool:
+        before = managed.num_steps
+        own(run.progress.epochs, run.batch_idx, managed, lambda: loss)
+        return managed.num_steps > before
+
+    return step_by_module
+
+
+# --- what the user forgot ------------------------------------------------------------------------------------------
+
+
+def require_step(module: nn.Module, name: str, verb: str) -> None:
+    """Refuse a module without the step that the verb needs.
+
+    Raises:
+        ModuleError: With the nearest method that the module has.
+    """
+    from ..hooks import module_bases
+
+    if find_override(module, name, module_bases()) is None:
+        methods = [n for n in dir(type(module)) if not n.startswith("_") and n not in dir(nn.Module)]
+        raise ModuleError(
+            f"trainer.{verb} needs {type(module).__name__}.{name}(batch, batch_idx), which is not defined"
+            f"{nearest(name, [m for m in methods if find_override(module, m, module_bases()) is not None])}.",
+            fix=f"define {name} in your module.",
+        )
+
+
+def has_override(module: nn.Module, name: str) -> bool:
+    """Whether the module defines the hook itself."""
+    from ..hooks import module_bases
+
+    return find_override(module, name, module_bases()) is not None
+
+
+def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Refuse an optimizer that holds parameters which are not (any more) the module's.
+
+    Raises:
+        ModuleError: Names how many, which parameters nobody trains in their place, and what usually causes it.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if known <= own:
+        return
+    left_out = {name: one for name, one in module.named_parameters() if one.requires_grad and id(one) not in known}
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        strange = [p for p in parameters if id(p) not in own]
+        if not strange:
+            continue
+        shapes = {one.shape for one in strange}
+        replaced = [name for name, one in left_out.items() if one.shape in shapes]
+        if len(strange) == len(parameters):
+            raise ModuleError(
+                f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to the module: it was "
+                "built before the module's parameters were replaced.",
+                fix="build the optimizer in configure_optimizers, from self.parameters().",
+            )
+        if replaced:
+            raise ModuleError(
+                f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to "
+                f"the module, and no optimizer has {', '.join(replaced)}: it was built before they were replaced.",
+                fix="build the optimizer in configure_optimizers, when all layers are there.",
+            )
+        warnings.warn(
+            f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to the "
+            "module: they are in no checkpoint, and several processes do not average their gradients",
+            stacklevel=6,
+        )

@@ -1,0 +1,117 @@
+"""What a Trainer compiles while a verb runs: the module's steps, or its blocks and other parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...fabric.compiling import (
+    CompiledMethod,
+    Compiler,
+    check_strategy,
+    compile_in_place,
+    compiled_parts,
+    compiler_of,
+    configure_dynamo,
+    find_blocks,
+    find_parts,
+)
+from ...fabric.recompiles import RecompileWatch
+from ..hooks import find_override
+from ..module import Module
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__ = ["begin_compiling"]
+
+# Any in this file: what users' steps take, return and log.
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def begin_compiling(run: Run, given: Compiler | None, options: dict[str, Any]) -> ExitStack:
+    """Compile what a run will call, in place; closing what is returned puts the module back as it was.
+
+    Called after `configure_model` and before the strategy adds its hooks, so that these stay outside of the graphs.
+
+    Args:
+        run: Its module is the user's own.
+        given: What the user compiled the module with, which goes before the Trainer's options; None: nothing.
+        options: Of `Trainer(compile=)`.
+
+    Raises:
+        ConfigError: The strategy cannot run compiled code.
+    """
+    strategy, module = run.fabric.strategy, run.module
+    check_strategy(strategy, given, options)
+    compiler = given if given is not None else compiler_of(options)
+    # torch.compile(module) asks for one graph of the whole step; hooks that communicate cannot be a part of one.
+    is_by_parts = strategy.has_module_hooks or not run.is_automatic
+    blocks = find_blocks(module) if is_by_parts or given is None else []
+    stack = ExitStack()
+    try:
+        configure_dynamo(stack)
+        RecompileWatch(is_rank_zero=run.trainer.is_global_zero).start(stack)
+        if is_by_parts or blocks:
+            parts = [*blocks, *find_parts(module, blocks)]
+            if not parts and not strategy.has_module_hooks:
+                parts = [module]  # its forward computes with parameters of its own
+            if not parts and not compiled_parts(module) and run.trainer.is_global_zero:
+                warnings.warn(
+                    f"compile= compiles nothing: {type(module).__name__} has only single layers, and under "
+                    f"{type(strategy).__name__} submodules are compiled one by one; put layers that work together into "
+                    "a submodule with a forward, and call that in the step",
+                    stacklevel=6,
+                )
+            compile_in_place(parts, compiler, stack)
+        else:
+            _compile_steps(module, compiler, stack)
+    except BaseException:
+        stack.close()
+        raise
+    return stack
+
+
+def _compile_steps(module: nn.Module, compiler: Compiler, stack: ExitStack) -> None:
+    flush = _defer_log(module)
+    for name in _STEPS:
+        base = (Module,) if name != "predict_step" else ()
+        if callable(getattr(module, name, None)) and find_override(module, name, base) is not None:
+            CompiledMethod(module, name, compiler, flush).attach(stack)
+
+
+def _defer_log(module: nn.Module) -> Callable[[], None] | None:
+    """Let `self.log` within a graph note what is logged; what is returned logs it, when the step is over.
+
+    So a step with `self.log` is one graph. Elsewhere `self.log` works at once, as always.
+    """
+    children = [one for one in module.modules() if isinstance(one, Module)]
+    if not children or children[0]._log is None:
+        return None
+    log = children[0]._log
+    noted: list[tuple[Any, ...]] = []
+
+    def note(name: str, value: Any, *rest: Any) -> None:
+        if not torch.compiler.is_compiling():
+            log(name, value, *rest)
+            return
+        # With a graph of autograd it would be an output of the compiled one that the backward pass has to consider.
+        enable_graph = rest[5]
+        noted.append((name, value.detach() if isinstance(value, Tensor) and not enable_graph else value, *rest))
+
+    def flush() -> None:
+        if noted:
+            calls = noted.copy()
+            noted.clear()
+            for call in calls:
+                log(*call)
+
+    for child in children:
+        child.__dict__["_log"] = note
+    return flush

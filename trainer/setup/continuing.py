@@ -1,0 +1,181 @@
+"""A second `fit` of one Trainer: what the first one built goes on in it, as in one run of the total length.
+
+Counts, data, random numbers and callbacks are the Trainer's and go on by themselves. `configure_optimizers` makes new
+optimizers and schedules at each fit; here they get the state of those before. What it gives otherwise than before holds
+as given, and whatever cannot go on starts anew: both are said, once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...errors import CheckpointError
+from ..checkpointing import snapshot
+from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from ..trainer import Trainer
+
+__all__ = ["Before", "continue_training", "take"]
+
+# Any in this file: states of optimizers and schedules, in torch's layout.
+Before = dict[str, Any]
+
+
+def take(trainer: Trainer, module: nn.Module) -> Before | None:
+    """Return what the last fit of this Trainer left, before a new one sets the module up; None if there was none.
+
+    On every rank: where parameters are sharded, each rank takes its own.
+
+    Args:
+        trainer: The Trainer.
+        module: What is about to be trained.
+    """
+    if not trainer.progress.total_batches:
+        return None
+    spawned = trainer.spawned_states(module)
+    if spawned is not None:
+        return spawned
+    last, strategy = trainer.last_fit, trainer.strategy
+    if last is None or last.module is not module:
+        return {}
+    if hasattr(strategy, "default_optimizers"):  # an engine, which is built anew and keeps its own state
+        return {"engine": type(strategy).__name__}
+    own = strategy.state_dict() if hasattr(strategy, "state_dict") else None
+    return {
+        "optimizers": [strategy.optimizer_state(one, last.model) for one in last.optimizers],
+        "optimizer_record": {
+            "configured": last.configured,
+            "names": snapshot.parameter_names(last),
+        },
+        "schedulers": [config.scheduler.state_dict() for config in last.schedulers],
+        "schedule_progress": [config.last_metric_step for config in last.schedulers],
+        **({"strategy": own} if own else {}),
+    }
+
+
+def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
+    """Give a run's optimizers and schedules the state of those before; say once what starts anew."""
+    if not before:
+        _say(
+            trainer,
+            f"{type(run.module).__name__} is not the module of the last fit: its optimizers and schedules start anew",
+        )
+        return
+    if "engine" in before:
+        _say(
+            trainer,
+            f"{before['engine']} builds its engine anew: optimizers, schedules and loss scale start anew. To continue "
+            "them, save a checkpoint and pass it as ckpt_path",
+        )
+        return
+    record = before.get("optimizer_record", {"configured": {"optimizers": [], "schedules": []}, "names": []})
+    told: list[str] = []
+    is_equal_number = len(before["optimizers"]) == len(run.optimizers)
+    if not is_equal_number:
+        told.append(
+            f"configure_optimizers gives {len(run.optimizers)} optimizers, and gave {len(before['optimizers'])}: all "
+            "start anew"
+        )
+    new_schedules = _new_schedules(record["configured"], run, before)
+    if is_equal_number:
+        for index in range(len(run.optimizers)):
+            told += _continue_optimizer(trainer, run, index, before, record, restarts_lr=bool(new_schedules))
+    for index, config in enumerate(run.schedulers):
+        what = type(config.scheduler).__name__
+        if index in new_schedules or not is_equal_number:
+            if before["schedulers"]:
+                told.append(f"schedule {index} ({what}) starts anew: it is configured otherwise than before")
+            continue
+        config.scheduler.load_state_dict(before["schedulers"][index])
+        config.last_metric_step = before["schedule_progress"][index]
+    if "strategy" in before and hasattr(trainer.strategy, "load_state_dict"):
+        trainer.strategy.load_state_dict(before["strategy"])
+    if "precision" in before:
+        trainer.fabric.precision.load_state_dict(before["precision"])
+    if told:
+        _say(trainer, "; ".join(told))
+
+
+def _new_schedules(configured: Mapping[str, list[Any]], run: Run, before: Before) -> set[int]:
+    """Return the schedules that were configured otherwise, or were not there."""
+    old, new = configured["schedules"], run.configured["schedules"]
+    have = len(before["schedulers"])
+    if have != len(run.schedulers) or have != len(old):
+        return set(range(len(run.schedulers)))
+    return {index for index, (was, now) in enumerate(zip(old, new, strict=True)) if _differ(was, now)}
+
+
+def _differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two schedules are of another class or other arguments; their rates are the optimizer's to tell."""
+    rates = ("base_lrs", "_last_lr")
+    values = [{key: value for key, value in one["values"].items() if key not in rates} for one in (was, now)]
+    return was["class"] != now["class"] or values[0] != values[1]
+
+
+def _continue_optimizer(
+    trainer: Trainer, run: Run, index: int, before: Before, record: Mapping[str, Any], *, restarts_lr: bool
+) -> list[str]:
+    """Give one optimizer the state of the one before; return what is to be said."""
+    optimizer, state = run.optimizers[index], before["optimizers"][index]
+    name = type(optimizer).__name__
+    where = f"optimizer {index} ({name})" if len(run.optimizers) > 1 else name
+    old, new = record["configured"]["optimizers"][index], run.configured["optimizers"][index]
+    if old["class"] != new["class"]:
+        return [f"{where} starts anew: it was {old['class']}"]
+    saved, own = record["names"][index], names_of(run.module, optimizer)
+    order = list(range(len(state["param_groups"])))
+    given = [dict(group) for group in optimizer.param_groups]
+    try:
+        if saved is not None and own is not None:
+            known = {name for name, _ in all_names(run.module)}
+            state, order = fit_groups(state, saved, own, known=known, name=name)
+        trainer.strategy.load_optimizer_state(optimizer, state, run.model)
+    except (CheckpointError, ValueError) as error:
+        return [f"{where} starts anew: {error}"]
+    return _keep_what_is_new(optimizer, given, order, old, new, where, restarts_lr=restarts_lr)
+
+
+def _keep_what_is_new(
+    optimizer: Optimizer,
+    given: list[dict[str, Any]],
+    order: list[int],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    where: str,
+    *,
+    restarts_lr: bool,
+) -> list[str]:
+    """Let values hold that are configured otherwise than for the fit before; return a line for each."""
+    told = []
+    for number, (group, fresh, now) in enumerate(zip(optimizer.param_groups, given, new["groups"], strict=False)):
+        was = old["groups"][order[number]] if order[number] < len(old["groups"]) else {}
+        at = f"{where}, group {number}" if len(new["groups"]) > 1 else where
+        for key, value in now.items():
+            if key not in was or was[key] == value:
+                continue
+            told.append(f"{at}: {key}={value!r} is configured now, and was {was[key]!r}")
+            group[key] = fresh[key]
+            if key == "lr" and "initial_lr" in fresh:
+                group["initial_lr"] = fresh["initial_lr"]
+        if restarts_lr:  # a schedule that starts anew has set its first rate
+            group["lr"] = fresh["lr"]
+            if "initial_lr" in fresh:
+                group["initial_lr"] = fresh["initial_lr"]
+    return told
+
+
+def _say(trainer: Trainer, text: str) -> None:
+    if trainer.is_global_zero and not trainer.fit_loop.is_at_limit:  # with nothing to do nothing is lost
+        progress = trainer.progress
+        warnings.warn(
+            f"trainer.fit continues after epoch {progress.epochs}, step {progress.steps}, and {text}. For a run from "
+            "the beginning make a new Trainer.",
+            stacklevel=6,
+        )

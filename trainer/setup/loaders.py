@@ -1,0 +1,251 @@
+"""The data of a run: who gives the loaders, how much of them is read, and how often fit validates. One per Trainer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
+from ...data.stream import BatchStream
+from ...errors import ConfigError, ModuleError
+from ..hooks import data_bases, find_override, module_bases
+from ..loop.eval_loop import EvalLoader
+from ..loop.fit_loop import seconds_of
+from . import assemble
+from .arguments import Arguments
+
+if TYPE_CHECKING:
+    from ...data.distributed.shard import Shard
+    from ...data.module import DataModule
+
+__all__ = ["LOADER_OF", "Loaders"]
+
+LOADER_OF = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+class Loaders:
+    """Loaders of each stage: those passed to the verb, else the data module's, else the module's own.
+
+    Attributes:
+        train: The training loaders as the user gave them; None before they were asked for.
+        interval_batches: Training batches between two validations; infinity where another rule holds.
+        interval_s: Seconds between two validations; None where batches are counted.
+        shard: What part of the data this rank reads; None with one rank.
+        agree: Lets the ranks agree on a number of batches; None with one rank.
+        evaluation: How evaluation loaders are shared out: `share` and `count` of `make_eval_loader`; empty with one
+            rank.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self._module: nn.Module | None = None
+        self._datamodule: DataModule | None = None
+        self._given: dict[str, Any] = {}  # Any: whatever loader the user passed
+        self._has_warned = False
+        self.train: Any = None
+        self.eval: dict[str, EvalLoader] = {}
+        self._sizes: dict[str, list[int | float]] = {}
+        self.interval_batches: int | float = math.inf
+        self.interval_s: float | None = None
+        self.shard: Shard | None = None
+        self.agree: Callable[[int], int] | None = None
+        self.evaluation: dict[str, Callable[[Any], Any]] = {}
+
+    def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> None:
+        """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
+        self._sizes.update((stage, list(data.limits)) for stage, data in self.eval.items())
+        for stage in given:
+            self._sizes.pop(stage, None)
+        self._module, self._datamodule, self._given = module, datamodule, given
+        self.train, self.eval = None, {}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The loaders that were passed to the verb, by stage; None where none was."""
+        return self._given
+
+    def hook(self, stage: str) -> Callable[[], Any] | None:
+        """Return the data module's or the module's loader hook, None where neither defines it."""
+        name = LOADER_OF[stage]
+        if self._datamodule is not None:
+            found = find_override(self._datamodule, name, data_bases())
+            if found is not None:
+                return found
+        return find_override(self._module, name, module_bases())
+
+    def require(self, stage: str, verb: str) -> None:
+        """Refuse a verb without data.
+
+        Raises:
+            ModuleError: Nobody gives a loader.
+        """
+        if self._given.get(stage) is None and self.hook(stage) is None:
+            name = LOADER_OF[stage]
+            raise ModuleError(
+                f"trainer.{verb} has no data: no loader was passed, and neither a data module nor "
+                f"{type(self._module).__name__} defines {name}().",
+                fix=f"pass a loader to trainer.{verb}, or define {name}.",
+            )
+
+    def _ask(self, stage: str) -> Any:
+        given = self._given.get(stage)
+        if given is None:
+            hook = self.hook(stage)
+            given = hook() if hook is not None else None
+        if given is None:
+            raise ModuleError(
+                f"{LOADER_OF[stage]}() returned None.", fix="return a DataLoader or another iterable of batches."
+            )
+        return given
+
+    def open_training(self) -> BatchStream:
+        """Ask for the training loaders and return them as one stream; settles the validation interval."""
+        loader = self.train = self._ask("train")
+        if self._arguments.overfit_batches:
+            loader = assemble.without_shuffle(loader)
+        name = "overfit_batches" if self._arguments.overfit_batches else "limit_train_batches"
+        stream = BatchStream(
+            loader, self._arguments.limit_train_batches, name=name, shard=self.shard, agree=self.agree
+        )  # fmt: skip
+        self._settle_interval(stream.num_batches)
+        return stream
+
+    def _settle_interval(self, num_batches: int | float) -> None:
+        interval = self._arguments.val_check_interval
+        self.interval_s, self.interval_batches = None, math.inf
+        if num_batches == 0:  # limit_train_batches=0: no training, so nothing to count
+            return
+        if isinstance(interval, float):
+            if interval == 1.0:
+                self.interval_batches = num_batches
+            elif math.isinf(num_batches):
+                raise ConfigError(
+                    f"val_check_interval={interval} is a fraction of an epoch, and the training data has no length.",
+                    fix="pass a number of batches, or 1.0.",
+                )
+            else:
+                self.interval_batches = max(1, int(num_batches * interval))
+        elif isinstance(interval, int):
+            if self._arguments.check_val_every_n_epoch is not None and interval > num_batches and self.may_validate():
+                raise ConfigError(
+                    f"val_check_interval={interval} is more than the {num_batches} training batches of an epoch.",
+                    fix="pass a smaller interval, or check_val_every_n_epoch=None to count across epochs.",
+                )
+            self.interval_batches = interval
+        else:
+            self.interval_s = seconds_of(cast(Any, interval))
+
+    def may_validate(self) -> bool:
+        """Whether fit can validate; says once which half is missing."""
+        if self._module is None or self._arguments.limit_val_batches == 0:
+            return False
+        has_step = assemble.has_override(self._module, "validation_step")
+        has_loader = self._given.get("validation") is not None or self.hook("validation") is not None
+        if has_step != has_loader and not self._has_warned:
+            self._has_warned = True
+            missing = "validation_step" if has_loader else "loader to validate with"
+            warnings.warn(f"validation is skipped: there is no {missing}", stacklevel=6)
+        return has_step and has_loader
+
+    def open_eval(self, stage: str) -> EvalLoader:
+        """Return the loaders of an evaluation stage with their limits; asks for them once."""
+        if stage not in self.eval:
+            name = f"limit_{LOADER_OF[stage].removesuffix('_dataloader')}_batches"
+            limit = getattr(self._arguments, name)
+            if stage == "validation" and self._arguments.overfit_batches:
+                name = "overfit_batches"
+            self.eval[stage] = assemble.make_eval_loader(
+                self._ask(stage),
+                limit,
+                name=name,
+                mode_error="trainer.predict" if stage == "predict" else None,
+                **self.evaluation,
+            )
+        return self.eval[stage]
+
+    def open_validation(self) -> EvalLoader | None:
+        """Return the loaders to validate with inside fit, None where it does not validate."""
+        if "validation" in self.eval or not self.may_validate():
+            return self.eval.get("validation")
+        rng = capture_rng()  # a split at random, say, must not move training's numbers
+        data = self.open_eval("validation")
+        restore_rng(rng)
+        return data
+
+    def drop_validation(self) -> None:
+        """Ask for the validation loaders again at the next validation."""
+        self.shut_down()
+        self.eval.pop("validation", None)
+
+    def shut_down(self) -> None:
+        """End workers that persist: found by the garbage collector, they would take seconds to end."""
+        for data in self.eval.values():
+            for loader in data.loaders:
+                if hasattr(loader, "shut_down"):
+                    loader.shut_down()
+
+    def open_sanity(self) -> EvalLoader | None:
+        """Return the validation loaders cut to `num_sanity_val_steps`; None where there is no sanity check."""
+        count = cast(int, self._arguments.num_sanity_val_steps)
+        data = self.open_validation() if count else None
+        if data is None:
+            return None
+        for loader in data.loaders:
+            if isinstance(loader, assemble.ReadOnce):
+                raise loader.error("and the check before training (num_sanity_val_steps) would read from it")
+        limit = math.inf if count == -1 else count
+        return EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
+
+    def capture_generators(self) -> dict[str, Any]:
+        """Return the states of generators that the validation loaders hold in their attributes, by path."""
+        return capture_generators(self._generators())
+
+    def restore_generators(self, states: dict[str, Any]) -> None:
+        """Put them back where `capture_generators` saw them."""
+        restore_generators(self._generators(), states)
+
+    def restore_shared_generators(self, states: dict[str, Any]) -> None:
+        """Put those back that the training loaders hold, too: a validation must not change the order of training.
+
+        Args:
+            states: What `capture_generators` returned before the validation.
+        """
+        if states:
+            restore_generators(self._shared_generators(), states)
+
+    @contextmanager
+    def before_validation(self, states: dict[str, Any]) -> Iterator[None]:
+        """Let the generators that both hold be for a block where they were before the validation under way."""
+        shared = self._shared_generators() if states else {}
+        now = capture_generators(shared)
+        restore_generators(shared, states)
+        yield
+        restore_generators(shared, now)
+
+    def _shared_generators(self) -> dict[str, Any]:
+        trained = {id(one) for one in find_generators(train=self.train).values()}
+        return {path: one for path, one in self._generators().items() if id(one) in trained}
+
+    def _generators(self) -> dict[str, Any]:
+        data = self.eval.get("validation")
+        return find_generators(**{f"loader{i}": one for i, one in enumerate(data.loaders)}) if data is not None else {}
+
+    def original(self, stage: str) -> Any:
+        """Return the loaders of an evaluation stage as the user gave them, None before they were asked for."""
+        data = self.eval.get(stage)
+        return data.original if data is not None else None
+
+    def num_batches(self, stage: str) -> list[int | float]:
+        """Return the batches of each loader of an evaluation stage."""
+        data = self.eval.get(stage)
+        return list(data.limits if data is not None else self._sizes.get(stage, ()))

@@ -1,0 +1,180 @@
+"""Running a verb in processes that this one starts (spawn, fork), and bringing its result back.
+
+The processes work on copies of Trainer, module and callbacks. What fit changed comes back from rank 0: weights,
+buffers, what is trained, plain hyperparameters, counts, metrics, the states of callbacks (the best path among them) and
+of the data module, and what `save_checkpoint` needs. Other attributes that a step sets on the module stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...data.move import move_to_device
+from ...errors import ModuleError
+from ...strategies import Strategy
+from ..checkpointing import snapshot
+from ..module import Module
+from . import assemble
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from ..trainer import Trainer
+
+__all__ = ["launch"]
+
+_CPU = torch.device("cpu")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
+    """Run a verb in new processes and return what it returned on rank 0.
+
+    Args:
+        trainer: Changed as if it had run the verb itself.
+        verb: "fit", "validate", "test" or "predict".
+        model: The user's module; its weights are changed in place.
+        arguments: The verb's other arguments.
+
+    Raises:
+        RankFailure: A process failed; names it.
+    """
+    from .begin import unwrapped
+
+    module = model if model is not None else trainer.lightning_module
+    result: dict[str, Any] = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
+    if module is not None:
+        _put_back_callbacks(trainer, unwrapped(module), result)
+        trainer.take_back(unwrapped(module), result)
+        if verb == "fit":
+            _put_back_module(trainer, unwrapped(module), result, arguments.get("datamodule"))
+        for callback in trainer.callbacks:
+            if callback.runs_first and hasattr(callback, "write_found"):  # the tuner's: a later verb uses it, too
+                callback.write_found(trainer, (unwrapped(module), arguments.get("datamodule")))
+    return result["returned"]
+
+
+def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run in every new process; the result of rank 0 goes back to the launching one."""
+    trainer.is_in_child = True
+    returned = getattr(trainer, verb)(module, **arguments)
+    is_fit = verb == "fit"
+    content: dict[str, Any] = {
+        "returned": returned,
+        "state": (trainer.state.fn, trainer.state.status),
+        "metrics": {name: value.to(_CPU) for name, value in trainer.callback_metrics.items()},
+        "metric_steps": {name: trainer.metric_step(name) for name in trainer.callback_metrics},
+        "logged": trainer.logged_metrics,
+        "progress_bar": dict(trainer.progress_bar_metrics),
+        "should_stop": trainer.should_stop,
+        "versions": trainer.output.versions(),
+        "loggers": snapshot.logger_states(trainer),
+    }
+    if is_fit:
+        run = trainer.latest_run()
+        assert run is not None
+        # On every rank: taking states may communicate.
+        whole = trainer.strategy.gather_state(snapshot.collect(trainer, run, is_weights_only=False))
+        checkpoint = content["checkpoint"] = move_to_device(whole, _CPU)
+        content["module"] = move_to_device(_module_content(trainer, run, checkpoint), _CPU)
+        content["progress"] = trainer.progress.state_dict()
+        content["stream"] = trainer.stream_state
+        content["timeline"] = trainer.timeline
+        content["rng_of_ranks"] = trainer.strategy.gather_objects(trainer.rng_course.left)
+    states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+    content["callbacks"] = trainer.strategy.gather_state(states)  # averages of shards, say
+    return content if trainer.is_global_zero else {}
+
+
+def _module_content(trainer: Trainer, run: Run, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the module has beside its checkpoint, which hooks may have changed. On every rank: communicates."""
+    strategy = trainer.strategy
+    weights = move_to_device(strategy.gather_state(strategy.every_weight(run.model)), _CPU)
+    names = set(weights)
+    for name, saved in checkpoint.get("state_dict", {}).items():
+        value = weights.get(name)
+        if isinstance(value, Tensor) and isinstance(saved, Tensor) and _are_equal(value, saved):
+            weights[name] = saved  # sent once
+    return {
+        "weights": weights,
+        "buffers": {name: one.detach() for name, one in run.module.named_buffers() if name not in names},
+        "trained": {name: one.requires_grad for name, one in run.module.named_parameters()},
+        "hparams": {
+            name: value for name, value in getattr(run.module, "hparams", {}).items() if isinstance(value, _PLAIN)
+        },
+    }
+
+
+def _are_equal(value: Tensor, saved: Tensor) -> bool:
+    return value.dtype == saved.dtype and value.device == saved.device and torch.equal(value, saved)
+
+
+# --- in the launching process -----------------------------------------------------------------------------------------
+
+
+def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: dict[str, Any]) -> None:
+    """Let the Trainer have the callbacks that the module configured in the other processes, for their states."""
+    known = {callback.state_key for callback in trainer.callbacks}
+    if set(result["callbacks"]) <= known or not assemble.has_override(module, "configure_callbacks"):
+        return
+    _attach(trainer, module)
+    trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, module.configure_callbacks())  # type: ignore[operator]
+
+
+def _put_back_module(trainer: Trainer, module: nn.Module, result: dict[str, Any], datamodule: Any) -> None:
+    """Let the module be as it is on rank 0: weights, buffers, what is trained, and hyperparameters that are plain.
+
+    Layers that `configure_model` has built only there are built here.
+
+    Raises:
+        ModuleError: The module has other layers here; names them.
+    """
+    content = result["module"]
+    weights = content["weights"]
+    hparams = getattr(module, "hparams", None)
+    if hparams is not None:
+        hparams.update({name: value for name, value in content["hparams"].items() if hparams.get(name) != value})
+    strategy = trainer.strategy
+    if not weights.keys() <= Strategy.module_state_dict(strategy, module).keys():
+        _build(trainer, module)
+    # Of this module as it is: the strategy's own methods would ask what runs it, which was only there.
+    own = Strategy.module_state_dict(strategy, module)
+    only_there = [name for name in weights if name not in own]
+    only_here = [name for name in own if name not in weights]
+    if only_there or only_here:
+        raise ModuleError(
+            "fit has ended, and the module of this process is not like the one that was trained: only there "
+            f"{only_there}, only here {only_here}.",
+            fix="build all layers in __init__ or configure_model, which runs here as well (setup() and other hooks do "
+            "not); trainer.save_checkpoint(path) writes what was trained.",
+        )
+    Strategy.load_module_state_dict(strategy, trainer.fabric.precision.convert_module(module), weights)
+    for name, value in content["buffers"].items():
+        path, _, short = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if short in owner._buffers:
+            owner._buffers[short] = value
+    for name, one in module.named_parameters():
+        one.requires_grad_(content["trained"].get(name, one.requires_grad))
+    state = result["checkpoint"].get(type(datamodule).__qualname__)
+    if datamodule is not None and state is not None:
+        datamodule.load_state_dict(state)
+
+
+def _build(trainer: Trainer, module: nn.Module) -> None:
+    builders = [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
+    _attach(trainer, module)
+    # What is drawn here is replaced: this process draws later what it would have drawn without it.
+    with torch.random.fork_rng(devices=[]), trainer.fabric.precision.module_init_context():
+        for name in builders:
+            getattr(module, name)()
+
+
+def _attach(trainer: Trainer, module: nn.Module) -> None:
+    """Let the module know its Trainer, which its hooks may ask."""
+    if isinstance(module, Module):
+        module.trainer = trainer
+        module.fabric = trainer.fabric
