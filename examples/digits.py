@@ -1,7 +1,7 @@
 """Classify handwritten digits in a few seconds: `make digits`, or `python examples/digits.py`.
 
-The data set comes with scikit-learn: 1,797 pictures of 8 x 8 pixels. Shows early stopping, the best checkpoint, and a
-test on pictures that neither training nor the choice of the checkpoint has seen.
+The data set comes with scikit-learn: 1,797 images of 8 x 8 pixels. Shows early stopping, saving the best checkpoint,
+and a test on images that were used neither for training nor for choosing the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sample = tuple[Tensor, Tensor]  # (64,) float32 in 0..1, and () int64 in 0..9
 
 
 class Digits(lw.DataModule):
-    """Three disjoint parts of scikit-learn's digits: 1,197 to train, 300 to validate, 300 to test."""
+    """The digits of scikit-learn in three disjoint sets: 1,197 for training, 300 for validation, 300 for test."""
 
     def __init__(self, batch_size: int = 32) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class Digits(lw.DataModule):
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise lw.MissingDependency("scikit-learn", needed_for="examples/digits.py", extra="examples") from error
-        pictures, labels = load_digits(return_X_y=True)
+        images, labels = load_digits(return_X_y=True)
         everything = TensorDataset(
-            torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(labels, dtype=torch.int64)
+            torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels, dtype=torch.int64)
         )
         parts = random_split(everything, [1197, 300, 300], generator=torch.Generator().manual_seed(0))
         self.train_set, self.val_set, self.test_set = parts
@@ -71,25 +71,25 @@ class Classifier(lw.Module):
             nn.Linear(128, 10),
         )
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Return logits: (batch, 64) -> (batch, 10)."""
-        logits: Tensor = self.layers(pictures)
+        logits: Tensor = self.layers(images)
         return logits
 
     def training_step(self, batch: Sample, batch_idx: int) -> Tensor:
-        pictures, labels = batch
-        loss = F.cross_entropy(self(pictures), labels)
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
         self.log("train_loss", loss, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(labels))
         return loss
 
     def _evaluate(self, batch: Sample, stage: str) -> None:
-        pictures, labels = batch
-        logits = self(pictures)
+        images, labels = batch
+        logits = self(images)
         metrics = {
             f"{stage}_loss": F.cross_entropy(logits, labels),
             f"{stage}_acc": (logits.argmax(dim=1) == labels).float().mean(),
         }
-        # The size is the weight: the last batch is smaller, and the mean is over pictures, not over batches.
+        # The batch size is the weight: the last batch is smaller, and the mean is over images, not over batches.
         self.log_dict(metrics, prog_bar=True, batch_size=len(labels))
 
     def validation_step(self, batch: Sample, batch_idx: int) -> None:
@@ -104,8 +104,10 @@ class Classifier(lw.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30, help="most epochs to train; early stopping may end it sooner")
-    parser.add_argument("--devices", default="1", help="how many devices, or 'auto'")
+    parser.add_argument(
+        "--epochs", type=int, default=30, help="maximum number of epochs; early stopping may end sooner"
+    )
+    parser.add_argument("--devices", default="1", help="number of devices, or 'auto'")
     args = parser.parse_args()
 
     lw.seed_everything(0, verbose=False)
@@ -122,7 +124,7 @@ def main() -> None:
     data = Digits()
     trainer.fit(Classifier(), datamodule=data)
     [result] = trainer.test(ckpt_path="best", datamodule=data)
-    print(f"Test accuracy: {result['test_acc']:.1%} of 300 pictures never seen; best checkpoint: {_best(trainer)}")
+    print(f"Test accuracy: {result['test_acc']:.1%} of 300 unseen images; best checkpoint: {_best(trainer)}")
 
 
 def _best(trainer: lw.Trainer) -> str:

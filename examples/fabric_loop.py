@@ -1,8 +1,8 @@
-"""A loop of your own on any number of processes: `python examples/fabric_loop.py --devices 2 --strategy ddp`.
+"""A hand-written loop on any number of processes: `python examples/fabric_loop.py --devices 2 --strategy ddp`.
 
-Separates two spirals. Shows what `lw.Fabric` takes off a loop written by hand (processes, devices, precision, windows,
-exact evaluation, files) and that the loop stays yours. A run that was stopped goes on where it was: the file holds the
-place in the data, too.
+Classifies points on two spirals. Shows what `lw.Fabric` handles in a loop of your own: processes, devices, precision,
+gradient accumulation, exact evaluation, and checkpoints. A stopped run resumes where it was: the checkpoint also has
+the position in the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loopwright.fabric import rng_state, set_rng_state
 
 
 def spirals(count: int, seed: int) -> Dataset[tuple[Tensor, ...]]:
-    """Return points on two spirals, shape (count, 2), and which of the two each belongs to, shape (count,)."""
+    """Return points on two spirals, shape (count, 2), and the spiral of each point, 0 or 1, shape (count,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 2
     angle = 1 + 9 * torch.rand(count, generator=generator).sqrt()
@@ -31,7 +31,7 @@ def spirals(count: int, seed: int) -> Dataset[tuple[Tensor, ...]]:
 
 
 def evaluate(fabric: lw.Fabric, model: nn.Module, loader: Any) -> float:
-    """Return the share of right answers over all ranks. Nothing is padded: every point counts once."""
+    """Return the accuracy over all ranks. Batches are not padded: every point counts once."""
     model.eval()
     hits, count = 0, 0
     with torch.no_grad():
@@ -53,7 +53,7 @@ def train(fabric: lw.Fabric, epochs: int, steps_per_window: int, file: Path) -> 
     if file.exists():
         fabric.load(file, state)
         set_rng_state(state["rng"])
-        fabric.print(f"Going on in epoch {state['epoch'] + 1}.")
+        fabric.print(f"Resuming in epoch {state['epoch'] + 1}.")
 
     for epoch in range(state["epoch"], epochs):
         for points, labels in train_loader:
@@ -65,7 +65,7 @@ def train(fabric: lw.Fabric, epochs: int, steps_per_window: int, file: Path) -> 
                 optimizer.zero_grad()
         state["epoch"] = epoch + 1
         if state["epoch"] % 10 == 0 or state["epoch"] == epochs:
-            fabric.print(f"epoch {state['epoch']:3}: {evaluate(fabric, model, test_loader):.1%} right")
+            fabric.print(f"epoch {state['epoch']:3}: {evaluate(fabric, model, test_loader):.1%} correct")
             fabric.save(file, {**state, "rng": rng_state()})
     return evaluate(fabric, model, test_loader)
 
@@ -81,7 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     fabric = lw.Fabric(devices=given.devices, strategy=given.strategy, precision=given.precision)
     accuracy = fabric.launch(train, given.epochs, given.accumulate, given.file)
-    fabric.print(f"{accuracy:.1%} of 301 new points right")
+    fabric.print(f"{accuracy:.1%} of 301 new points correct")
 
 
 if __name__ == "__main__":

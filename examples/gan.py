@@ -1,6 +1,6 @@
-"""Two optimizers by hand: a GAN that learns where the points of a ring lie, in some seconds.
+"""Manual optimization with two optimizers: a GAN that learns the distribution of points on a ring, in a few seconds.
 
-With `automatic_optimization = False` the training step does it all: backward, clipping, stepping, zeroing. Loopwright
+With `automatic_optimization = False` the training step runs backward, clipping, stepping and zeroing itself. Loopwright
 still moves the data, counts steps, logs, and saves both optimizers in its checkpoints.
 """
 
@@ -38,7 +38,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class RingGAN(lw.Module):
-    """A generator that maps noise to points, and a critic that tells them from real ones."""
+    """A generator that maps noise to points, and a critic that distinguishes them from real ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +55,15 @@ class RingGAN(lw.Module):
         generator_optimizer, critic_optimizer = self.optimizers()
         noise = torch.randn(len(batch), NOISE, device=self.device)
 
-        # The critic: real points above zero, made ones below. The generator's gradients are not needed.
+        # The critic: above zero for real points, below for generated ones. Gradients of the generator are not needed.
         with self.toggled_optimizer(critic_optimizer):
-            real, made = self.critic(batch), self.critic(self(noise).detach())
-            critic_loss = F.softplus(-real).mean() + F.softplus(made).mean()
+            real, generated = self.critic(batch), self.critic(self(noise).detach())
+            critic_loss = F.softplus(-real).mean() + F.softplus(generated).mean()
             critic_optimizer.zero_grad()
             self.manual_backward(critic_loss)
             critic_optimizer.step()
 
-        # The generator: points that the critic takes for real.
+        # The generator: points that the critic classifies as real.
         with self.toggled_optimizer(generator_optimizer):
             generator_loss = F.softplus(-self.critic(self(noise))).mean()
             generator_optimizer.zero_grad()
@@ -88,7 +88,7 @@ def main() -> None:
     model.eval()
     with torch.no_grad():
         radius = model(torch.randn(1000, NOISE, device=model.device)).norm(dim=1)
-    print(f"{trainer.global_step} steps; radius of 1,000 made points: {radius.mean():.2f} +- {radius.std():.2f}")
+    print(f"{trainer.global_step} steps; radius of 1,000 generated points: {radius.mean():.2f} +- {radius.std():.2f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Train a plain `nn.Module`: all it needs is `training_step` and `configure_optimizers`.
+"""Train a plain `nn.Module`: it only needs `training_step` and `configure_optimizers`.
 
-Nothing of the model depends on Loopwright: it can be used, saved and tested without it.
+The model does not depend on Loopwright: it can be used, saved and tested without it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A GPT over bytes, written plainly as one `lw.Module`; examples/gpt/train.py trains it.
 
-The vocabulary is the 256 byte values: there is no tokenizer, and a loss in bits per byte compares with any other model.
+The vocabulary is the 256 byte values, without a tokenizer. A loss in bits per byte is comparable with any other model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then a two-layer network, each added to what came in."""
+    """One transformer layer: attention, then a two-layer MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape; a position sees only itself and what is before it."""
+        """Map (batch, time, width) to the same shape; a position attends only to itself and earlier positions."""
         batch, time, width = x.shape
         # (batch, time, 3 * width) -> three times (batch, heads, time, width / heads)
         qkv = self.query_key_value(self.attention_norm(x)).view(batch, time, 3, self.heads, width // self.heads)
@@ -49,10 +49,10 @@ class GPT(lw.Module):
     """Predict the next byte.
 
     Args:
-        block_size: Longest context, in bytes.
+        block_size: Maximum context length, in bytes.
         layers: Number of transformer layers.
-        heads: Attention heads per layer; `width` is a multiple of it.
-        width: Size of the vector that stands for one position.
+        heads: Number of attention heads per layer; must divide `width`.
+        width: Size of the hidden state of one position.
         lr: Learning rate after the warm-up.
         warmup_steps: Optimizer steps over which the learning rate grows from zero.
     """
@@ -76,10 +76,10 @@ class GPT(lw.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.byte_embedding.weight  # one matrix reads bytes and writes them
+        self.head.weight = self.byte_embedding.weight  # tied weights
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What is added to the residual stream starts smaller, the more layers add to it.
+                # Projections into the residual stream start with a smaller scale, the more layers there are.
                 is_residual = name.endswith(("attention_out.weight", "network.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
 
@@ -107,25 +107,25 @@ class GPT(lw.Module):
         self.log("val_loss", self.loss(batch), prog_bar=True, batch_size=len(batch))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # Matrices decay towards zero; gains, biases and position vectors do not have to.
+        # Weight decay only for matrices, not for gains and biases.
         matrices = [p for p in self.parameters() if p.ndim == 2]
         vectors = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
         total_steps = self.trainer.estimated_stepping_batches
 
-        def share_of_lr(step: int) -> float:
+        def lr_factor(step: int) -> float:
             if step < self.warmup_steps:
                 return (step + 1) / self.warmup_steps
             done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
             return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:
-        """Return `prompt` followed by `length` bytes drawn from the model; the same seed gives the same text."""
+        """Return `prompt` followed by `length` bytes sampled from the model; the same seed gives the same text."""
         was_training = self.training
         self.eval()
         generator = torch.Generator().manual_seed(seed)

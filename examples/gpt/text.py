@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import loopwright as lw
 
-# Not the library's own source: packages that were installed later, and tests (which hold odd encodings and data).
+# Not part of the library: packages installed later, and tests (they contain unusual encodings and data).
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 HELD_OUT_FILE_EVERY = 20
-VALIDATION_WINDOWS = 640  # enough for two digits of the loss, and a second or two per validation
+VALIDATION_WINDOWS = 640  # enough for two digits of the loss; a validation takes a second or two
 
 
 def library_files() -> list[Path]:
@@ -31,12 +31,12 @@ def library_files() -> list[Path]:
 
 
 def concatenate(files: Iterable[Path]) -> Tensor:
-    """Return the files' bytes, one after the other: shape (size_bytes,), uint8."""
+    """Return the concatenated bytes of the files: shape (size_bytes,), uint8."""
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
 class Windows(Dataset[Tensor]):
-    """Cut a text into windows that do not overlap: item i is (block_size + 1,) uint8, input and targets in one."""
+    """A text split into windows that do not overlap: item i is (block_size + 1,) uint8, inputs and targets."""
 
     def __init__(self, text: Tensor, block_size: int) -> None:
         self.text = text
@@ -51,12 +51,12 @@ class Windows(Dataset[Tensor]):
 
 
 class StandardLibrary(lw.DataModule):
-    """Training and validation loaders; every 20th file is held out, so no file is in both.
+    """Training and validation loaders; every 20th file is held out for validation.
 
     Args:
-        cache_dir: Where the text is kept as one file of tensors.
-        block_size: Bytes of context per sample.
-        batch_size: Samples per batch.
+        cache_dir: Folder for the text, stored as one file of tensors.
+        block_size: Context length of a sample, in bytes.
+        batch_size: Number of samples per batch.
     """
 
     def __init__(self, cache_dir: Path, block_size: int = 128, batch_size: int = 16) -> None:
@@ -74,13 +74,13 @@ class StandardLibrary(lw.DataModule):
         self.cache.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.cache.with_suffix(f".{os.getpid()}.tmp")
         torch.save(text, unfinished)
-        unfinished.replace(self.cache)  # a run that is killed here leaves no half-written text behind
+        unfinished.replace(self.cache)  # atomic: a killed run leaves no incomplete file
 
     def setup(self, stage: str) -> None:
         text = torch.load(self.cache, weights_only=True)
         self.train_windows = Windows(text["train"], self.block_size)
         held_out = Windows(text["val"], self.block_size)
-        # Evenly spread, so that every held-out file has its share.
+        # Evenly spaced, so that every held-out file contributes.
         self.val_windows = Subset(held_out, range(0, len(held_out), max(1, len(held_out) // VALIDATION_WINDOWS)))
 
     def train_dataloader(self) -> DataLoader[Tensor]:

@@ -28,14 +28,14 @@ def run(folder: Path, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_gpt_trains_goes_on_and_knows_when_it_is_done(tmp_path: Path) -> None:
+def test_gpt_trains_resumes_and_knows_when_it_is_done(tmp_path: Path) -> None:
     small = ("--batch-size", "64")
     first = run(tmp_path, "gpt/train.py", "--steps", "2", *small)
     assert "bits per byte" in first
     second = run(tmp_path, "gpt/train.py", "--steps", "4", *small)
-    assert "Going on at step 2 of 4" in second
+    assert "Resuming at step 2 of 4" in second
     third = run(tmp_path, "gpt/train.py", "--steps", "4", *small)
-    assert "has done its 4 steps" in third
+    assert "has finished its 4 steps" in third
     assert (tmp_path / "runs" / "gpt" / "csv" / "version_0" / "metrics.csv").exists()
 
 
@@ -54,7 +54,7 @@ def test_plain_module_finds_the_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gan_finds_the_ring(tmp_path: Path) -> None:
     printed = run(tmp_path, "gan.py")
-    radius = re.search(r"radius of 1,000 made points: ([0-9.]+)", printed)
+    radius = re.search(r"radius of 1,000 generated points: ([0-9.]+)", printed)
     assert radius is not None
     assert float(radius.group(1)) == pytest.approx(1.0, abs=0.2)
 

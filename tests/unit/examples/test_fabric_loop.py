@@ -28,19 +28,19 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def share_of(printed: str) -> float:
-    match = re.search(r"([0-9.]+)% of 301 new points right", printed)
+def accuracy_of(printed: str) -> float:
+    match = re.search(r"([0-9.]+)% of 301 new points correct", printed)
     assert match is not None, printed
     return float(match.group(1))
 
 
 @pytest.mark.slow
-def test_the_spirals_are_told_apart_and_a_run_goes_on(tmp_path: Path) -> None:
+def test_the_spirals_are_classified_and_a_run_resumes(tmp_path: Path) -> None:
     first = run(tmp_path, "--epochs", "5")
-    assert "Going on" not in first
+    assert "Resuming" not in first
     second = run(tmp_path, "--epochs", "10")
-    assert "Going on in epoch 6." in second
-    assert share_of(second) > 95
+    assert "Resuming in epoch 6." in second
+    assert accuracy_of(second) > 95
 
 
 @pytest.mark.slow
@@ -48,4 +48,4 @@ def test_the_spirals_are_told_apart_and_a_run_goes_on(tmp_path: Path) -> None:
 def test_two_processes_learn_as_one(strategy: str, tmp_path: Path) -> None:
     printed = run(tmp_path, "--epochs", "10", "--devices", "2", "--strategy", strategy, "--accumulate", "1")
     assert printed.count("epoch  10") == 1  # only rank 0 prints
-    assert share_of(printed) > 95
+    assert accuracy_of(printed) > 95
