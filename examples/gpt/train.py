@@ -83,11 +83,11 @@ def main() -> None:
 
     finished = read(FINAL).get("global_step", 0)
     if finished >= args.steps:
-        print(f"The run in {RUN_DIR} has finished its {finished} steps. A higher STEPS= continues; FRESH=1 starts again.")
+        print(f"The run in {RUN_DIR} has finished its {finished} steps. A higher STEPS= continues, FRESH=1 restarts.")
     else:
         done = read(LAST).get("global_step", 0)
         if done:
-            trainer.print(f"Resuming at step {done} of {args.steps}. FRESH=1 starts again.")
+            trainer.print(f"Resuming at step {done} of {args.steps}. FRESH=1 restarts.")
         data = StandardLibrary(RUN_DIR, batch_size=args.batch_size)
         trainer.fit(GPT(), datamodule=data, ckpt_path="last" if done else None)
         trainer.save_checkpoint(FINAL)
