@@ -1,8 +1,8 @@
-"""Make the pictures of README.md and docs/ from a real run of `make train`; needs tmux and chromium, run by hand.
+"""Make the pictures of README.md and docs/ from a real run of `make train`; needs tmux and chromium, run manually.
 
-`python docs/make_pictures.py terminal` starts the training in a terminal of its own and, when it has ended, takes its
-text with its colours. `python docs/make_pictures.py tensorboard` takes a screenshot of the curves in TensorBoard,
-`report` one of the page that `loopwright report` makes of the run, and `watch` writes what `loopwright watch` shows.
+`python docs/make_pictures.py terminal` runs the training in a separate terminal and, when it has ended, saves the text of
+the terminal with its colors. `tensorboard` takes a screenshot of the curves in TensorBoard, `report` one of the page that
+`loopwright report` writes for the run, and `watch` saves the output of `loopwright watch`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def terminal() -> None:
         screen = tmux("capture-pane", "-e", "-p").rstrip()
     finally:
         tmux("kill-server")
-    # The interpreter's path is that of this machine; whoever reads the picture has another one.
+    # The interpreter's path is specific to this machine.
     screen = screen.replace(f"{sys.executable} -m tensorboard.main", "tensorboard")
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
@@ -80,7 +80,7 @@ def screenshot(address: str, picture: Path, *, width: int, height: int) -> None:
 
 
 def report() -> None:
-    """Write docs/img/report.png: the page that is made of runs/gpt."""
+    """Write docs/img/report.png: the HTML report of runs/gpt."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         subprocess.run([sys.executable, "-m", "loopwright", "report", "runs/gpt", "-o", page], check=True, cwd=ROOT)

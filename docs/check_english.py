@@ -1,0 +1,132 @@
+"""Find phrases that readers have to translate, in the documentation and in texts of the package; part of `make check`.
+
+Checks README.md, CONTRIBUTING.md, docs/*.md, the [Unreleased] section of CHANGELOG.md, and the strings and comments of
+the Python files in `SOURCES`. Code spans and code blocks are not checked, so a phrase can be quoted in backticks.
+
+    python docs/check_english.py                        # everything
+    python docs/check_english.py docs/data.md fabric    # these files, and all Python files in these folders
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Python files and folders that pass. To check more of the package, add a line here.
+SOURCES: tuple[str, ...] = ("examples",)
+
+# (regular expression, replacement). A space matches any whitespace, including line breaks. Case is ignored.
+PHRASES: tuple[tuple[str, str], ...] = (
+    (r"(?:there )?(?:is|are|was|were) no(?![-\w])(?! longer| more than| less than| fewer than)", "is not a"),
+    (r"(?:there )?(?:is|are) (?-i:none)(?! of)", "is not one"),
+    (r"for ever", "forever"),
+    (r"mend(?:s|ed|ing)?", "fix"),
+    (r"by hand", "manually, hand-written"),
+    (r"so many", "that many, this number of"),
+    (r"nobody", "no one; better: name the subject"),
+    (r"(?:go|goes|going|went|gone) on(?! (?:the|a|an|each|every|one|its) )", "continue"),
+    (r"of which", "two sentences"),
+    (r"shar(?:e|es|ed|ing) out|dealt|deal(?:s|ing)? out", "distribute, shard over ranks"),
+    (r"seal(?:s|ed|ing)?", "digest, checksum"),
+    (r"comes? out even", "be divisible"),
+    (r"part(?:s|ed)? ways", "diverge"),
+    (r"anew", "again, from scratch"),
+    (r"lest|whence|thereof|therein|wherein", "so that ... not, from, of it, in it"),
+    (r"whilst|amongst", "while, among"),
+    (
+        r"(?:de|re|un)?(?:author|capital|categor|central|character|custom|emphas|final|formal|general|initial|local"
+        r"|material|maxim|memor|minim|modern|neutral|normal|optim|organ|parallel|penal|popular|priorit|quant|random"
+        r"|real|recogn|regular|serial|special|stabil|standard|summar|symbol|synchron|token|util|vector|visual)"
+        r"is(?:e|es|ed|ing|er|ers|ation|ations)",
+        "US spelling: -ize, -ization",
+    ),
+    (r"analys(?:e|ed|ing)", "US spelling: analyze"),
+    (r"(?:behavi|col|fav|flav|hon|lab|neighb)our(?:s|ed|ing|able|ite|hood|less|al)?", "US spelling: -or"),
+    (r"(?:cent|fib|met)re[sd]?", "US spelling: -er"),
+    (r"(?:label|model|signal|travel)l(?:ed|ing)", "US spelling: one l"),
+    (r"(?:mis)?spelt|learnt|burnt", "US spelling: -ed"),
+    (r"grey|artefacts?|licence|defence|programme", "US spelling: gray, artifact, license, defense, program"),
+)
+
+
+def compiled(gap: str) -> list[tuple[re.Pattern[str], str]]:
+    """Return the patterns of `PHRASES`, with `gap` for each space."""
+    return [(re.compile(rf"\b(?:{text.replace(' ', gap)})\b", re.IGNORECASE), instead) for text, instead in PHRASES]
+
+
+RULES = compiled(r"\s+")
+# In Python a phrase may continue in the next literal or comment, so that quotes and number signs separate words, too.
+ANYWHERE = re.compile("|".join(pattern.pattern for pattern, _ in compiled(r"[\s\"'#f]+")), re.IGNORECASE)
+CODE = re.compile(r"^ *```.*?^ *```$|^<!--.*?-->$|`[^`\n]*(?:\n[^`\n]+)?`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+TEXTS = {"STRING", "FSTRING_MIDDLE", "COMMENT"}
+
+
+def blank(match: re.Match[str]) -> str:
+    """Return a text with the same lines that matches no rule."""
+    return re.sub(r"[^\n]", "_", match.group())
+
+
+def texts_of_code(source: str) -> str:
+    """Return Python source with spaces in place of everything except the texts of strings and comments."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    kept = [character if character == "\n" else " " for character in source]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if tokenize.tok_name[token.type] in TEXTS:
+            first, last = (starts[row - 1] + column for row, column in (token.start, token.end))
+            kept[first:last] = source[first:last]
+    text = re.sub(r"\{[^{}\n]*\}", blank, "".join(kept))
+    return re.sub(r"\b[bfru]+(?=[\"'])|[\"'#]", lambda match: " " * len(match.group()), text)
+
+
+def unreleased(text: str) -> str:
+    """Return a changelog with only its first section readable."""
+    sections = list(re.finditer(r"^## .*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    return text[: sections[0].end()] if sections else text
+
+
+def problems(path: Path) -> list[str]:
+    """Return each phrase to replace in a file, as `file:line: phrase -> replacement`."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        if not ANYWHERE.search(text):  # true of most files, and much faster than reading their tokens
+            return []
+        text = texts_of_code(text)
+    elif path.name == "CHANGELOG.md":
+        text = unreleased(text)
+    text = CODE.sub(blank, text)
+    return [f"{path.relative_to(ROOT)}:{line}: {phrase} -> {instead}" for line, phrase, instead in sorted(found(text))]
+
+
+def found(text: str) -> Iterator[tuple[int, str, str]]:
+    """Give the line, the phrase and its replacement for each phrase in a text."""
+    for pattern, instead in RULES:
+        for match in pattern.finditer(text):
+            phrase = " ".join(match.group().split())
+            if not phrase.lower().startswith("there "):  # "there is no" is plain English
+                yield text.count("\n", 0, match.start()) + 1, phrase, instead
+
+
+def files(names: list[str]) -> list[Path]:
+    """Return the files with these names, relative to the root, and the Python files in folders among them."""
+    paths = [ROOT / name for name in names]
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+
+
+def main(names: list[str]) -> int:
+    pages = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(map(str, (ROOT / "docs").glob("*.md")))]
+    phrases = [problem for path in files(names or [*pages, *SOURCES]) for problem in problems(path)]
+    for problem in phrases:
+        print(problem, file=sys.stderr)
+    return 1 if phrases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
