@@ -1,8 +1,8 @@
 """Make the pictures of README.md and docs/ from a real run of `make train`; needs tmux and chromium, run manually.
 
-`python docs/make_pictures.py terminal` runs the training in a separate terminal and, when it has ended, saves the text of
-the terminal with its colors. `tensorboard` takes a screenshot of the curves in TensorBoard, `report` one of the page that
-`loopwright report` writes for the run, and `watch` saves the output of `loopwright watch`.
+`python docs/make_pictures.py terminal` runs the training in a separate terminal and, when it has ended, saves the text
+of the terminal with its colors. `tensorboard` takes a screenshot of the curves in TensorBoard, `report` one of the page
+that `loopwright report` writes for the run, and `watch` saves the output of `loopwright watch`.
 """
 
 from __future__ import annotations
