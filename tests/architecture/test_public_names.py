@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pickle
 import sys
 import tomllib
 
@@ -81,6 +82,36 @@ def test_every_file_that_lists_names_defines_them() -> None:
         module = importlib.import_module(module_name(str(file.relative_to(ROOT).with_suffix(""))))
         wrong += [f"{place(file, tree)}: {name}" for name in listed[0] if not hasattr(module, name)]
     assert not [line for line in wrong if not line.startswith("__main__")], "\n".join(wrong)
+
+
+def listed_names() -> list[tuple[str, str]]:
+    lines = (ROOT / "tests" / "architecture" / "public_names.txt").read_text().splitlines()
+    rows = [line.partition(": ") for line in lines if not line.startswith("#")]
+    return [(package, name) for package, _, names in rows for name in names.split()]
+
+
+def test_names_that_were_public_still_are() -> None:
+    listed = listed_names()
+    assert len(listed) > 300
+    gone = [f"{package}.{name}" for package, name in listed if not hasattr(importlib.import_module(package), name)]
+    assert not gone, gone
+
+
+def test_public_classes_are_pickled_by_a_path_that_can_be_imported() -> None:
+    classes = {getattr(lw, name) for name in lw.__all__ if inspect.isclass(getattr(lw, name))}
+    assert len(classes) > 80
+    assert [kind for kind in classes if pickle.loads(pickle.dumps(kind)) is not kind] == []
+
+
+@pytest.mark.parametrize(
+    "old",
+    # Where these classes lived before their folders: pickles and programs that named the file still find them.
+    ["strategies.ddp:DDPStrategy", "strategies.fsdp:FSDPStrategy", "strategies.deepspeed:DeepSpeedStrategy",
+     "strategies.xla:XLAStrategy", "callbacks.model_checkpoint:ModelCheckpoint", "trainer.timeline:Timeline"],
+)  # fmt: skip
+def test_classes_of_engines_are_found_under_their_old_paths(old: str) -> None:
+    module, _, name = old.partition(":")
+    assert inspect.isclass(getattr(importlib.import_module(f"loopwright.{module}"), name))
 
 
 def documented_objects() -> list[tuple[str, object]]:
