@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Loader", "Stateful", "StoredTensor"]
+__all__ = ["Batch", "Loader", "StateDict", "Stateful", "StepOutput", "StoredTensor"]
+
+Batch: TypeAlias = Any  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
+StepOutput: TypeAlias = Any  # what a step returns: a loss, a mapping that holds one, predictions, or None
+StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
 
 
 @runtime_checkable

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from ..protocols import Batch, StateDict, StepOutput
     from ..trainer.trainer import Trainer
 
 __all__ = ["Callback", "Checkpoint", "from_rank_zero"]
 
 R = TypeVar("R")
+AnyModule: TypeAlias = Any  # lw.Module or any nn.Module that trains; Any, so that a subclass may narrow it
 
 
-# Any in the signatures: `pl_module` is a Module or any nn.Module that trains, so that a subclass may narrow it to the
-# class it was written for; `batch` and `outputs` are whatever the user's loader and step give.
 class Callback:
     """Take part in a run without changing the module: override the hooks of interest.
 
@@ -54,11 +54,11 @@ class Callback:
         """Return a key made of the class and of the arguments that tell instances apart."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state to save: tensors, plain values, and containers of these. Empty: nothing is saved."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put back what `state_dict` returned. Called after `setup`, before the optimizers exist."""
 
     def forget_run(self) -> None:
@@ -68,127 +68,147 @@ class Callback:
         before a checkpoint is put back. Built-in callbacks are then as new; one of yours keeps all unless it says so.
         """
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """At the beginning of a run; `stage` is "fit", "validate", "test" or "predict"."""
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """At the end of a run that succeeded; after a failure `on_exception` is called instead."""
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Model and optimizers are built, on their device, and resumed; nothing has run yet."""
 
-    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After training, after `on_train_end`."""
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before the trial validation at the beginning of fit."""
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the trial validation at the beginning of fit."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before the first epoch of this run."""
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the last epoch of this run."""
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """At the beginning of an epoch; not again when a run resumes inside it."""
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the last batch of an epoch and after the validation that was due there."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int) -> None:
         """Before a micro-batch; it is on the device."""
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: AnyModule, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """After a micro-batch; after the last of a window the optimizer has stepped and counters are advanced."""
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before a validation, inside fit or by itself."""
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After a validation; its metrics are final."""
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before the first loader of a validation."""
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the last batch of a validation."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch of a validation."""
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: AnyModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After a batch of a validation."""
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before a test."""
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After a test; its metrics are final."""
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before the first loader of a test."""
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the last batch of a test."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch of a test."""
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: AnyModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After a batch of a test."""
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before a prediction."""
 
-    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After a prediction."""
 
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Before the first loader of a prediction."""
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the last batch of a prediction."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch of a prediction."""
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: AnyModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After a batch of a prediction; `outputs` is what `predict_step` returned."""
 
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Before gradients are set to zero, once per window."""
 
-    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Before a backward; `loss` is what it starts from, on the device."""
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After a backward; gradients are sums over the window so far and may still carry a loss scale."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Before clipping and the optimizer's step; gradients are those of the whole window, unscaled."""
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """When a run fails or is interrupted; the exception is raised again afterwards."""
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """While a checkpoint is collected; it may be changed in place."""
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Before the callbacks' states are put back from a checkpoint."""
 
 

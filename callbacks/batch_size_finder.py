@@ -10,6 +10,9 @@ from ..errors import ConfigError
 from .base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..protocols import StateDict
     from ..trainer.trainer import Trainer
 
 __all__ = ["BatchSizeFinder"]
@@ -72,19 +75,19 @@ class BatchSizeFinder(Callback):
         """Depends on the attribute."""
         return self._generate_state_key(batch_arg_name=self._search.batch_arg_name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what fit searched for and found."""
         if not self._has_searched:
             return {}
         return {"optimal_batch_size": self.optimal_batch_size, "accumulate_grad_batches": self._accumulate}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Take over what an earlier run found."""
         self.optimal_batch_size = state_dict["optimal_batch_size"]
         self._accumulate = state_dict["accumulate_grad_batches"]
         self._has_searched = True
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Set the size that the saved run found, before loaders are opened: their positions are counted by it."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn == "fit" and state:
@@ -105,12 +108,12 @@ class BatchSizeFinder(Callback):
             if self._accumulate is not None:
                 trainer.accumulate_grad_batches = self._accumulate
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Search for validate, test and predict: their loaders are opened after this."""
         if stage != "fit":
             self._search_unless_trial(trainer, stage, is_set_up=False)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search for fit, unless training is under way already."""
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
             if not self._has_searched and trainer.is_global_zero:
@@ -124,7 +127,7 @@ class BatchSizeFinder(Callback):
             return
         self._find(trainer, method, is_set_up=is_set_up)
 
-    def scale_batch_size(self, trainer: Trainer, pl_module: Any) -> None:
+    def scale_batch_size(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search now, within fit, and train with what is found; on every rank, between two epochs or before."""
         if not trainer.at_step_boundary or trainer.progress.epoch_open:
             raise ConfigError(

@@ -21,6 +21,7 @@ from .base import Callback
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ..protocols import StateDict
     from ..trainer.trainer import Trainer
 
 __all__ = ["BackboneFinetuning", "BaseFinetuning", "multiplicative"]
@@ -187,7 +188,7 @@ class BaseFinetuning(Callback):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Freeze at the beginning of fit."""
         if stage != "fit":
             return
@@ -200,7 +201,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
         self._untracked = _untracked(pl_module)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Hold back the states of groups that were added during training, until `on_fit_start` has added them."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn != "fit" or not state:
@@ -211,13 +212,13 @@ class BaseFinetuning(Callback):
                 self._pending[index] = optimizers[index]
                 optimizers[index] = _first_groups(optimizers[index], count)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep which groups there were, for `on_fit_start`."""
         self._names = {int(index): names for index, names in state_dict["internal_optimizer_metadata"].items()}
         self._untracked = list(state_dict["untracked_norms"])
         self._is_resumed = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the parameters' names of each group, how many groups there were at first, and frozen batch norms."""
         return {
             "internal_optimizer_metadata": dict(self._names),
@@ -225,7 +226,7 @@ class BaseFinetuning(Callback):
             "untracked_norms": list(self._untracked),
         }
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Add the groups that a checkpoint has more than configure_optimizers made, and put their states back."""
         self._counts = {index: len(optimizer.param_groups) for index, optimizer in enumerate(trainer.optimizers)}
         if self._is_resumed:
@@ -249,7 +250,7 @@ class BaseFinetuning(Callback):
         self._pending = {}
         self._note_groups(trainer, pl_module)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Let the subclass unfreeze, and note which groups there are now."""
         for optimizer in trainer.optimizers:
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
@@ -365,11 +366,11 @@ class BackboneFinetuning(BaseFinetuning):
                 round(rate, self.rounding),
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the groups and the backbone's rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put both back."""
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]

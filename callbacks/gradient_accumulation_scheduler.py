@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..trainer.trainer import Trainer
 
 __all__ = ["GradientAccumulationScheduler"]
@@ -55,7 +57,7 @@ class GradientAccumulationScheduler(Callback):
         """Return the micro-batches per step in this epoch (from 0)."""
         return self.scheduling[self.epochs[bisect_right(self.epochs, epoch) - 1]]
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse combinations that cannot work, before anything runs."""
         if stage != "fit":
             return
@@ -77,11 +79,11 @@ class GradientAccumulationScheduler(Callback):
                 fix="keep one of the two.",
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Set the number for the epoch that the run starts or resumes in."""
         self._set(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Set the number for this epoch."""
         self._set(trainer)
 

@@ -10,6 +10,9 @@ from ..errors import ConfigError
 from .base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..protocols import StateDict
     from ..trainer.trainer import Trainer
     from ..tuner.lr_curve import LearningRateCurve
 
@@ -72,13 +75,13 @@ class LearningRateFinder(Callback):
         """Depends on the range and the attribute."""
         return self._generate_state_key(range=self._range, attr_name=self._attr_name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the curve, and what was set."""
         if self.optimal_lr is None:
             return {}
         return {"curve": self.optimal_lr.state_dict(), "found": None if self._found is None else list(self._found)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Take over what an earlier run found."""
         from ..tuner.lr_curve import LearningRateCurve
 
@@ -86,7 +89,7 @@ class LearningRateFinder(Callback):
         found = state_dict["found"]
         self._found = None if found is None else (found[0], found[1])
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Set the rate that the saved run found, before optimizers are made."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn == "fit" and state:
@@ -105,7 +108,7 @@ class LearningRateFinder(Callback):
         if self._found is not None and self._update_attr:
             write_setting(owners, *self._found)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search, unless training is under way already."""
         if trainer.fast_dev_run:
             warnings.warn("LearningRateFinder does nothing with fast_dev_run", stacklevel=2)
@@ -116,7 +119,7 @@ class LearningRateFinder(Callback):
             return
         self.lr_find(trainer, pl_module)
 
-    def lr_find(self, trainer: Trainer, pl_module: Any) -> None:
+    def lr_find(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search now, and train with what is found; on every rank, between two epochs or before the first."""
         from ..tuner.lr_curve import LearningRateCurve
         from ..tuner.lr_find import find_learning_rate, name_of_rate, set_learning_rate

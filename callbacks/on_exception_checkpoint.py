@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ConfigError
 from .base import Checkpoint
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..trainer.trainer import Trainer
 
 __all__ = ["OnExceptionCheckpoint"]
@@ -45,7 +47,7 @@ class OnExceptionCheckpoint(Checkpoint):
         """Path of the checkpoint, whether it exists or not."""
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Save what there is. A failure to save is logged: the first error is the one to see."""
         if trainer.state.fn != "fit" or trainer.fast_dev_run or isinstance(exception, CheckpointError):
             return
@@ -59,7 +61,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return
         _log.warning("OnExceptionCheckpoint: saved %s on %s.", self.ckpt_path, type(exception).__name__)
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Remove the checkpoint of an earlier failure: the training has succeeded."""
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             trainer.strategy.checkpoint_io.remove_checkpoint(self.ckpt_path)

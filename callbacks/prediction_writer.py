@@ -12,6 +12,9 @@ from ..errors import ConfigError, ModuleError
 from .base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..protocols import Batch, StepOutput
     from ..trainer.trainer import Trainer
 
 __all__ = ["BasePredictionWriter"]
@@ -50,10 +53,10 @@ class BasePredictionWriter(Callback):
     def write_on_batch_end(
         self,
         trainer: Trainer,
-        pl_module: Any,
+        pl_module: nn.Module,
         prediction: Any,
         batch_indices: list[Any] | None,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -72,7 +75,11 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError
 
     def write_on_epoch_end(
-        self, trainer: Trainer, pl_module: Any, predictions: list[Any], batch_indices: list[list[list[Any] | None]]
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        predictions: list[Any],
+        batch_indices: list[list[list[Any] | None]],
     ) -> None:
         """Write the predictions of all batches of this rank.
 
@@ -85,7 +92,7 @@ class BasePredictionWriter(Callback):
         """
         raise NotImplementedError
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse a writer that would write nothing."""
         if stage != "predict":
             return
@@ -101,7 +108,7 @@ class BasePredictionWriter(Callback):
                 fix=f"define {missing[0]}, or choose another write_interval.",
             )
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin to note which samples the loaders read."""
         data = trainer.loaders.eval["predict"]
         self._records = []
@@ -112,7 +119,13 @@ class BasePredictionWriter(Callback):
         self._indices = [[] for _ in data.loaders]
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Write the batch, keep it for the end, or both."""
         record = self._records[dataloader_idx]
@@ -123,7 +136,7 @@ class BasePredictionWriter(Callback):
             self._predictions[dataloader_idx].append(move_to_device(outputs, torch.device("cpu")))
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write all batches."""
         if self._on_epoch:
             predictions: list[Any] = self._predictions

@@ -23,6 +23,7 @@ from .base import Callback, from_rank_zero
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ..protocols import Batch, StateDict
     from ..trainer.trainer import Trainer
 
 __all__ = ["ModelPruning"]
@@ -235,7 +236,7 @@ class ModelPruning(Callback):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the parameters, put masks back, keep the first weights, and listen to the optimizers."""
         refuse_shards(trainer, pl_module, owner="ModelPruning")
         if self._source is not None and self._source is not pl_module:
@@ -262,7 +263,7 @@ class ModelPruning(Callback):
             optimizer.register_step_post_hook(lambda *_: self._mask_weights()) for optimizer in trainer.optimizers
         ]
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Rewind the weights that are left, if the last pruning asked for it."""
         if self._is_rewind_due:
             self._is_rewind_due = False
@@ -273,7 +274,7 @@ class ModelPruning(Callback):
                     for parameter, value in zip(self._parameters, told, strict=True):
                         parameter.copy_(value)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
         """Leave pruned weights out of the gradients, before these are clipped."""
         pairs = zip(self._parameters, self._masks, strict=False)  # no masks before the first pruning
         found = [(parameter.grad, mask) for parameter, mask in pairs if parameter.grad is not None]
@@ -281,26 +282,26 @@ class ModelPruning(Callback):
             gradients, masks = zip(*found, strict=True)
             torch._foreach_mul_(list(gradients), list(masks))
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Prune at the end of an epoch, not where a limit only interrupts it."""
         if self._is_due or (self._at_epoch_end and not trainer.progress.epoch_paused):
             self._prune(trainer)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Prune after a validation inside fit, if that was asked for, and after a checkpoint with its score."""
         if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._is_due = True
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
         """Prune, if it is due since the latest validation."""
         if self._is_due:
             self._prune(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Take the hooks off the optimizers."""
         self._forget_hooks()
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Take the hooks off the optimizers; hand the masks to torch, if pruning is not to be permanent."""
         if stage != "fit":
             return
@@ -309,7 +310,7 @@ class ModelPruning(Callback):
             for (module, name), mask in zip(self._parameters_to_prune, self._masks, strict=True):
                 prune.custom_from_mask(module, name, mask)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Fold torch's masks into the weights, in a checkpoint that is saved after fit."""
         weights = checkpoint["state_dict"]
         for name in self._names:
@@ -320,7 +321,7 @@ class ModelPruning(Callback):
         """Prune at the steps of a new run; masks stay with their module."""
         self._pruned_at = -1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return masks, first weights, and what was done last."""
         masks = zip(self._names, self._masks, strict=False)
         return {
@@ -331,7 +332,7 @@ class ModelPruning(Callback):
             "is_due": self._is_due,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep them for `on_fit_start`."""
         self._loaded = dict(state_dict["masks"])
         self._initial = dict(state_dict["initial"])

@@ -7,7 +7,7 @@ Evaluation runs on it: the values are exchanged before and put back after it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from .weights import (
 )
 
 if TYPE_CHECKING:
+    from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["Averaging"]
@@ -70,46 +71,48 @@ class Averaging(Callback):
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Go on where the checkpoint was taken: if it was taken before its step's update, update now."""
         if self._seen_step is not None and self._seen_step < trainer.global_step:
             self._note_step(trainer, pl_module)
         self._seen_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Ask for an update after a step that was really taken."""
         if trainer.global_step != self._seen_step:
             self._note_step(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Validate with the average."""
         self._swap_in(trainer, pl_module)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Put the trained weights back."""
         self._swap_out(pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Test with the average."""
         self._swap_in(trainer, pl_module)
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Put the trained weights back."""
         self._swap_out(pl_module)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Predict with the average."""
         self._swap_in(trainer, pl_module)
 
-    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Put the trained weights back."""
         self._swap_out(pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Put the trained weights back."""
         self._swap_out(pl_module)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Keep the trained weights in the checkpoint, if it is taken while the module holds the average."""
         keep_trained(checkpoint, self._raw, self._aliases)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from .base import Averaging
 from .weights import as_whole, clones_of, in_memory, tensors_of, write
 
 if TYPE_CHECKING:
+    from ...protocols import StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["EMA"]
@@ -132,7 +133,7 @@ class EMA(Averaging):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
         self._bind(pl_module)
         self._has_stepped = False
@@ -141,12 +142,12 @@ class EMA(Averaging):
         """Begin a new average."""
         self._average, self.num_updates, self._seen_step, self._source = {}, 0, None, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the average, the number of updates and the last step that was seen."""
         seen_step = -1 if self._seen_step is None else self._seen_step
         return {"shadow": in_memory(self._average), "num_updates": self.num_updates, "seen_step": seen_step}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put the average back; it is moved to its device when the run starts."""
         self._average, self._is_borrowed = dict(state_dict["shadow"]), True
         self.num_updates = int(state_dict["num_updates"])

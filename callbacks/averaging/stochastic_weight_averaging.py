@@ -34,6 +34,7 @@ from .weights import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ...protocols import StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["StochasticWeightAveraging"]
@@ -150,7 +151,7 @@ class StochasticWeightAveraging(Callback):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the run; a loaded average is checked against the module and moved to its device."""
         limit = trainer.fit_loop.epoch_limit
         self._max_epochs = None if limit == -1 else limit
@@ -170,7 +171,7 @@ class StochasticWeightAveraging(Callback):
         if self._began_at >= 0:
             self._rest_schedules(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin when it is time, and set the epoch's learning rates."""
         epoch = trainer.current_epoch
         # What has begun goes on, although a later fit with more epochs would have begun later.
@@ -191,7 +192,7 @@ class StochasticWeightAveraging(Callback):
             self._update(pl_module)
         self._set_rates(optimizer, epoch - self._began_at)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Average the weights at the end of an epoch, not where a limit only interrupts it."""
         epoch = trainer.current_epoch
         if self._began_at < 0 or trainer.progress.epoch_paused or not self._latest_epoch < epoch <= self.swa_end:
@@ -199,7 +200,7 @@ class StochasticWeightAveraging(Callback):
         self._latest_epoch = epoch
         self._update(pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         if not self.n_averaged:
             return
@@ -211,17 +212,17 @@ class StochasticWeightAveraging(Callback):
 
             renew_running_statistics(trainer, pl_module, norms)
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Put the trained weights back."""
         if self._raw is not None:
             raw, self._raw = self._raw, None
             write(raw, tensors_of(pl_module), owner="StochasticWeightAveraging")
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let go of the trained weights: from here on the module is the average."""
         self._raw = None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Keep the trained weights in the checkpoint, if it is taken when the module is the average already."""
         keep_trained(checkpoint, self._raw, self._aliases)
 
@@ -229,7 +230,7 @@ class StochasticWeightAveraging(Callback):
         """Begin a new average."""
         self._average, self.n_averaged, self._began_at, self._latest_epoch, self._source = {}, 0, -1, -1, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the average, what it is made of, and the rates that annealing began with."""
         return {
             "average": in_memory(self._average),
@@ -239,7 +240,7 @@ class StochasticWeightAveraging(Callback):
             "start_lrs": list(self._start_lrs),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put the average back; it is moved to its device when fit starts."""
         self._average, self._is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])

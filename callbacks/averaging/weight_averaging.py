@@ -18,6 +18,7 @@ from .base import Averaging
 from .weights import clones_of, in_memory, refuse_engines, tensors_of
 
 if TYPE_CHECKING:
+    from ...protocols import StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["EMAWeightAveraging", "WeightAveraging"]
@@ -99,7 +100,7 @@ class WeightAveraging(Averaging):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
         refuse_engines(trainer, owner=type(self).__name__)
         if self._source is not None and self._source is not pl_module:
@@ -108,7 +109,7 @@ class WeightAveraging(Averaging):
         self._is_final = False
         self._bind(pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Ask for an update at the end of an epoch, not where a limit only interrupts it.
 
         It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
@@ -121,21 +122,21 @@ class WeightAveraging(Averaging):
             self._is_due = True
             trainer.after_epoch_end(lambda: self._update_if_due(pl_module))
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Go on where the checkpoint was taken; what it says is due is done now."""
         super().on_train_start(trainer, pl_module)
         self._update_if_due(pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         self._swap_in(trainer, pl_module)
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let go of the trained weights: from here on the module is the average."""
         if stage == "fit" and self._raw is not None:
             self._raw, self._is_final = None, True
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Take the average out of a checkpoint of Lightning, whose "state_dict" it is."""
         if "averaging_state" not in checkpoint or "current_model_state" not in checkpoint:
             return
@@ -148,7 +149,7 @@ class WeightAveraging(Averaging):
         """Begin a new average."""
         self._average, self.n_averaged, self._seen_step, self._latest_epoch, self._source = {}, 0, None, -1, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the average, the number of updates, and the last step and epoch that were seen."""
         return {
             "average": in_memory(self._average),
@@ -158,7 +159,7 @@ class WeightAveraging(Averaging):
             "is_due": self._is_due,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put the average back; it is moved to its device when the run starts."""
         self._average, self._is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])

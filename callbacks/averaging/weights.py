@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from ...errors import CheckpointError, ConfigError
 from ...strategies.distributed.shards import as_shards, is_sharded, read_whole, whole
 
 if TYPE_CHECKING:
-    from ...protocols import StoredTensor
+    from ...protocols import StateDict, StoredTensor
     from ...trainer.trainer import Trainer
 
 __all__ = [
@@ -154,7 +154,7 @@ def check_fit(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str,
         )
 
 
-def keep_trained(checkpoint: dict[str, Any], raw: Mapping[str, Tensor] | None, aliases: Mapping[str, str]) -> None:
+def keep_trained(checkpoint: StateDict, raw: Mapping[str, Tensor] | None, aliases: Mapping[str, str]) -> None:
     """Let a checkpoint's "state_dict" hold the trained values, where it is taken while the module holds an average.
 
     Args:

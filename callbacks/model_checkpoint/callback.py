@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ..base import Checkpoint, from_rank_zero
@@ -25,11 +25,12 @@ from . import files as files
 from .arguments import check_arguments
 from .names import COUNTERS, missing_metric, render_name, template_names
 from .removal import CheckpointRemoval
-from .state import CheckpointBooks, score_tensor
+from .state import CheckpointState, score_tensor
 from .top_k import TopK
 from .writing import link_or_copy, link_or_warn, make_way, tell_loggers
 
 if TYPE_CHECKING:
+    from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
     from .interval import TimeInterval
 
@@ -131,7 +132,7 @@ class ModelCheckpoint(Checkpoint):
             train_time_interval=train_time_interval,
         )
 
-        self._books = CheckpointBooks(TopK(save_top_k, mode))
+        self._state = CheckpointState(TopK(save_top_k, mode))
 
         # This run's.
         self._loading_in: str | None = None
@@ -171,46 +172,46 @@ class ModelCheckpoint(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """Path of the best checkpoint, without monitor the newest; empty if there is none."""
-        return self._books.best_path
+        return self._state.best_path
 
     @property
     def best_model_score(self) -> Tensor | None:
         """Score of the best checkpoint: shape (), on the CPU; None without monitor."""
-        score = self._books.best_score
+        score = self._state.best_score
         return None if score is None else score_tensor(score)
 
     @property
     def last_model_path(self) -> str:
         """Path of `last`; empty if there is none."""
-        return self._books.last_path
+        return self._state.last_path
 
     @property
     def current_score(self) -> Tensor | None:
         """Score of the latest checkpoint that was considered: shape (), on the CPU; None without monitor."""
-        score = self._books.current_score
+        score = self._state.current_score
         return None if score is None else score_tensor(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """Path -> score (shape (), on the CPU) of the kept checkpoints."""
-        return {path: score_tensor(score) for path, score in self._books.top_k.scores.items()}
+        return {path: score_tensor(score) for path, score in self._state.top_k.scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """Path that the next better one would replace; empty while fewer than k are kept."""
-        return self._books.top_k.kth_path
+        return self._state.top_k.kth_path
 
     @property
     def kth_value(self) -> Tensor:
         """Score that has to be beaten: shape (), on the CPU; the worst there is while fewer than k are kept."""
-        top_k = self._books.top_k
+        top_k = self._state.top_k
         return score_tensor(top_k.scores[top_k.kth_path] if top_k.kth_path else top_k.worst_score)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
         """Whether a checkpoint with this score would be kept; all ranks decide alike."""
         if current is None:
             return False
-        return bool(trainer.strategy.reduce_boolean_decision(self._books.top_k.accepts(float(current))))
+        return bool(trainer.strategy.reduce_boolean_decision(self._state.top_k.accepts(float(current))))
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Whether rank zero sees something under this name."""
@@ -246,7 +247,7 @@ class ModelCheckpoint(Checkpoint):
         """Write path and score of the kept checkpoints; None: to best_k_models.yaml beside them."""
         path = os.fspath(filepath) if filepath else os.path.join(self.dirpath or "", "best_k_models.yaml")
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(path)}: {score}\n" for path, score in self._books.top_k.scores.items())
+            file.writelines(f"{json.dumps(path)}: {score}\n" for path, score in self._state.top_k.scores.items())
 
     def find_last(self, trainer: Trainer) -> list[str]:
         """Return the checkpoints from which `ckpt_path="last"` may go on, newest first. The Trainer calls it.
@@ -266,25 +267,25 @@ class ModelCheckpoint(Checkpoint):
 
     def forget_run(self) -> None:
         """Begin new books; the files of the other run stay."""
-        self._books = CheckpointBooks(TopK(self.save_top_k, self.mode))
+        self._state = CheckpointState(TopK(self.save_top_k, self.mode))
         self._loaded_dirpath = None
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Note for which purpose the state is loaded."""
         self._loading_in = trainer.state.fn
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Decide on the folder; the loggers know by now in which version this run goes on."""
 
-        def decide() -> tuple[str, CheckpointBooks]:
-            return self._given_dirpath or files.normalized(files.default_dirpath(trainer)), self._books
+        def decide() -> tuple[str, CheckpointState]:
+            return self._given_dirpath or files.normalized(files.default_dirpath(trainer)), self._state
 
         # The books, too: a rank that failed alone cannot know what became of the last save in the background.
-        dirpath, self._books = from_rank_zero(trainer, decide)
+        dirpath, self._state = from_rank_zero(trainer, decide)
         self._compare_folders(dirpath)
         self.dirpath = dirpath
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check what can be checked, remove what a kill left over, start the clock."""
         self._at_epoch_end = self._resolve_at_epoch_end(trainer)
         self._is_training = True
@@ -296,7 +297,7 @@ class ModelCheckpoint(Checkpoint):
         if trainer.fast_dev_run or self.dirpath is None:
             return
         self._overwritable = from_rank_zero(trainer, lambda: self._prepare_folder(trainer))
-        self._books.pending_removals = []
+        self._state.pending_removals = []
         # Whoever named a file may name it again; with "last", a newer one is found by then.
         self._may_remove_resumed, self._continues_last = self._continues_last, False
 
@@ -313,7 +314,9 @@ class ModelCheckpoint(Checkpoint):
             removal.complete_last(trainer.global_step, is_link=self.save_last == "link")
         return removal.find_passed_over(self.FILE_EXTENSION)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Save if the number of steps or the time has come."""
         interval = self._interval
         if self._every_n_train_steps:
@@ -329,47 +332,47 @@ class ModelCheckpoint(Checkpoint):
             interval.begin(trainer)
         self._trigger(trainer, strict=False)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Save if validations are what is counted, or what waited for this validation's metrics."""
         if self._is_inert(trainer):
             return
         self._validated = True
         if not self._at_epoch_end and self._is_epoch_due(trainer):
             self._trigger(trainer, strict=True)
-        elif self._books.is_waiting:
+        elif self._state.is_waiting:
             self._save_if_fresh(trainer, strict=True)
         elif self._at_epoch_end and self._is_epoch_due(trainer) and self._is_scored_by(trainer):
             trainer.saving.keep_validated()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Save if epochs are what is counted, or what waited for metrics of the epoch."""
         if self._is_inert(trainer):
             return
         strict = self._validated or not sum(trainer.num_val_batches)
         if self._at_epoch_end and self._is_epoch_due(trainer):
             self._trigger(trainer, strict=strict)
-        elif self._books.is_waiting:
+        elif self._state.is_waiting:
             self._save_if_fresh(trainer, strict=strict)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Bring `last` up to the end of training."""
         self._is_training = False
         # A resumed run that had no step left may have been killed right before it wrote `last`.
-        is_behind = 0 <= self._books.last_step < trainer.global_step
+        is_behind = 0 <= self._state.last_step < trainer.global_step
         if self._is_inert(trainer) or (trainer.global_step == self._start_step and not is_behind):
             return
-        if self._books.is_waiting and trainer.is_global_zero:
+        if self._state.is_waiting and trainer.is_global_zero:
             _log.warning(
                 "ModelCheckpoint: the checkpoint that was due at step %d is not written, because training ended before "
                 "a value of %s was computed at a later validation or epoch end.",
-                self._books.triggered_step,
+                self._state.triggered_step,
                 ", ".join(map(repr, self._needed_metrics())),
             )
-        if self.save_last and self._books.last_step != trainer.global_step:
+        if self.save_last and self._state.last_step != trainer.global_step:
             self._write_last_alone(trainer)
         self._finish_before(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Save what there is, beside the other checkpoints; none of them is removed or overwritten for it."""
         was_training, self._is_training = self._is_training, False
         if not self.save_on_exception or not was_training or self._is_inert(trainer):
@@ -409,19 +412,19 @@ class ModelCheckpoint(Checkpoint):
         is_finite = all(bool(part.isfinite().all()) for part in own)
         return bool(trainer.strategy.reduce_boolean_decision(is_finite)) if trainer.ranks_answer else is_finite
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the books. Taken while a checkpoint is written, they name that checkpoint already."""
-        return {"monitor": self.monitor, "dirpath": self.dirpath, **self._books.state_dict()}
+        return {"monitor": self.monitor, "dirpath": self.dirpath, **self._state.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put back the books. For a validation or test, books of this callback's own training are kept."""
         loading_in, self._loading_in = self._loading_in, None
         if loading_in not in (None, "fit"):
             if not self.best_model_path:
-                self._books.load_state_dict(state_dict)
-                self._books.keep_best_path_only()
+                self._state.load_state_dict(state_dict)
+                self._state.keep_best_path_only()
             return
-        self._books.load_state_dict(state_dict)
+        self._state.load_state_dict(state_dict)
         self._loaded_dirpath = state_dict.get("dirpath")
         if self._given_dirpath is not None:
             self._compare_folders(self._given_dirpath)
@@ -444,10 +447,10 @@ class ModelCheckpoint(Checkpoint):
 
     def _trigger(self, trainer: Trainer, *, strict: bool) -> None:
         """The time to save has come: save now, or write `last` and wait for the metrics."""
-        if trainer.global_step == self._books.triggered_step:
+        if trainer.global_step == self._state.triggered_step:
             return  # nothing was learned since
-        self._books.triggered_step = trainer.global_step
-        self._books.is_waiting = True
+        self._state.triggered_step = trainer.global_step
+        self._state.is_waiting = True
         if not self._save_if_fresh(trainer, strict=strict) and self.save_last:
             self._write_last_alone(trainer)
 
@@ -456,8 +459,8 @@ class ModelCheckpoint(Checkpoint):
         self._synchronize(trainer)
         if not self._is_fresh(trainer, strict=strict):
             return False
-        self._books.is_waiting = False
-        self._books.triggered_step = trainer.global_step
+        self._state.is_waiting = False
+        self._state.triggered_step = trainer.global_step
         self._save(trainer)
         return True
 
@@ -502,8 +505,8 @@ class ModelCheckpoint(Checkpoint):
         score = None
         if self.monitor is not None:
             # Waits for the device, once per checkpoint.
-            score = self._books.top_k.cleaned(float(metrics[self.monitor]))
-            self._books.current_score = score
+            score = self._state.top_k.cleaned(float(metrics[self.monitor]))
+            self._state.current_score = score
         is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
         if is_kept or self.save_last:
             self._finish_before(trainer)
@@ -521,12 +524,12 @@ class ModelCheckpoint(Checkpoint):
     def _write_kept(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], score: float | None, last_path: str
     ) -> str:
-        before = self._books.copy()
+        before = self._state.copy()
         replaced = self.best_model_path if score is None else self.kth_best_model_path
         path = self._free_path(trainer, metrics, None, own=replaced)
-        self._books.enter(path, score, keep_all=self.save_top_k == -1)
+        self._state.enter(path, score, keep_all=self.save_top_k == -1)
         if last_path:
-            self._books.enter_last(last_path, trainer.global_step)
+            self._state.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
         is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
         trainer.saving.has_score = score is not None
@@ -547,8 +550,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
         """Make `last` the state of now: a link to the file just written if links are wanted, else a file."""
-        before = self._books.copy()
-        self._books.enter_last(path, trainer.global_step)
+        before = self._state.copy()
+        self._state.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
         if trainer.saves_in_background and kept_path is not None:
@@ -560,17 +563,17 @@ class ModelCheckpoint(Checkpoint):
             return
         self._write(trainer, [path], before)
 
-    def _write(self, trainer: Trainer, paths: list[str], before: CheckpointBooks) -> None:
+    def _write(self, trainer: Trainer, paths: list[str], before: CheckpointState) -> None:
         written_before = self._written_step
         moved = make_way(trainer, paths)
 
         def take_back() -> None:  # the file is not there: the books must not name it
-            self._books, self._written_step = before, written_before
+            self._state, self._written_step = before, written_before
             for path, old in moved.items():
                 if trainer.is_global_zero and not files.exists(path):
                     files.move(old, path)
 
-        self._books.pending_removals += moved.values()
+        self._state.pending_removals += moved.values()
         try:
             if len(paths) == 1:
                 trainer.save_checkpoint(paths[0], self.save_weights_only)
@@ -618,13 +621,13 @@ class ModelCheckpoint(Checkpoint):
     # --- removing --------------------------------------------------------------------------------------------------
 
     def _remove_pending(self, trainer: Trainer) -> None:
-        if self._books.pending_removals:  # the books are equal on all ranks
+        if self._state.pending_removals:  # the books are equal on all ranks
             from_rank_zero(trainer, self._removal(trainer).remove_pending)
-        self._books.pending_removals = []
+        self._state.pending_removals = []
 
     def _removal(self, trainer: Trainer) -> CheckpointRemoval:
         return CheckpointRemoval(
-            self._books,
+            self._state,
             dirpath=str(self.dirpath),
             resumed_path=str(trainer.ckpt_path or ""),
             may_remove_resumed=self._may_remove_resumed,
@@ -641,7 +644,7 @@ class ModelCheckpoint(Checkpoint):
                 loaded,
                 dirpath,
             )
-            self._books.keep_best_path_only()
+            self._state.keep_best_path_only()
 
     def _warn_of_settings(self, trainer: Trainer) -> None:
         dirpath = str(self.dirpath)

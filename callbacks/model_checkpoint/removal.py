@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import CheckpointError
 from . import files as files
-from .state import CheckpointBooks
+from .state import CheckpointState
 
 __all__ = ["CheckpointRemoval", "remove_or_warn"]
 
@@ -20,29 +20,29 @@ class CheckpointRemoval:
     """What may be removed, by the books.
 
     Attributes:
-        books: Which files are kept, and which are to go.
+        state: Which files are kept, and which are to go.
         dirpath: The callback's folder; files elsewhere are not removed.
         resumed_path: What this run went on from; empty if it began anew.
         may_remove_resumed: Whether that may go, too.
     """
 
-    books: CheckpointBooks
+    state: CheckpointState
     dirpath: str
     resumed_path: str
     may_remove_resumed: bool
 
     def remove_pending(self) -> None:
         """Remove the files that have lost their place."""
-        for path in self.books.pending_removals:
+        for path in self.state.pending_removals:
             if self._may_remove(path):
                 remove_or_warn(path)
 
     def remove_leftovers(self) -> None:
         """Remove what the checkpoint that is resumed had meant to remove, unless it was written again since."""
-        if not self.books.pending_removals or not self.resumed_path:
+        if not self.state.pending_removals or not self.resumed_path:
             return
         resumed_ns = files.modified_ns(self.resumed_path)
-        for path in self.books.pending_removals:
+        for path in self.state.pending_removals:
             if files.exists(path) and self._may_remove(path) and files.modified_ns(path) <= resumed_ns:
                 remove_or_warn(path)
 
@@ -53,10 +53,10 @@ class CheckpointRemoval:
             step: `global_step` of what is resumed.
             is_link: Whether `last` is a link.
         """
-        path, resumed = self.books.last_path, self.resumed_path
+        path, resumed = self.state.last_path, self.resumed_path
         if not files.is_local(path):
             return
-        if self.books.last_step != step or not self.books.holds(resumed) or resumed == path:
+        if self.state.last_step != step or not self.state.holds(resumed) or resumed == path:
             return
         if files.exists(path) and files.modified_ns(path) >= files.modified_ns(resumed):
             return
@@ -72,14 +72,14 @@ class CheckpointRemoval:
         """Return files that `ckpt_path="last"` passed over as damaged: this run writes the same steps again."""
         resumed_ns = files.modified_ns(self.resumed_path)
         found = files.find_checkpoints([self.dirpath], extension)
-        return {path for path in found if not self.books.holds(path) and files.modified_ns(path) > resumed_ns}
+        return {path for path in found if not self.state.holds(path) and files.modified_ns(path) > resumed_ns}
 
     def _may_remove(self, path: str) -> bool:
-        if self.books.holds(path):
+        if self.state.holds(path):
             return False
         if self.resumed_path and not self.may_remove_resumed and files.same_file(self.resumed_path, path):
             return False  # a run that dies now resumes from it again
-        if self.books.last_path and not os.path.islink(path) and files.same_file(self.books.last_path, path):
+        if self.state.last_path and not os.path.islink(path) and files.same_file(self.state.last_path, path):
             return False  # `last` is a link to it
         return not files.is_local(path) or files.is_inside(path, self.dirpath)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .top_k import TopK
 
-__all__ = ["CheckpointBooks", "score_tensor"]
+if TYPE_CHECKING:
+    from ...protocols import StateDict
+
+__all__ = ["CheckpointState", "score_tensor"]
 
 
 @dataclass(slots=True)
-class CheckpointBooks:
+class CheckpointState:
     """The books: which files are kept, and what is still to be done.
 
     Attributes:
@@ -39,7 +42,7 @@ class CheckpointBooks:
     is_waiting: bool = False
     pending_removals: list[str] = field(default_factory=list)
 
-    def copy(self) -> CheckpointBooks:
+    def copy(self) -> CheckpointState:
         """Return books that can be changed without changing these."""
         top_k = replace(self.top_k, scores=dict(self.top_k.scores))
         return replace(self, top_k=top_k, pending_removals=list(self.pending_removals))
@@ -71,7 +74,7 @@ class CheckpointBooks:
         self.top_k.scores = {}
         self.last_path, self.last_step, self.best_score, self.pending_removals = "", -1, None, []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return plain values and tensors, under the field's names where it has one."""
         kth_path = self.top_k.kth_path
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +11,9 @@ from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["DeviceStatsMonitor"]
@@ -38,7 +41,7 @@ class DeviceStatsMonitor(Callback):
         self._noted_step = -1
         self._is_on = False
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse a run without a logger; read everything once, so that what is missing is found now."""
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError(
@@ -60,14 +63,16 @@ class DeviceStatsMonitor(Callback):
         separator = getattr(trainer.logger, "group_separator", "/")
         return {f"{type(self).__qualname__}.{hook}{separator}{name}": value for name, value in stats.items()}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
         """Note the statistics before the first batch of a step that is logged."""
         if self._is_on and trainer.should_log and self._noted_step != trainer.global_step:
             # Sent when the step is done: one that is skipped is tried again under the same number.
             self._noted = self._read(trainer, "on_train_batch_start")
             self._noted_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Send what was noted, and the statistics after the step."""
         if not self._noted or not trainer.at_step_boundary:
             return
@@ -85,25 +90,37 @@ class DeviceStatsMonitor(Callback):
             trainer.log_metrics(self._read(trainer, hook), trainer.progress.eval_batches)
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log the statistics before a batch."""
         self._evaluated(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Log the statistics after a batch."""
         self._evaluated(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log the statistics before a batch."""
         self._evaluated(trainer, "on_test_batch_start")
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Log the statistics after a batch."""
         self._evaluated(trainer, "on_test_batch_end")

@@ -12,6 +12,9 @@ from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["LearningRateMonitor"]
@@ -65,7 +68,7 @@ class LearningRateMonitor(Callback):
         self._noted_step = -1
         self._said_no_momentum = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find optimizers, schedules and their names."""
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError(
@@ -81,18 +84,20 @@ class LearningRateMonitor(Callback):
         if not trainer.optimizers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor: configure_optimizers returned no optimizer: there is nothing to log.")
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Log what is counted by epochs: the rates that the epoch begins with."""
         if self._watched["epoch"]:
             self._send(trainer, self._values(self._watched["epoch"]), trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
         """Note the rates before the step, if this step is logged."""
         if trainer.should_log and self._watched["step"]:
             self._noted = self._values(self._watched["step"])
             self._noted_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Log what was noted, once the step has been taken."""
         if self._noted and trainer.at_step_boundary:
             noted, self._noted = self._noted, {}

@@ -131,17 +131,17 @@ class MemorySnapshot(Callback):
         self.report: MemoryReport | None = None
         self._is_recording = False
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let CUDA's allocator remember what it does."""
         if trainer.fabric.device.type == "cuda" and self.max_entries:
             torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
             self._is_recording = True
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let it forget."""
         self._stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Write the report, if memory ran out."""
         try:
             if is_out_of_memory(exception):
@@ -149,7 +149,7 @@ class MemorySnapshot(Callback):
         finally:
             self._stop()
 
-    def _write(self, trainer: Trainer, pl_module: Any, error: BaseException) -> None:
+    def _write(self, trainer: Trainer, pl_module: nn.Module, error: BaseException) -> None:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
         self.report = report = memory_report(pl_module, optimizers, device=trainer.fabric.device, error=error)
         folder = self.dirpath or Path(trainer.default_root_dir, "memory")

@@ -13,6 +13,9 @@ from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["SampleLogger"]
@@ -70,11 +73,13 @@ class SampleLogger(Callback):
         self.num_samples, self.name = num_samples, name
         self._logged_step = -1
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Note where training begins: the step of a checkpoint was logged before it was taken."""
         self._logged_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Make samples of a step that is due."""
         if self.stage != "train" or not trainer.at_step_boundary:
             return
@@ -84,20 +89,32 @@ class SampleLogger(Callback):
             self._log(trainer, pl_module, outputs, batch)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Make samples of the first batch."""
         if self.stage == "validation" and batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._log(trainer, pl_module, outputs, batch)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Make samples of the first batch."""
         if self.stage == "test" and batch_idx == dataloader_idx == 0:
             self._log(trainer, pl_module, outputs, batch)
 
-    def _log(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any) -> None:
+    def _log(self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch) -> None:
         with _undisturbed(pl_module):
             images = self.images(pl_module, outputs, batch) if self.images is not None else None
             text = self.text(pl_module, outputs, batch) if self.text is not None else None

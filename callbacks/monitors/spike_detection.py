@@ -8,15 +8,16 @@ import math
 import os
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import ConfigError, LoopwrightError
 from ..base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
+    from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["SpikeDetection", "SpikeDetector", "TrainingSpikeException"]
@@ -112,11 +113,11 @@ class SpikeDetector:
             and (self.rtol is None or worse_by >= self.rtol * abs(mean))
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the window as plain numbers."""
         return {"seen": self.seen, "losses": list(self._losses)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on where `state_dict` was taken."""
         self.seen = int(state_dict["seen"])
         self._losses = deque(state_dict["losses"], maxlen=self.window)
@@ -186,7 +187,7 @@ class SpikeDetection(Callback):
         """One name per set of arguments."""
         return self._generate_state_key(**self._arguments)
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Read what earlier runs have found."""
         self._every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
         self._own = []
@@ -199,7 +200,9 @@ class SpikeDetection(Callback):
         path = self.exclude_batches_path or Path(trainer.default_root_dir)
         return path if path.suffix == ".json" else path / "skip_batches.json"
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Keep the loss, without reading it; judge all that were kept when it is time."""
         loss = None if outputs is None else outputs.get("loss")
         if loss is not None:
@@ -208,20 +211,20 @@ class SpikeDetection(Callback):
         if trainer.at_step_boundary and (trainer.progress.steps + trainer.progress.skipped_steps) % self._every == 0:
             self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Judge what is left: the numbers of batches begin anew."""
         self._look(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Ask the other ranks no more."""
         self._trainer = None
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Ask the other ranks only if they are at the same place."""
         if not trainer.ranks_answer:
             self._trainer = None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Judge what is left: no checkpoint is to follow a spike. One of a run that ends holds what is not judged."""
         if not trainer.interrupted:
             self._judge_known(trainer)
@@ -267,7 +270,7 @@ class SpikeDetection(Callback):
         self.detector = SpikeDetector(**self._arguments)  # type: ignore[arg-type]
         self.bad_batches, self._known, self._own = [], [], []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the window, what was found, and what is not judged yet. On every rank, while fit runs."""
         self._learn()
         return {
@@ -276,7 +279,7 @@ class SpikeDetection(Callback):
             "pending": [list(one) for one in self._known],
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on where `state_dict` was taken."""
         self.detector.load_state_dict(state_dict["detector"])
         self.bad_batches = list(state_dict["bad_batches"])

@@ -13,6 +13,9 @@ from ...fabric.throughput import Throughput
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
@@ -76,7 +79,7 @@ class ThroughputMonitor(Callback):
         """One name per set of arguments."""
         return self._generate_state_key(window_size=self.window_size, separator=self.separator)
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Find the device's peak; refuse a run without a logger."""
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError(
@@ -96,7 +99,7 @@ class ThroughputMonitor(Callback):
             self._stages[stage] = state = _Stage(throughput)
             state.began_s = time.perf_counter()
 
-    def _count(self, trainer: Trainer, pl_module: Any, stage: str, batch: Any, *, is_logged: bool) -> None:
+    def _count(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: Batch, *, is_logged: bool) -> None:
         state = self._stages[stage]
         state.batches += 1
         state.samples += _checked("batch_size_fn", self.batch_size_fn(batch))
@@ -113,7 +116,7 @@ class ThroughputMonitor(Callback):
             flops=self._flops(pl_module),
         )
 
-    def _flops(self, pl_module: Any) -> float | None:
+    def _flops(self, pl_module: nn.Module) -> float | None:
         flops: float | None = getattr(pl_module, "flops_per_batch", None)
         if flops is None and not self._has_warned:
             self._has_warned = True
@@ -129,7 +132,7 @@ class ThroughputMonitor(Callback):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock, with what earlier runs have counted."""
         self._start(trainer, "train")
         if self._is_on:
@@ -141,7 +144,9 @@ class ThroughputMonitor(Callback):
             state.lengths = int(resumed["lengths"])
         self._resumed = {}
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Count the batch; log where the trainer logs."""
         if not self._is_on:
             return
@@ -153,7 +158,7 @@ class ThroughputMonitor(Callback):
             state.logged_step = step  # a step that was skipped has the number of the one before
             self._log(trainer, "train", None)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Keep the totals for a later fit."""
         self._resumed = self._totals()
 
@@ -166,14 +171,14 @@ class ThroughputMonitor(Callback):
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Pause the clock of training."""
         if "train" in self._stages:
             self._stages["train"].paused_at_s = time.perf_counter()
         if not trainer.sanity_checking:
             self._start(trainer, "validate")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Go on with the clock of training."""
         state = self._stages.get("train")
         if state is not None and state.paused_at_s:
@@ -181,33 +186,51 @@ class ThroughputMonitor(Callback):
             state.paused_at_s = 0.0
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
         if not trainer.sanity_checking:
             self._evaluated(trainer, pl_module, "validate", batch)
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of the test."""
         self._start(trainer, "test")
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
         self._evaluated(trainer, pl_module, "test", batch)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of the prediction."""
         self._start(trainer, "predict")
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
         self._evaluated(trainer, pl_module, "predict", batch)
 
-    def _evaluated(self, trainer: Trainer, pl_module: Any, stage: str, batch: Any) -> None:
+    def _evaluated(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: Batch) -> None:
         if not self._is_on:
             return
         # The x axis is that of step values of an evaluation: batches ever evaluated.
@@ -221,12 +244,12 @@ class ThroughputMonitor(Callback):
         """Count from 0."""
         self._stages, self._resumed = {}, {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the totals of training."""
         totals = self._totals()
         return {"train": totals} if totals else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from the totals of the earlier run."""
         self._resumed = dict(state_dict.get("train", {}))
 

@@ -16,6 +16,7 @@ from ..base import Callback
 from ..summary.summary import count_elements
 
 if TYPE_CHECKING:
+    from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["TrainingEfficiency", "chinchilla_tokens", "dense_flops_per_token"]
@@ -124,7 +125,7 @@ class TrainingEfficiency(Callback):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the peak, start the clock."""
         self._is_on = trainer.is_global_zero
         if not self._is_on:
@@ -151,7 +152,7 @@ class TrainingEfficiency(Callback):
             return measure_peak_flops(trainer.fabric.device, dtype)
         return get_available_flops(trainer.fabric.device, dtype)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
         """Begin to count FLOPs, at the first micro-batch."""
         if self._is_on and self._is_to_count:
             from torch.utils.flop_counter import FlopCounterMode
@@ -161,13 +162,15 @@ class TrainingEfficiency(Callback):
             self._counter.__enter__()
             self._is_counting = True
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """End the count. With manual optimization a step may have several passes: there it ends with the batch."""
         if self._is_counting and getattr(pl_module, "automatic_optimization", True):
             self._is_counting = False
             self._counter.__exit__(None, None, None)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Count samples and tokens; log where the trainer logs."""
         if not self._is_on:
             return
@@ -245,19 +248,19 @@ class TrainingEfficiency(Callback):
 
     # --- around it ---------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
         if self._is_on and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
             self._paused_at_s = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Go on with the clock of training."""
         if self._is_on and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
             self._paused_s += time.perf_counter() - self._paused_at_s
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up."""
         if not self._is_on:
             return
@@ -279,7 +282,7 @@ class TrainingEfficiency(Callback):
             rows = [f"  {name:<{width}}  {value:,.6g}" for name, value in self.summary.items()]
             trainer.print("\n".join(["Efficiency", *rows]))
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """End a count that is under way."""
         if self._counter is not None:
             self._end_count(None)
@@ -289,7 +292,7 @@ class TrainingEfficiency(Callback):
         """Count from 0."""
         self._totals, self.summary = dict.fromkeys(self._totals, 0.0), {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the totals; those since the last log boundary are included."""
         totals = dict(self._totals)
         if self._is_on:
@@ -300,7 +303,7 @@ class TrainingEfficiency(Callback):
             totals["training_seconds"] += now_s - self._last_s - self._paused_s
         return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on with the totals of the earlier run."""
         self._totals.update(state_dict["totals"])
         self.summary = dict(state_dict["summary"])  # where fit ran in other processes, this brings it back

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
@@ -17,6 +17,7 @@ from ..base import Callback
 
 if TYPE_CHECKING:
     from ...loggers import Logger
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["WeightStatistics"]
@@ -73,7 +74,7 @@ class WeightStatistics(Callback):
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._step = -1
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Learn the parameters' names."""
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError(
@@ -85,7 +86,7 @@ class WeightStatistics(Callback):
     def _forget(self) -> None:
         self._norms, self._histograms, self._before = [], [], []
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
         """Compute on the device, if this step is logged; nothing is read."""
         if not trainer.should_log:
             return
@@ -107,7 +108,9 @@ class WeightStatistics(Callback):
         if self.histogram_bins:
             self._histograms += [(kind, name, row) for name, row in _histograms(named, self.histogram_bins)]
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Read everything with one copy and log it, once the step has been taken."""
         if not (self._norms or self._before) or not trainer.at_step_boundary:
             return

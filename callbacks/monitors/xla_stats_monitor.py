@@ -11,6 +11,9 @@ from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["XLAStatsMonitor"]
@@ -43,7 +46,7 @@ class XLAStatsMonitor(Callback):
         self._began = 0.0
         self._compiled = 0.0
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse a run without a logger, or on another device."""
         problems = []
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -72,12 +75,14 @@ class XLAStatsMonitor(Callback):
             "fallbacks": float(sum(metrics.counter_value(name) or 0 for name in fallbacks)),
         }
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Note the time."""
         self._began = time.monotonic()
         self._compiled = self.read()["compiled_graphs"]
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Send the counters after a step that is logged."""
         if not (trainer.is_global_zero and trainer.at_step_boundary and trainer.log_every_n_steps):
             return
@@ -86,7 +91,7 @@ class XLAStatsMonitor(Callback):
         stats = {**self.read(), **trainer.accelerator.get_device_stats(trainer.fabric.device)}
         trainer.log_metrics({f"XLAStatsMonitor/{name}": value for name, value in stats.items()}, trainer.global_step)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the epoch's time and compilations to the log. The device may not have finished the epoch's work."""
         if self.verbose and trainer.is_global_zero:
             compiled = self.read()["compiled_graphs"] - self._compiled

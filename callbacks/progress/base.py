@@ -11,6 +11,8 @@ from ...errors import ModuleError
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...trainer.trainer import Trainer
 
 __all__ = ["ProgressBar", "format_metrics", "printed"]
@@ -121,13 +123,13 @@ class ProgressBar(Callback):
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Keep the trainer; only rank zero draws."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
 
-    def get_metrics(self, trainer: Trainer, pl_module: Any) -> dict[str, float | int | str]:
+    def get_metrics(self, trainer: Trainer, pl_module: nn.Module) -> dict[str, float | int | str]:
         """Return what is shown beside the bar: "v_num", the first logger's version, and what was logged with prog_bar.
 
         Host values as of the last log boundary: reading them waits for nothing. May be overridden.

@@ -19,6 +19,9 @@ from .plain import PlainLines
 from .terminal import can_draw
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["LiveProgressBar"]
@@ -110,62 +113,70 @@ class LiveProgressBar(ProgressBar):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Keep the trainer, and look where the output goes."""
         super().setup(trainer, pl_module, stage)
         self._lines = None if can_draw(sys.stdout) else PlainLines(self._write)
         self._open = set()
         self._arm(0.0)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """A trial validation begins."""
         self._arm(_PATIENCE_S)
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Take the bar of the trial validation away."""
         self._finish("sanity")
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Training begins."""
         if self._lines is not None:
             self._guard(self._lines.start, trainer)
         self._has_lined = False
         self._arm(0.0)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin a new bar, if the one of the last epoch stays."""
         if self._leaves:
             self._finish("train", keep=True)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._next_draw_s:
             self._draw_training(trainer, pl_module, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Draw the end of the epoch."""
         if self._is_enabled:
             total = self.total_train_batches
             done = trainer.progress.batches_in_epoch if math.isinf(total) else int(total)
             self._draw_training(trainer, pl_module, done)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Leave the last state of the bar on the screen."""
         self._finish("train", keep=True)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """A validation begins."""
         self._begin_evaluation(trainer.sanity_checking)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._next_draw_s:
             stage = "sanity" if trainer.sanity_checking else "validation"
             self._draw_evaluation(trainer, pl_module, stage, batch_idx + 1, dataloader_idx)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Take the bar away; write a line where lines are written, unless that of the epoch's end follows at once."""
         if trainer.sanity_checking:
             return
@@ -181,41 +192,53 @@ class LiveProgressBar(ProgressBar):
         elif self._is_enabled and trainer.state.fn == "fit":
             self._next_draw_s = 0.0
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """A test begins."""
         self._begin_evaluation(False)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation(trainer, pl_module, "test", batch_idx + 1, dataloader_idx)
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Leave the last state of the bar on the screen."""
         self._complete(trainer, pl_module, "test")
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """A prediction begins."""
         self._begin_evaluation(False)
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: nn.Module,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation(trainer, pl_module, "predict", batch_idx + 1, dataloader_idx)
 
-    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Leave the last state of the bar on the screen."""
         self._complete(trainer, pl_module, "predict")
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave the screen as the exception's text needs it."""
         self._finish_all()
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Take down what is still open."""
         self._finish_all()
 

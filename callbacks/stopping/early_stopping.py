@@ -7,15 +7,16 @@ import math
 import operator
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError, nearest
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from ...protocols import StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["EarlyStopping", "EarlyStoppingReason"]
@@ -120,7 +121,7 @@ class EarlyStopping(Callback):
         """`a` is better than `b`, by the mode."""
         return self.mode_dict[self.mode]
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Decide when to check; a run that had been stopped and is resumed stops again."""
         at_epoch_end = self._check_on_train_epoch_end
         if at_epoch_end is None:
@@ -138,17 +139,17 @@ class EarlyStopping(Callback):
             self._say(trainer, "EarlyStopping: this run had been stopped: %s", self.stopping_reason_message)
             trainer.should_stop = True
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check, if epochs are what is checked."""
         if self._at_epoch_end:
             self._check(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check, if validations are what is checked."""
         if not self._at_epoch_end:
             self._check(trainer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return counters, best score and reason."""
         return {
             "wait_count": self.wait_count,
@@ -160,7 +161,7 @@ class EarlyStopping(Callback):
             "checked_step": self._checked_step,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put back what was saved. The patience is the constructor's, so that it can be raised for a resumed run."""
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError, ConfigError, ModuleError, StopBySignal, nearest
 from ..base import Callback, from_rank_zero
@@ -17,6 +17,8 @@ from ..model_checkpoint import files as files
 from ..model_checkpoint.callback import ModelCheckpoint
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...trainer.loop.run_signals import Guard
     from ...trainer.trainer import Trainer
 
@@ -81,7 +83,7 @@ class Preemption(Callback):
         self.grace_s = grace_s
         self._poll: _Poll | None = None
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Begin to listen."""
         if stage != "fit":
             return
@@ -94,7 +96,7 @@ class Preemption(Callback):
             self._poll = _Poll(self, guard)
             self._poll.start()
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Save, if the run ends because of a notice."""
         self._end_poll()
         guard = trainer.guard
@@ -124,7 +126,7 @@ class Preemption(Callback):
         late = " That was too long: take shorter steps, or a faster disk." if took_s > (self.grace_s or took_s) else ""
         _log.warning("Preemption: saved %s at step %d, %.1f s%s after the notice.%s", path, step, took_s, grace, late)
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Listen no more."""
         self._end_poll()
 

@@ -6,12 +6,15 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StepOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["StopFile"]
@@ -45,7 +48,7 @@ class StopFile(Callback):
         self._file: Path | None = None
         self._look_at_s = float("inf")
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Remove what an earlier run left behind."""
         self._look_at_s = float("inf")
         if not trainer.is_global_zero:
@@ -55,7 +58,9 @@ class StopFile(Callback):
             _log.warning("StopFile: %s was there before training began, and is removed.", self._file)
         self._look_at_s = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Look for the file."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:

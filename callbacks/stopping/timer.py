@@ -6,12 +6,15 @@ import logging
 import re
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ..base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
     from ..rank_zero import SharedDeadline
 
@@ -105,14 +108,14 @@ class Timer(Callback):
             return None
         return max(0.0, self._duration_s - self.time_elapsed(stage))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop at once if a resumed run has no time left."""
         self._offset_s = from_rank_zero(trainer, self.time_elapsed)
         self._forget_training()
         if self._duration_s is not None and self._offset_s >= self._duration_s:
             self._stop(trainer)
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of training."""
         self._start("train")
         if self._duration_s is not None:
@@ -122,7 +125,9 @@ class Timer(Callback):
 
                 self._shared = SharedDeadline(lambda: self._deadline_s - time.monotonic())
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Look at the clock. With several ranks, rank 0's counts, at some steps: see `SharedDeadline`."""
         if self._shared is not None:
             if trainer.at_step_boundary and self._shared.has_come(trainer.strategy, trainer.global_step):
@@ -131,31 +136,31 @@ class Timer(Callback):
         elif time.monotonic() >= self._deadline_s and self._interval == "step" and not trainer.should_stop:
             self._stop(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Look at the clock, for interval="epoch"."""
         if self._duration_s is None:
             return
         if from_rank_zero(trainer, lambda: time.monotonic() >= self._deadline_s and not trainer.should_stop):
             self._stop(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
         self._ended["train"] = time.monotonic()
         self._shared = None
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of validation."""
         self._start("validate")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of validation."""
         self._ended["validate"] = time.monotonic()
 
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of the test."""
         self._start("test")
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of the test."""
         self._ended["test"] = time.monotonic()
 
@@ -163,11 +168,11 @@ class Timer(Callback):
         """Count from 0."""
         self._started, self._ended, self._offset_s = {}, {}, 0.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the seconds spent per stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Count the training time of the earlier run."""
         self._offset_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
         self._forget_training()

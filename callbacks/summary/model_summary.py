@@ -10,6 +10,8 @@ from ..base import Callback, from_rank_zero
 from .summary import Summary, format_table, summarize
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...trainer.trainer import Trainer
 
 __all__ = ["ModelSummary"]
@@ -34,7 +36,7 @@ class ModelSummary(Callback):
         self._max_depth = max_depth
         self._summarize_kwargs = summarize_kwargs
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Measure the module and show the table."""
         if not self._max_depth:
             return
@@ -42,7 +44,7 @@ class ModelSummary(Callback):
         summary = self._summary(trainer, pl_module) if trainer.strategy.shards_parameters else None
         from_rank_zero(trainer, lambda: self._show(trainer, pl_module, summary))
 
-    def _show(self, trainer: Trainer, pl_module: Any, summary: Summary | None) -> None:
+    def _show(self, trainer: Trainer, pl_module: nn.Module, summary: Summary | None) -> None:
         if not trainer.is_global_zero:
             return
         summary = summary or self._summary(trainer, pl_module)

@@ -390,7 +390,7 @@ def test_a_failed_save_removes_nothing_and_leaves_the_books(tmp_path: Path) -> N
 def test_a_kill_between_commit_and_removal_is_healed(tmp_path: Path) -> None:
     class Killed(ModelCheckpoint):
         def _remove_pending(self, trainer: Any) -> None:
-            if self._books.pending_removals:
+            if self._state.pending_removals:
                 raise SystemExit("killed")
 
     with pytest.raises(SystemExit):
