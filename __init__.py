@@ -6,8 +6,9 @@ milliseconds.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import attach
 
 if TYPE_CHECKING:
     # For type checkers and editors; a test compares these with `_HOME`.
@@ -258,22 +259,4 @@ _HOME = {
 
 __all__ = [*sorted(_HOME), "__version__"]
 
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    home = _HOME.get(name)
-    if home is None:
-        try:
-            return import_module(f".{name}", __name__)
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-        from .errors import nearest
-
-        raise AttributeError(f"module 'loopwright' has no attribute {name!r}{nearest(name, _HOME)}")
-    value = getattr(import_module(f".{home}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = attach(__name__, _HOME)

@@ -5,9 +5,9 @@ Those that the Trainer itself knows are imported with the package, the others wh
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .base import Callback, Checkpoint
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
@@ -80,47 +80,42 @@ __all__ = [
     "XLAStatsMonitor",
 ]
 
-_LATER = {
-    "EMA": "averaging.ema",
-    "BackboneFinetuning": "finetuning",
-    "BaseFinetuning": "finetuning",
-    "BasePredictionWriter": "prediction_writer",
-    "BatchSizeFinder": "batch_size_finder",
-    "DeviceStatsMonitor": "monitors.device_stats_monitor",
-    "EMAWeightAveraging": "averaging.weight_averaging",
-    "EarlyStopping": "stopping.early_stopping",
-    "EarlyStoppingReason": "stopping.early_stopping",
-    "LambdaCallback": "lambda_callback",
-    "LearningRateFinder": "lr_finder",
-    "LearningRateMonitor": "monitors.learning_rate_monitor",
-    "MemorySnapshot": "monitors.memory_snapshot",
-    "ModelCheckpoint": "model_checkpoint.callback",
-    "ModelPruning": "pruning",
-    "ModelSummary": "summary.model_summary",
-    "OnExceptionCheckpoint": "on_exception_checkpoint",
-    "Preemption": "stopping.preemption",
-    "ProgressBar": "progress",
-    "RichModelSummary": "summary.rich_model_summary",
-    "RichProgressBar": "progress",
-    "RichProgressBarTheme": "progress",
-    "SampleLogger": "monitors.sample_logger",
-    "SpikeDetection": "monitors.spike_detection",
-    "StochasticWeightAveraging": "averaging.stochastic_weight_averaging",
-    "StopFile": "stopping.stop_file",
-    "TQDMProgressBar": "progress",
-    "ThroughputMonitor": "monitors.throughput_monitor",
-    "Timer": "stopping.timer",
-    "TrainingEfficiency": "monitors.training_efficiency",
-    "TrainingSpikeException": "monitors.spike_detection",
-    "WeightAveraging": "averaging.weight_averaging",
-    "WeightStatistics": "monitors.weight_statistics",
-    "XLAStatsMonitor": "monitors.xla_stats_monitor",
-}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "EMA": "averaging.ema",
+        "BackboneFinetuning": "finetuning",
+        "BaseFinetuning": "finetuning",
+        "BasePredictionWriter": "prediction_writer",
+        "BatchSizeFinder": "batch_size_finder",
+        "DeviceStatsMonitor": "monitors.device_stats_monitor",
+        "EMAWeightAveraging": "averaging.weight_averaging",
+        "EarlyStopping": "stopping.early_stopping",
+        "EarlyStoppingReason": "stopping.early_stopping",
+        "LambdaCallback": "lambda_callback",
+        "LearningRateFinder": "lr_finder",
+        "LearningRateMonitor": "monitors.learning_rate_monitor",
+        "MemorySnapshot": "monitors.memory_snapshot",
+        "ModelCheckpoint": "model_checkpoint.callback",
+        "ModelPruning": "pruning",
+        "ModelSummary": "summary.model_summary",
+        "OnExceptionCheckpoint": "on_exception_checkpoint",
+        "Preemption": "stopping.preemption",
+        "ProgressBar": "progress",
+        "RichModelSummary": "summary.rich_model_summary",
+        "RichProgressBar": "progress",
+        "RichProgressBarTheme": "progress",
+        "SampleLogger": "monitors.sample_logger",
+        "SpikeDetection": "monitors.spike_detection",
+        "StochasticWeightAveraging": "averaging.stochastic_weight_averaging",
+        "StopFile": "stopping.stop_file",
+        "TQDMProgressBar": "progress",
+        "ThroughputMonitor": "monitors.throughput_monitor",
+        "Timer": "stopping.timer",
+        "TrainingEfficiency": "monitors.training_efficiency",
+        "TrainingSpikeException": "monitors.spike_detection",
+        "WeightAveraging": "averaging.weight_averaging",
+        "WeightStatistics": "monitors.weight_statistics",
+        "XLAStatsMonitor": "monitors.xla_stats_monitor",
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO
 from .plain import Trusted, Untrusted, require_plain, to_plain, untrust
 from .storage import CheckpointNotFound, Verified, load, newest_valid, remove, save, verify
@@ -29,10 +30,4 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:  # Any: a class
-    if name == "AsyncCheckpointIO":  # not imported where nobody saves in the background
-        from .background import AsyncCheckpointIO
-
-        return AsyncCheckpointIO
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = attach(__name__, {"AsyncCheckpointIO": "background"})

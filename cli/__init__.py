@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import attach
 
 if TYPE_CHECKING:
     from .app import CLI as CLI
@@ -33,15 +34,7 @@ _COMMANDS = {
     "run-lightning": "run a program that was written for Lightning on Loopwright",
     "watch": "show the curves of runs in the terminal while they train",
 }
-_HOME = {"CLI": "app", "Groups": "groups", "SaveConfig": "saved_config"}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(__name__, {"CLI": "app", "Groups": "groups", "SaveConfig": "saved_config"})
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -5,9 +5,9 @@ What only several processes need is imported when its name is first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .combined import CombinedLoader
 from .hparams import AttributeDict, HyperParameters, save_hyperparameters, without_omegaconf
 from .limit import find_length, resolve_limit
@@ -51,23 +51,18 @@ __all__ = [
     "without_omegaconf",
 ]
 
-_LATER = {
-    "NO_BATCH": "distributed.shard",
-    "EvalShard": "distributed.evaluation",
-    "Shard": "distributed.shard",
-    "ShardedIterable": "sharded_iterable",
-    "count_eval_rounds": "distributed.evaluation",
-    "fingerprint_batch": "distributed.fingerprint",
-    "in_loader_order": "distributed.evaluation",
-    "is_rank_aware": "distributed.shard",
-    "merge_states": "distributed.shard",
-    "shard_eval": "distributed.evaluation",
-}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "NO_BATCH": "distributed.shard",
+        "EvalShard": "distributed.evaluation",
+        "Shard": "distributed.shard",
+        "ShardedIterable": "sharded_iterable",
+        "count_eval_rounds": "distributed.evaluation",
+        "fingerprint_batch": "distributed.fingerprint",
+        "in_loader_order": "distributed.evaluation",
+        "is_rank_aware": "distributed.shard",
+        "merge_states": "distributed.shard",
+        "shard_eval": "distributed.evaluation",
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .choose import join_errors
 from .fabric import Fabric
 from .launch import InProcessLauncher, Launcher
@@ -57,15 +58,18 @@ __all__ = [
     "set_rng_state",
 ]
 
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    # Schedulers are looked up when they are first used: training on one device needs none of them.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "is_wrapped":
-        from .wrappers import is_wrapped
-
-        return is_wrapped
-    from . import cluster
-
-    return getattr(cluster, name)
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "ClusterEnvironment": "cluster",
+        "KubeflowEnvironment": "cluster",
+        "LSFEnvironment": "cluster",
+        "LightningEnvironment": "cluster",
+        "LocalEnvironment": "cluster",
+        "MPIEnvironment": "cluster",
+        "SLURMEnvironment": "cluster",
+        "TorchElasticEnvironment": "cluster",
+        "detect_cluster": "cluster",
+        "is_wrapped": "wrappers",
+    },
+)

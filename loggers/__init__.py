@@ -5,9 +5,9 @@ Nothing here imports TensorBoard before a metric is written.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .base import Logger, rank_zero_experiment
 from .folder import share_version
 
@@ -36,22 +36,17 @@ __all__ = [
     "share_version",
 ]
 
-_LATER = {
-    "CSVLogger": "csv_logger",
-    "CometLogger": "comet_logger",
-    "DummyLogger": "dummy",
-    "JSONLinesLogger": "json_lines",
-    "MLFlowLogger": "mlflow_logger",
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "wandb_logger",
-    "WriteBehind": "write_behind",
-    "read_json_lines": "json_lines",
-}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "CSVLogger": "csv_logger",
+        "CometLogger": "comet_logger",
+        "DummyLogger": "dummy",
+        "JSONLinesLogger": "json_lines",
+        "MLFlowLogger": "mlflow_logger",
+        "TensorBoardLogger": "tensorboard",
+        "WandbLogger": "wandb_logger",
+        "WriteBehind": "write_behind",
+        "read_json_lines": "json_lines",
+    },
+)

@@ -5,9 +5,9 @@ Those that few runs have are imported when their name is first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .base import Precision, PrecisionPolicy
 from .mixed import MixedPrecision
 
@@ -18,12 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision", "PrecisionPolicy", "XLAPrecision"]
 
-_LATER = {"DoublePrecision": "double", "HalfPrecision": "half", "XLAPrecision": "xla"}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(__name__, {"DoublePrecision": "double", "HalfPrecision": "half", "XLAPrecision": "xla"})

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import DefaultDtype, Precision, PrecisionPolicy
-from .cast import cast_floats
+from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats
 
 __all__ = ["DoublePrecision"]
 

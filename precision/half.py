@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, nearest
-from .base import DefaultDtype, Precision, PrecisionPolicy
-from .cast import cast_floats
+from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats
 
 __all__ = ["HalfPrecision"]
 

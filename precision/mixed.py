@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import CheckpointError, ConfigError, nearest
-from .base import Precision, PrecisionPolicy
-from .cast import cast_floats
+from .base import Precision, PrecisionPolicy, cast_floats
 
 __all__ = ["MixedPrecision"]
 

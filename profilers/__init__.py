@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, nearest
+from ..lazy import attach
 from .base import PassThroughProfiler, Profiler
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _HOME = {
     "SimpleProfiler": "simple",
     "XLAProfiler": "xla",
 }
+__getattr__, __dir__ = attach(__name__, _HOME)
 _BY_NAME = {home: name for name, home in _HOME.items()}
 
 
@@ -56,15 +57,3 @@ def resolve_profiler(value: Profiler | str | None) -> Profiler | None:
         f"profiler={value!r}{guess} is unknown; expected {known}, a Profiler or None.",
         fix="pass profiler='simple', an instance of a Profiler, or leave it out.",
     )
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})

@@ -6,8 +6,9 @@ have been written by another library. Nothing of it is imported with the Trainer
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import attach
 
 if TYPE_CHECKING:
     from .environment import describe_environment, write_environment
@@ -28,23 +29,18 @@ __all__ = [
     "write_report",
 ]
 
-_LATER = {
-    "CheckpointFile": "runs",
-    "LoggedRun": "runs",
-    "Series": "runs",
-    "describe_environment": "environment",
-    "read_runs": "runs",
-    "render_page": "page",
-    "render_terminal": "terminal",
-    "watch": "terminal",
-    "write_environment": "environment",
-    "write_report": "page",
-}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "CheckpointFile": "runs",
+        "LoggedRun": "runs",
+        "Series": "runs",
+        "describe_environment": "environment",
+        "read_runs": "runs",
+        "render_page": "page",
+        "render_terminal": "terminal",
+        "watch": "terminal",
+        "write_environment": "environment",
+        "write_report": "page",
+    },
+)

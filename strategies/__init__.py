@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .base import Launcher, NoLoss, Strategy, Topology
 from .parallel import ParallelStrategy
 from .registry import STRATEGY_REGISTRY, StrategyRegistry
@@ -43,27 +43,18 @@ __all__ = [
 ]
 
 # A run on one device needs none of these, and does not import them.
-_HOME = {
-    "DDPStrategy": "ddp.strategy",
-    "DataParallelStrategy": "data_parallel",
-    "DeepSpeedStrategy": "deepspeed.strategy",
-    "FSDPStrategy": "fsdp.strategy",
-    "LayerSync": "distributed.layer_sync",
-    "SingleDeviceXLAStrategy": "xla.single_device",
-    "TorchSyncBatchNorm": "distributed.layer_sync",
-    "XLAFSDPStrategy": "xla.fsdp",
-    "XLAReplicasStrategy": "xla.replicas",
-    "XLAStrategy": "xla.strategy",
-}
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "DDPStrategy": "ddp.strategy",
+        "DataParallelStrategy": "data_parallel",
+        "DeepSpeedStrategy": "deepspeed.strategy",
+        "FSDPStrategy": "fsdp.strategy",
+        "LayerSync": "distributed.layer_sync",
+        "SingleDeviceXLAStrategy": "xla.single_device",
+        "TorchSyncBatchNorm": "distributed.layer_sync",
+        "XLAFSDPStrategy": "xla.fsdp",
+        "XLAReplicasStrategy": "xla.replicas",
+        "XLAStrategy": "xla.strategy",
+    },
+)

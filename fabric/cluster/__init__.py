@@ -5,8 +5,9 @@ Names are looked up when they are first used: training on one device needs none 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...lazy import attach
 
 if TYPE_CHECKING:
     from .base import ClusterEnvironment as ClusterEnvironment
@@ -20,17 +21,20 @@ if TYPE_CHECKING:
     from .torchelastic import TorchElasticEnvironment as TorchElasticEnvironment
 
 # Public name -> the file that defines it.
-_HOME = {
-    "ClusterEnvironment": "base",
-    "KubeflowEnvironment": "kubeflow",
-    "LSFEnvironment": "lsf",
-    "LightningEnvironment": "lightning",
-    "LocalEnvironment": "lightning",
-    "MPIEnvironment": "mpi",
-    "SLURMEnvironment": "slurm",
-    "TorchElasticEnvironment": "torchelastic",
-    "detect_cluster": "detect",
-}
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "ClusterEnvironment": "base",
+        "KubeflowEnvironment": "kubeflow",
+        "LSFEnvironment": "lsf",
+        "LightningEnvironment": "lightning",
+        "LocalEnvironment": "lightning",
+        "MPIEnvironment": "mpi",
+        "SLURMEnvironment": "slurm",
+        "TorchElasticEnvironment": "torchelastic",
+        "detect_cluster": "detect",
+    },
+)
 
 __all__ = [
     "ClusterEnvironment",
@@ -43,11 +47,3 @@ __all__ = [
     "TorchElasticEnvironment",
     "detect_cluster",
 ]
-
-
-def __getattr__(name: str) -> Any:  # Any: the type is that of the name asked for
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value

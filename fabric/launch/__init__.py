@@ -11,9 +11,9 @@ fabric/resolve.py chooses one, `Fabric.launch` calls it. The last three are impo
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...lazy import attach
 from ...strategies import Launcher
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ExternalLauncher", "InProcessLauncher", "Launcher", "ProcessLauncher", "ScriptLauncher"]
 
-_HOME = {"ExternalLauncher": "external", "ProcessLauncher": "processes", "ScriptLauncher": "script"}
+__getattr__, __dir__ = attach(
+    __name__, {"ExternalLauncher": "external", "ProcessLauncher": "processes", "ScriptLauncher": "script"}
+)
 
 R = TypeVar("R")
 
@@ -55,9 +57,3 @@ class InProcessLauncher:
 
     def kill(self, signum: int) -> None:
         """Send a signal to the processes that this launcher started and that still run."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

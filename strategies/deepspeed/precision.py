@@ -14,8 +14,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...precision import Precision, PrecisionPolicy
-from ...precision.base import DefaultDtype
-from ...precision.cast import cast_floats
+from ...precision.base import DefaultDtype, cast_floats
 
 __all__ = ["DeepSpeedPrecision"]
 

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,42 @@ def test_the_public_names_are_sorted_and_each_resolves() -> None:
     for name in lw.__all__:
         assert getattr(lw, name) is not None
     assert set(lw.__all__) <= set(dir(lw))
+
+
+def lazy_names(init: Path) -> dict[str, str] | None:
+    """Return the mapping that an `__init__.py` gives to `attach`; None if it attaches nothing."""
+    tree = tree_of(init)
+    mappings = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and "attach(" in ast.unparse(node.value):
+            mapping = node.value.args[1]
+            names: dict[str, str] = ast.literal_eval(mappings.get(ast.unparse(mapping), mapping))
+            return names
+    return None
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_names_imported_on_first_use_are_those_that_editors_see(folder: str) -> None:
+    init = ROOT / folder / "__init__.py"
+    names = lazy_names(init)
+    imported = {
+        alias.name: node.module
+        for block in tree_of(init).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names
+    }
+    assert imported == (names or {})
+
+
+def test_a_folder_names_the_nearest_public_name() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'SLURMEnvironment'"):
+        lw.fabric.cluster.SLURMEnviroment  # noqa: B018
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:

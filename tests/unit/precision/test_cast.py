@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from loopwright.precision.cast import cast_floats
+from loopwright.precision.base import cast_floats
 
 Pair = namedtuple("Pair", ["a", "b"])
 
