@@ -25,7 +25,7 @@ import loopwright as lw
 
 BATCH, BLOCK, WIDTH = 16, 128, 128
 STEPS_OF_A_TURN = 8
-VARIANTS: dict[str, Any] = {"eager": None, "per block": None, "whole step": ()}  # the module's compile_blocks
+VARIANTS: dict[str, Any] = {"eager": None, "per block": None, "full step": ()}  # the module's compile_blocks
 
 
 class Clock(lw.Callback):

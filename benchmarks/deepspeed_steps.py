@@ -1,4 +1,4 @@
-"""What a trainer adds to a DeepSpeed engine that is driven by hand, in ZeRO stages 1 to 3; run.py prints it.
+"""The overhead of a trainer over a hand-written loop with a DeepSpeed engine, in ZeRO stages 1 to 3; run.py prints it.
 
 This file is also the program that is measured, which starts the other process itself:
 `python benchmarks/deepspeed_steps.py STAGE STEPS ROUNDS SIZES`.
@@ -100,7 +100,7 @@ def whole(module: nn.Module) -> list[Tensor]:
 
 
 def main() -> None:
-    """Print what a step takes by hand, with Fabric and with the Trainer, in turns on the same processes."""
+    """Print the time of a step hand-written, with Fabric and with the Trainer, in turns on the same processes."""
     stage, num_steps, rounds, num_sizes = map(int, sys.argv[1:])
     fabric = lw.Fabric(accelerator="cpu", devices=RANKS, strategy=DeepSpeedStrategy(config=config_of(stage)))
     fabric.launch()

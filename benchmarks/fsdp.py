@@ -1,4 +1,4 @@
-"""What a trainer adds to fully_shard by hand, and how much memory a rank needs; run.py prints it.
+"""The overhead of a trainer over a hand-written loop with fully_shard, and the memory of a rank; run.py prints it.
 
 This file is also the program that is measured, which starts the other processes itself:
 `python benchmarks/fsdp.py steps 30 3 1`, `python benchmarks/fsdp.py memory 2`.
@@ -32,14 +32,14 @@ from loopwright.strategies import FSDPStrategy
 
 RANKS = 2
 MODES = ("hand", "fabric", "trainer")
-NAMES = ("fully_shard by hand", "Fabric", "Trainer")
+NAMES = ("hand-written fully_shard", "Fabric", "Trainer")
 BLOCKS = 8
 WIDTHS = (128, 512, 1024)  # a block has about WIDTH**2 elements
 BATCH_SIZE = 8
 WARM_UP = 5
 MEMORY_WIDTH = 1024
 
-# Large tensors get pages of their own, which go back at once: then the process has what its tensors have.
+# Large tensors get separate pages, which are freed immediately: the memory of the process is that of its tensors.
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -231,7 +231,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def time_steps(num_steps: int, rounds: int, num_sizes: int) -> None:
-    """Print what a step takes by hand, with Fabric and with the Trainer, in turns on the same processes."""
+    """Print the time of a step hand-written, with Fabric and with the Trainer, in turns on the same processes."""
     fabric = lw.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy())
     fabric.launch()
     sizes = []

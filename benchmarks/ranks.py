@@ -1,4 +1,4 @@
-"""What a trainer adds over two processes: to a step, against DDP by hand, and to the launch; run.py prints them.
+"""Overhead of a trainer on two processes: of a step, against hand-written DDP, and of the launch; run.py prints them.
 
 This file is also the program that is measured: `python benchmarks/ranks.py 500 3` starts a second process itself.
 """
@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 def time_launches(*, processes: int, folder: Path) -> list[dict[str, Any]]:
     """Return the seconds from the start of the first process to the end of rank 0's first step; medians."""
-    programs = {"by hand": _LAUNCH_BY_HAND}
+    programs = {"hand-written loop": _LAUNCH_BY_HAND}
     programs |= {
         f"Trainer, `{name}`": _LAUNCH_BY_TRAINER.replace("STRATEGY", name) for name in ("ddp", "ddp_spawn", "ddp_fork")
     }
@@ -90,10 +90,11 @@ def time_launches(*, processes: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def time_steps_of_ranks(*, num_batches: int, rounds: int) -> list[dict[str, Any]]:
-    """Return microseconds per step by hand, with Fabric and with the Trainer: wall time, and CPU time of rank 0."""
+    """Return microseconds per step hand-written, with Fabric and with the Trainer: wall and CPU time of rank 0."""
     numbers = _run([__file__, str(num_batches), str(rounds)])
     return [
-        {"name": name, **numbers[mode]} for mode, name in zip(MODES, ("DDP by hand", "Fabric", "Trainer"), strict=True)
+        {"name": name, **numbers[mode]}
+        for mode, name in zip(MODES, ("hand-written DDP", "Fabric", "Trainer"), strict=True)
     ]
 
 
@@ -118,7 +119,7 @@ def _run(arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train by hand, with Fabric and with the Trainer in turns, on the same two processes."""
+    """Train in a hand-written loop, with Fabric and with the Trainer in turns, on the same two processes."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from toy import Toy, batches, make

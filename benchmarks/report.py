@@ -1,4 +1,4 @@
-"""Turn measured numbers into RESULTS.md; run.py calls `describe`."""
+"""Convert measured numbers to RESULTS.md."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def describe(results: dict[str, Any]) -> str:
     """Return RESULTS.md: one section for each part that was measured."""
     where = results["environment"]
     text = [
-        "# What Loopwright costs",
-        "Written by `make bench`; the numbers behind it are in [results/latest.json](results/latest.json). "
+        "# Benchmark results",
+        "Written by `make bench`; the measured numbers are in [results/latest.json](results/latest.json). "
         f"{where['cpu']}, {where['cores']} cores, {where['system']}, Python {where['python']}, torch {where['torch']}, "
         f"one thread, load {where['load']} at the start, {where['date']}."
-        + (" **A quick run: the numbers mean nothing.**" if results["is_quick"] else ""),
+        + (" **A quick run: the numbers are not meaningful.**" if results["is_quick"] else ""),
     ]
     for part, section in SECTIONS.items():
         if part in results:
@@ -37,13 +37,13 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 def _steps(rows: list[dict[str, Any]]) -> list[str]:
     different = [row["name"] for row in rows if not row["weights_equal"]]
     return [
-        "## A step",
-        "Microseconds of CPU time (all threads) that a batch takes by hand, and what the Trainer adds: the 10th "
-        "percentile over single batches, and the mean over a run (median of the runs), which also holds what happens "
-        "only now and then, such as a log interval. A network of two layers, batches of 8 from memory. By hand nothing "
-        "is shown, logged or saved.",
+        "## Overhead per step",
+        "Microseconds of CPU time (all threads) per batch in a hand-written loop, and what the Trainer adds: the 10th "
+        "percentile over single batches, and the mean over a run (median of the runs). The mean includes occasional "
+        "work such as a log interval. A network of two layers, batches of 8 from memory. The hand-written loop shows, "
+        "logs and saves nothing.",
         table(
-            ("", "by hand", "added", "aim", "by hand, mean", "added, mean"),
+            ("", "hand-written", "added", "target", "hand-written, mean", "added, mean"),
             (
                 (
                     row["name"],
@@ -57,10 +57,10 @@ def _steps(rows: list[dict[str, Any]]) -> list[str]:
             ),
         ),
         table(
-            ("microseconds", "added", "aim"),
+            ("microseconds", "added", "target"),
             ((name, f"**{value:+.2f}**", aim) for name, value, aim in per_value(rows)),
         ),
-        "The weights at the end equal those of the loop by hand, bit for bit"
+        "The final weights equal those of the hand-written loop, bit for bit"
         + (f", EXCEPT in: {', '.join(different)}." if different else "."),
     ]
 
@@ -68,9 +68,9 @@ def _steps(rows: list[dict[str, Any]]) -> list[str]:
 def _calls(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "## Calls per batch",
-        "Calls of Python functions + of C functions in the median batch: free of noise.",
+        "Calls of Python functions + of C functions in the median batch, a measure without noise.",
         table(
-            ("", "by hand", "Trainer", "added"),
+            ("", "hand-written", "Trainer", "added"),
             (
                 (
                     row["name"],
@@ -87,8 +87,8 @@ def _calls(rows: list[dict[str, Any]]) -> list[str]:
 def _reads(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "## Reads from the device",
-        "Each one makes the host wait for a GPU. Counted: `.item()` and everything like it, `.cpu()`, `.numpy()`, "
-        "`.tolist()`. Aim: none between log boundaries.",
+        "Each read makes the host wait for a GPU. Counted: `.item()` and its equivalents, `.cpu()`, `.numpy()`, "
+        "`.tolist()`. Target: none between log boundaries.",
         table(
             ("", "steps", "at log boundaries", "between them"),
             ((row["name"], row["steps"], row["at_boundaries"], f"**{row['between']}**") for row in rows),
@@ -101,7 +101,7 @@ def _imports(rows: list[dict[str, Any]]) -> list[str]:
         "## Imports",
         "Fresh processes, medians.",
         table(
-            ("", "CPU ms", "wall ms", "modules", "torch loaded", "aim"),
+            ("", "CPU ms", "wall ms", "modules", "torch loaded", "target"),
             (
                 (
                     row["name"],
@@ -122,9 +122,9 @@ def _first_steps(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "## The first step",
         "CPU seconds from the start of the process to the end of the first step (fresh processes, medians), and wall "
-        "seconds from `fit()`; by hand, from making the optimizer, which is where torch imports its compiler.",
+        "seconds from `fit()`; hand-written, from creating the optimizer, where torch imports its compiler.",
         table(
-            ("", "process, CPU s", "added", "least", "fit, wall s", "aim"),
+            ("", "process, CPU s", "added", "minimum", "fit, wall s", "target"),
             (
                 (
                     row["name"],
@@ -142,10 +142,10 @@ def _first_steps(rows: list[dict[str, Any]]) -> list[str]:
 
 def _saving(numbers: dict[str, Any]) -> list[str]:
     return [
-        "## A save",
+        "## Saving a checkpoint",
         f"{numbers['num_parameters'] / 1e6:.0f} million parameters with Adam, {numbers['size_bytes'] / 1e6:.0f} MB; "
-        "medians of saves in turns. By hand, torch.save writes to a temporary name, which is synced to the disk and "
-        "renamed, as the Trainer does it, too. Aim: no memory, and no longer than torch.save.",
+        "medians of alternating saves. The hand-written version calls torch.save with a temporary name, syncs the file "
+        "to the disk and renames it, as the Trainer does. Target: no additional memory, and no longer than torch.save.",
         table(
             ("", "seconds", "CPU s", "memory added, MiB"),
             (
@@ -161,12 +161,12 @@ def _saving(numbers: dict[str, Any]) -> list[str]:
 
 def _logging(rows: list[dict[str, Any]]) -> list[str]:
     return [
-        "## A thousand values per step",
-        f"Wall microseconds of the median step that logs 1,000 values and sends them to the logger at once "
+        "## Logging a thousand values per step",
+        f"Wall microseconds of the median step that logs 1,000 values and sends them to the logger immediately "
         f"(`log_every_n_steps=1`); {rows[0]['without_us']:.0f} without a logger. The queue is bounded: a logger that "
-        "cannot keep up slows the steps down in the end, and what is left is written before `fit` returns.",
+        "cannot keep up eventually slows the steps down, and the remaining rows are written before `fit` returns.",
         table(
-            ("", "written at once", "queued", "fit at once, s", "fit queued, s"),
+            ("", "synchronous", "queued", "fit synchronous, s", "fit queued, s"),
             (
                 (
                     row["name"],
@@ -185,9 +185,9 @@ def _ranks(rows: list[dict[str, Any]]) -> list[str]:
     base = rows[0]
     different = [row["name"] for row in rows if not row["weights_equal"]]
     return [
-        "## A step on two ranks",
+        "## Overhead per step on two ranks",
         "Two processes with gloo, medians over single steps; CPU time is that of rank 0, all threads. The ratio is to "
-        "DistributedDataParallel in a loop by hand. Aim: 1.05 in wall time.",
+        "DistributedDataParallel in a hand-written loop. Target: 1.05 in wall time.",
         table(
             ("", "wall us", "ratio", "CPU us", "ratio"),
             (
@@ -201,7 +201,7 @@ def _ranks(rows: list[dict[str, Any]]) -> list[str]:
                 for row in rows
             ),
         ),
-        "The weights at the end equal those of the loop by hand, bit for bit"
+        "The final weights equal those of the hand-written loop, bit for bit"
         + (f", EXCEPT in: {', '.join(different)}." if different else "."),
     ]
 
@@ -210,8 +210,8 @@ def _launch(rows: list[dict[str, Any]]) -> list[str]:
     base = rows[0]["seconds"]
     return [
         "## Launching two ranks",
-        "Wall seconds from the start of the command to the end of rank 0's first step, importing torch included; by "
-        "hand, a script that starts itself a second time and calls init_process_group.",
+        "Wall seconds from the start of the command to the end of rank 0's first step, including the import of torch. "
+        "The hand-written loop is a script that starts itself a second time and calls init_process_group.",
         table(
             ("", "seconds", "added"),
             ((r["name"], f"{r['seconds']:.2f}", f"**{r['seconds'] - base:+.2f}**") for r in rows),
@@ -229,10 +229,10 @@ def _fsdp(numbers: dict[str, Any]) -> list[str]:
     ]
     calls = sizes[0]["calls"]
     return [
-        "## A sharded step on two ranks",
-        "Two processes with gloo, eight blocks that are units of their own, AdamW, batches of 8 in memory; medians of "
-        "single steps; CPU time is that of rank 0, all threads. The ratio is to torch's `fully_shard` in a loop by "
-        "hand. Aim: 1.05 in wall time.",
+        "## Overhead per sharded step on two ranks",
+        "Two processes with gloo, eight blocks that are separate units, AdamW, batches of 8 in memory; medians of "
+        "single steps; CPU time is that of rank 0, all threads. The ratio is to a hand-written loop with torch's "
+        "`fully_shard`. Target: 1.05 in wall time.",
         table(
             ("", "elements of a block", "wall ms", "ratio", "CPU ms", "ratio"),
             (
@@ -248,9 +248,9 @@ def _fsdp(numbers: dict[str, Any]) -> list[str]:
                 for mode, name in zip(MODES, NAMES, strict=True)
             ),
         ),
-        "The weights at the end equal those of the loop by hand, bit for bit"
+        "The final weights equal those of the hand-written loop, bit for bit"
         + (f", EXCEPT in: {', '.join(different)}." if different else "."),
-        "Calls of Python functions + of C functions in the step that has the fewest.",
+        "Calls of Python functions + of C functions in the step with the fewest calls.",
         table(
             ("", "calls", "added"),
             (
@@ -274,12 +274,12 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
         return f"{row[name] / 2**20:.1f}" if name in row else "unknown"
 
     return [
-        "### Memory of a rank",
-        f"{count * mib:.1f} MiB of parameters in units of {unit * mib:.1f} MiB, Adam, activations of next to nothing; "
-        "MiB on rank 0. Between two steps there are parameters and Adam's two states, 3 P / N. At the peak of a step, "
-        "gradients come to that, P / N, and at most four units U: gathered parameters and gradients, and what is sent. "
-        "Tensors are those that operations made or took; the process is its highest memory over that before the step, "
-        "and before the model was built with `init_module`.",
+        "### Memory per rank",
+        f"{count * mib:.1f} MiB of parameters in units of {unit * mib:.1f} MiB, Adam, negligible activations; MiB on "
+        "rank 0. Between two steps: the parameters and Adam's two states, 3 P / N. The peak of a step adds "
+        "the gradients, P / N, and at most four units U: gathered parameters and gradients, and communication buffers. "
+        "Tensors: inputs and outputs of operations. Process: its peak memory, minus that before the step or before the "
+        "model was built with `init_module`.",
         table(
             (
                 "ranks",
@@ -313,8 +313,8 @@ def _sharded_saves(numbers: dict[str, Any]) -> list[str]:
     return [
         "## Sharded checkpoints",
         f"{numbers['speed'][0]['size_bytes'] / 2**20:.0f} MiB of sharded parameters, saved and loaded back into the "
-        "module, medians in turns; until the last rank is done. Fabric compares checksums of all bytes when it "
-        "loads, torch.distributed.checkpoint does not.",
+        "module, medians of alternating runs, until the last rank is done. Fabric verifies checksums of all bytes when "
+        "it loads, torch.distributed.checkpoint does not.",
         table(
             ("", "ranks", "save, s", "MiB/s", "load, s", "MiB/s"),
             (
@@ -330,10 +330,10 @@ def _sharded_saves(numbers: dict[str, Any]) -> list[str]:
                 for row in speed["rows"]
             ),
         ),
-        f"What a training on {stall['ranks']} ranks sees of a save of {stall['megabytes']} MiB (parameters and Adam's "
-        "states, a folder): how long it stands still, and its steps while the file is written.",
+        f"Effect of a save of {stall['megabytes']} MiB (parameters and Adam's states, a folder) on a training on "
+        f"{stall['ranks']} ranks: how long it is blocked, and the time of its steps while the file is written.",
         table(
-            ("", "stands still, s", "the first save, s", "median step, s", "slowest step, s"),
+            ("", "blocked, s", "first save, s", "median step, s", "slowest step, s"),
             (
                 (
                     row["name"],
@@ -350,8 +350,8 @@ def _sharded_saves(numbers: dict[str, Any]) -> list[str]:
 
 def _deepspeed(numbers: dict[str, Any]) -> list[str]:
     if "skipped" in numbers:
-        return ["## A step by DeepSpeed", f"Not measured: {numbers['skipped']}."]
-    names = ("DeepSpeed by hand", *NAMES[1:])
+        return ["## Overhead per step with DeepSpeed", f"Not measured: {numbers['skipped']}."]
+    names = ("hand-written DeepSpeed", *NAMES[1:])
     rows = [
         (stage["stage"], size, mode, name)
         for stage in numbers["stages"]
@@ -362,10 +362,10 @@ def _deepspeed(numbers: dict[str, Any]) -> list[str]:
         f"{name} (stage {stage})" for stage, size, mode, name in rows if not size["modes"][mode]["weights_equal"]
     ]
     return [
-        "## A step by DeepSpeed",
+        "## Overhead per step with DeepSpeed",
         "Two processes with gloo, eight blocks, AdamW, batches of 8 in memory; medians of single steps; CPU time is "
-        "that of rank 0, all threads. The ratio is to the same engine, driven by hand. Aim: 1.05 in wall time. Calls: "
-        "of Python + of C functions in the step that has the fewest.",
+        "that of rank 0, all threads. The ratio is to the same engine in a hand-written loop. Target: 1.05 in wall "
+        "time. Calls: of Python + of C functions in the step with the fewest calls.",
         table(
             ("", "stage", "elements of a block", "wall ms", "ratio", "CPU ms", "ratio", "calls added"),
             (
@@ -387,14 +387,14 @@ def _deepspeed(numbers: dict[str, Any]) -> list[str]:
                 for stage, size, mode, name in rows
             ),
         ),
-        "The weights at the end equal those of the loop by hand, bit for bit"
+        "The final weights equal those of the hand-written loop, bit for bit"
         + (f", EXCEPT in: {', '.join(dict.fromkeys(different))}." if different else "."),
     ]
 
 
 def _xla(numbers: dict[str, Any]) -> list[str]:
     if "skipped" in numbers:
-        return ["## A step by XLA", f"Not measured: {numbers['skipped']}."]
+        return ["## Overhead per step with XLA", f"Not measured: {numbers['skipped']}."]
     rows = [
         (devices["devices"], size, name, size["modes"][mode], size["modes"]["hand"])
         for devices in numbers["devices"]
@@ -403,12 +403,12 @@ def _xla(numbers: dict[str, Any]) -> list[str]:
     ]
     different = [name for _, _, name, row, _ in rows if row["largest_difference"]]
     return [
-        "## A step by XLA",
+        "## Overhead per step with XLA",
         f"torch {numbers['devices'][0]['torch']} and torch_xla on the CPU's runtime, in one process: one device, and "
         "two by SPMD; eight blocks, AdamW, batches of 16 in memory; medians of single steps, CPU time of all threads. "
-        "The ratio is to a loop of torch_xla by hand; aim: 1.05 in wall time. Compiled and read: graphs, and reads of "
-        "the device, in the second half of the steps; aim: none. Calls are those of Python functions + of C functions "
-        "in the step that has the fewest.",
+        "The ratio is to a hand-written loop with torch_xla; target: 1.05 in wall time. Compiled and read: number of "
+        "graphs, and of reads from the device, in the second half of the steps; target: none. Calls are those of "
+        "Python functions + of C functions in the step with the fewest calls.",
         table(
             (
                 "", "devices", "elements of a block",
@@ -430,7 +430,7 @@ def _xla(numbers: dict[str, Any]) -> list[str]:
                 for devices, size, name, row, hand in rows
             ),
         ),
-        "The weights at the end equal those of the loop by hand, bit for bit"
+        "The final weights equal those of the hand-written loop, bit for bit"
         + (f", EXCEPT in: {', '.join(dict.fromkeys(different))}." if different else "."),
     ]  # fmt: skip
 
@@ -439,12 +439,12 @@ def _compiling(numbers: dict[str, Any]) -> list[str]:
     return [
         "## Compiling",
         f"examples/gpt on {numbers['device']} with `Trainer(compile=True)`: batches of 16 x 128 bytes, width 128, "
-        "AdamW. Seconds of CPU time, compilers included, in one thread (on a GPU: of wall time); variants take turns "
-        "of eight steps. The first step holds the compilation, without caches. Times as fast: eager's median step by "
-        f"the variant's, median over turns. Losses after {numbers['steps']} steps. "
+        "AdamW. Seconds of CPU time including compilers, in one thread (on a GPU: wall time); variants take turns of "
+        "eight steps. The first step includes the compilation, without caches. Speedup: the median step of eager "
+        f"divided by that of the variant, median over turns. Losses after {numbers['steps']} steps. "
         f"Load of the machine at the end: {numbers['load']}.",
         table(
-            ("", "layers", "first step s", "step ms", "times as fast", "loss"),
+            ("", "layers", "first step s", "step ms", "speedup", "loss"),
             (
                 (
                     row["variant"],
@@ -484,20 +484,20 @@ def _memory_of_strategies(numbers: dict[str, Any]) -> list[str]:
 
     return [
         "## Memory of each strategy",
-        f"{rows[0]['elements'] / 1e6:.1f} million parameters P in eight units, Adam, activations of next to nothing; "
-        "MB on rank 0. Expected and measured: after the last backward pass, before the optimizer steps; of that, "
-        "parameters, gradients, and moments with masters. Then: between two steps; between two micro-batches of a "
-        "window; at most in the backward pass, and in the optimizer's step. All of these are storages of live tensors. "
-        "The process is its highest memory over that before the model was built.",
+        f"{rows[0]['elements'] / 1e6:.1f} million parameters P in eight units, Adam, negligible activations; "
+        "MB on rank 0. Expected and measured: after the last backward pass, before the optimizer step, and its "
+        "parts: parameters, gradients, moments with masters. Then: between two steps; between two micro-batches of a "
+        "window; the peak of the backward pass, and of the optimizer step. All of these are storages of live tensors. "
+        "Process: its peak memory, minus that before the model was built.",
         table(
             (
-                "", "precision", "ranks", "form", "expected", "measured", "off", "parameters", "gradients", "optimizer",
-                "between steps", "accumulating", "backward", "step", "process",
+                "", "precision", "ranks", "formula", "expected", "measured", "off", "parameters", "gradients",
+                "optimizer", "between steps", "accumulating", "backward", "step", "process",
             ),
             map(memory, rows),
         ),
-        "What a step of one micro-batch sends: collectives, and the bytes of the tensors that they are about (what "
-        "all_gather makes, what reduce_scatter takes).",
+        "Communication of a step with one micro-batch: collectives, and the bytes of their tensors (the output of "
+        "all_gather, the input of reduce_scatter).",
         table(
             ("", "precision", "ranks", "calls", "MB"),
             (

@@ -1,4 +1,4 @@
-"""Measure Loopwright against a loop by hand: `make bench`, or `python benchmarks/run.py`.
+"""Measure Loopwright against a hand-written loop: `make bench`, or `python benchmarks/run.py`.
 
 Writes RESULTS.md and results/latest.json. Each comparison runs both sides in turns, in CPU time, because other programs
 disturb both alike then. `--quick` only shows that everything runs; its numbers mean nothing.

@@ -80,7 +80,7 @@ class SaveInTurns(lw.Callback):
                 self.runs["trainer"].append(ours)
 
     def _torch_save(self, trainer: lw.Trainer, module: nn.Module) -> None:
-        """Save as one does by hand when it has to be on the disk: to a temporary name, fsync, rename."""
+        """Save as a program does when the file has to be on the disk: to a temporary name, fsync, rename."""
         path = self.folder / "torch.ckpt.tmp"
         with open(path, "wb") as file:
             content = {"state_dict": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}

@@ -116,7 +116,7 @@ def compare_speed(ranks: int, megabytes: int, rounds: int) -> None:
                 lambda path: dcp_save({"model": net.state_dict()}, checkpoint_id=path),
                 lambda path: dcp_load({"model": net.state_dict()}, checkpoint_id=path),
             ),
-            "made whole, torch.save": (save_by_torch, load_by_torch),
+            "gathered, torch.save": (save_by_torch, load_by_torch),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for number in range(rounds + 1):
@@ -184,7 +184,7 @@ def compare_stalls(ranks: int, megabytes: int, rounds: int) -> None:
         folder = shared_folder(fabric, stack)
         # The first save of a run copies into new memory; it is left out.
         batches = [torch.randn(64, WIDTH) for _ in range((STEPS_BETWEEN * (rounds + 1) + 2) * ranks)]
-        for name, plugins in (("at once", []), ("AsyncCheckpointIO", [lw.AsyncCheckpointIO()])):
+        for name, plugins in (("synchronous", []), ("AsyncCheckpointIO", [lw.AsyncCheckpointIO()])):
             watcher = SaveNowAndThen(folder / f"{len(rows)}.ckpt")
             quiet: dict[str, Any] = dict.fromkeys(
                 ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False

@@ -85,7 +85,7 @@ IMPORTS = (
      "import loopwright as lw; lw.Trainer", ""),
 )  # fmt: skip
 FIRST_STEPS = (
-    ("by hand", _BY_HAND, ""),
+    ("hand-written loop", _BY_HAND, ""),
     ("Trainer, `barebones=True`", _BY_TRAINER.replace("OPTIONS", "barebones=True"), "+ 0"),
     ("Trainer, defaults", _BY_TRAINER.replace("OPTIONS", ""), "+ 0"),
 )
@@ -125,7 +125,7 @@ def time_imports(*, processes: int) -> list[dict[str, Any]]:
 
 
 def time_first_steps(*, processes: int) -> list[dict[str, Any]]:
-    """Run one step in fresh processes, by hand and with a Trainer in turns; times are medians in seconds."""
+    """Run one step in fresh processes, hand-written and with a Trainer in turns; times are medians in seconds."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in FIRST_STEPS}
     for _ in range(processes):
         for name, script, _ in FIRST_STEPS:

@@ -31,7 +31,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def time_steps(*, num_batches: int, rounds: int) -> list[dict[str, Any]]:
-    """Time each variant and its loop by hand in turns, so that a slow moment of the machine hits both.
+    """Time each variant and its hand-written loop in turns, so that a slow moment of the machine hits both.
 
     Returns:
         One row per variant; times in microseconds of CPU time per batch.
@@ -157,10 +157,10 @@ def count_reads(*, num_batches: int, log_every: int) -> list[dict[str, Any]]:
     """Count reads from the device in a run with bar, logger, three logged values and clipping.
 
     Returns:
-        One row for the loop by hand and one for the Trainer: all reads, and those that were not at a log boundary.
+        One row for the hand-written loop and one for the Trainer: all reads, and those that were not at a log boundary.
     """
     rows = []
-    for name in ("by hand, no logging", "Trainer, three values, bar, loggers, clipping"):
+    for name in ("hand-written loop, no logging", "Trainer, three values, bar, loggers, clipping"):
         toy = make(LoggingToy if name.startswith("Trainer") else Toy)
         with tempfile.TemporaryDirectory() as folder, quiet(is_terminal=True), _copies(toy) as copies:
             reads = _Reads(toy)

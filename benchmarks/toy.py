@@ -1,4 +1,4 @@
-"""What is measured: a tiny network, its data, and loops written by hand; the other files of this folder use them.
+"""The measured workload: a tiny network, its data, and hand-written loops; the other files of this folder use them.
 
 One step of it takes about 100 microseconds, so that what a trainer adds is visible.
 """
@@ -71,7 +71,7 @@ def batches(count: int) -> list[Batch]:
 
 
 class Stream:
-    """An iterable that is no list: the trainer cannot know what it draws, and gives it random numbers of its own."""
+    """An iterable that is not a list: the trainer cannot know what it draws, and gives it separate random numbers."""
 
     def __init__(self, count: int) -> None:
         self.items = batches(count)

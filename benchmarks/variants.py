@@ -1,4 +1,4 @@
-"""The ways of training that are compared: each is a Trainer's run beside the loop by hand that does the same work."""
+"""The compared variants: each is a Trainer's run and the hand-written loop that does the same work."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Variant:
         name: What the table calls it.
         aim: What the trainer may add, in words; the table prints it beside the measured value.
         options: Arguments of the Trainer.
-        loop: The loop by hand.
-        kind: The module that the Trainer trains; the loop by hand has the plain one.
+        loop: The hand-written loop.
+        kind: The module that the Trainer trains; the hand-written loop has the plain one.
         is_terminal: Whether the progress bar believes that it writes to a terminal.
         data: Makes the loader from a number of batches.
         verb: "fit" or "validate".
@@ -94,7 +94,7 @@ ACCUMULATED = Variant(
     by_hand.accumulate_by_hand,
 )
 SHUFFLED = Variant("shuffled DataLoader", "10", OFF, data=shuffled_loader)
-STREAMED = Variant("iterable that is no list", "", OFF, data=Stream)
+STREAMED = Variant("iterable that is not a list", "", OFF, data=Stream)
 VALIDATED = Variant("validation", "10", OFF, by_hand.validate_by_hand, verb="validate")
 LOGGED_VALIDATION = Variant(
     "validation with one `self.log`", "11", OFF, by_hand.validate_by_hand, LoggingToy, verb="validate"

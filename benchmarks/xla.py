@@ -1,4 +1,4 @@
-"""What a trainer adds to a loop of torch_xla by hand, on the CPU's runtime; run.py prints it.
+"""The overhead of a trainer over a hand-written loop with torch_xla, on the CPU's runtime; run.py prints it.
 
 This file is also the program that is measured, with the python of .venv-xla, which `make test-xla` makes:
 `.venv-xla/bin/python benchmarks/xla.py DEVICES STEPS ROUNDS SIZES`.
@@ -23,7 +23,7 @@ import loopwright as lw
 # Any in this file: what the measured program prints; torch_xla is not annotated.
 
 NAMES = {
-    "hand": "torch_xla by hand",
+    "hand": "hand-written torch_xla",
     "ahead": "the same with MpDeviceLoader",
     "fabric": "Fabric",
     "trainer": "Trainer",
@@ -39,7 +39,7 @@ PYTHON = Path(__file__).resolve().parents[1] / ".venv-xla" / "bin" / "python"
 def measure_xla(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict[str, Any]:
     """Measure in processes of their own, on one device and by SPMD on two; "skipped" says why nothing was measured."""
     if not PYTHON.exists():
-        reason = "there is no .venv-xla, the environment with torch_xla: `make test-xla` makes it"
+        reason = "there is no .venv-xla, the environment with torch_xla: `make test-xla` creates it"
         print(f"skipping xla: {reason}", file=sys.stderr, flush=True)
         return {"skipped": reason}
     return {
