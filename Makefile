@@ -63,11 +63,12 @@ test-compat: export LIGHTNING_PYTHON := $(CURDIR)/$(COMPAT)/bin/python
 test-compat: setup $(COMPAT)/installed  ## compare with Lightning itself, and with libraries on it, in .venv-compat: ARGS="-k name"
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests tests/compat $(ARGS)
 
-check: setup $(VENV)/types/loopwright  ## lint, formatting and types
+check: setup $(VENV)/types/loopwright  ## lint, formatting, phrases in the documentation, and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python docs/check_english.py
 	MYPYPATH=$(VENV)/types:examples:examples/gpt:benchmarks $(BIN)/mypy --strict -p loopwright
 
-format: setup  ## format the code and mend what can be mended
+format: setup  ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
 bench: setup  ## measure against a hand-written loop; writes benchmarks/RESULTS.md
@@ -121,6 +122,6 @@ $(COMPAT)/installed: tests/compat/environment.py tests/compat/requirements.txt p
 	@touch $@
 
 # The repository root is the package, whatever its folder is called; mypy finds it here under its own name. Examples and
-# benchmarks are no part of it, but mypy checks them as well, and finds what they import beside them.
+# benchmarks are not part of it, but mypy checks them as well, and finds their imports next to them.
 $(VENV)/types/loopwright: | $(BIN)/python
 	mkdir -p $(VENV)/types && ln -sfn ../.. $@
