@@ -38,7 +38,7 @@ class Loader(Protocol):
 
 
 class StoredTensor(Protocol):
-    """A tensor in a file, of which a part can be read."""
+    """A tensor in a file, of which slices can be read."""
 
     @property
     def shape(self) -> torch.Size:
@@ -51,5 +51,9 @@ class StoredTensor(Protocol):
         ...
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the box at `offsets` of these sizes, by default all of it, on the CPU with memory of its own."""
+        """Return the slice at `offsets` of these sizes, by default all of it, on the CPU with memory of its own."""
+        ...
+
+    def view_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """Return the slice in the memory that its file is mapped to; None if that is not possible."""
         ...

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..file.lazy import is_tensor, map_tensors
+from ..tensors import AnyTensor, Key, bracketed, map_tensors, memory_key
 from ..to_plain import to_plain
 from .files import (
     MODEL_OF_RANK,
@@ -107,16 +107,13 @@ def load(path: Path, *, map_location: Any, lazy: bool, is_safe: bool, verify: bo
         return folder.tree
     placed: dict[object, Tensor] = {}
 
-    def place(value: Any, where: str) -> Tensor:
+    def place(value: AnyTensor, keys: tuple[Key, ...]) -> Tensor:
         # The files are mapped: tied weights of one file are two tensors with one memory.
-        memory = (value.data_ptr(), value.shape, value.stride()) if isinstance(value, Tensor) else id(value)
+        memory = memory_key(value)
         if memory not in placed:
-            read = (
-                MergedTensor(where, value.shape, [value.reshape(-1)], value.dtype)
-                if isinstance(value, Tensor)
-                else value
-            )
-            placed[memory] = read_to(read, map_location)
+            if isinstance(value, Tensor):
+                value = MergedTensor(bracketed(keys), value.shape, [value.reshape(-1)], value.dtype)
+            placed[memory] = read_to(value, map_location)
         return placed[memory]
 
     tree: dict[str, Any] = map_tensors(folder.tree, place)
@@ -254,7 +251,7 @@ class _Reader:
                 if any(key in value for key in ("sub_param_shape", "ep_is_expert_param")):
                     raise unsupported(self.folder, f"parts of {name} that tensor parallelism or MoE has cut")
                 value = value["param"]
-            if is_tensor(value) and value.ndim and name in shapes:
+            if isinstance(value, Tensor) and value.ndim and name in shapes:
                 value = MergedTensor(f"{name} ({file.name})", shapes[name], [value.detach().reshape(-1)], value.dtype)
             if file.stem == "fp32":
                 weights[name] = _as_float32(name, value)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors import StoredTensor, narrow
+
 __all__ = ["Flat", "Layout", "MergedTensor", "cut_groups", "cut_parameters"]
 
 
@@ -22,40 +24,24 @@ class Misfit(Exception):
     """The lengths of saved tensors do not fit the saved shapes; says how."""
 
 
-class MergedTensor:
-    """A tensor that lies in pieces in several files, and has not been read yet; a `protocols.StoredTensor`.
-
-    Attributes:
-        path: Its name, and what of it this is.
-        shape: Of the whole tensor.
-        dtype: Of the tensor that is read.
-    """
+class MergedTensor(StoredTensor):
+    """A tensor that lies in pieces in several files, and has not been read yet."""
 
     def __init__(self, path: str, shape: Sequence[int], pieces: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.path = path
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+        super().__init__(path, shape, dtype)
         self._pieces = tuple(pieces)
         found = sum(piece.numel() for piece in pieces)
         if found != self.shape.numel():
             raise Misfit(f"{path} has the shape {tuple(shape)}, and there are {found} elements of it")
 
-    def __repr__(self) -> str:
-        return f"<MergedTensor {self.path}: shape {tuple(self.shape)}, {self.dtype}, not read>"
-
-    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the box at `offsets` of these sizes, by default all of it, on the CPU with memory of its own."""
-        whole = torch.empty(self.shape.numel(), dtype=self.dtype)
+    def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        full = torch.empty(self.shape.numel(), dtype=self.dtype)
         at = 0
         for piece in self._pieces:
-            whole.narrow(0, at, piece.numel()).copy_(piece)
+            full.narrow(0, at, piece.numel()).copy_(piece)
             at += piece.numel()
-        box = whole.reshape(self.shape)
-        if offsets is None or sizes is None:
-            return box
-        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-            box = box.narrow(dim, start, size)
-        return box.clone()
+        full = full.reshape(self.shape)
+        return full if sizes == self.shape else narrow(full, offsets, sizes).clone()
 
 
 class Flat:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...errors import CheckpointError
 from ..content import OWN_KEY, PARAM_NAMES
 from ..file import disk
-from ..file.lazy import is_tensor
 from ..file.remote import as_local
 from ..file.streamed import save_streaming
+from ..tensors import memory_key
 from .files import LATEST_UNIVERSAL, UNIVERSAL, WHOLE_MODEL, is_deepspeed_folder
 
 __all__ = ["write_universal"]
@@ -146,11 +145,11 @@ def _model(
     groups: list[dict[str, Any]],
     states: Mapping[str, Any],
 ) -> dict[str, Any]:
-    trained = {_memory(weights[name]): name for name in states}
+    trained = {memory_key(weights[name]): name for name in states}
     shared = {
-        name: trained[_memory(value)]
+        name: trained[memory_key(value)]
         for name, value in weights.items()
-        if name not in states and _memory(value) in trained
+        if name not in states and memory_key(value) in trained
     }
     own = tree.get(OWN_KEY)
     frozen = set(own.get("frozen", {}).get("parameters", ())) if isinstance(own, dict) else set()
@@ -178,9 +177,3 @@ def _model(
         "ds_version": _DEEPSPEED_VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": _LAYOUT_VERSION},
     }
-
-
-def _memory(value: Any) -> object:
-    if isinstance(value, Tensor) and is_tensor(value) and value.numel():
-        return value.data_ptr(), value.shape
-    return id(value)

@@ -7,7 +7,7 @@ under `loopwright.tied`, as JSON from each to the first, and are put back when L
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..sharded.shard_file import write_tensor
-from .lazy import is_tensor, read_tensor, size_bytes
+from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor, size_bytes
 from .streamed import FileSink, write_whole
 
-__all__ = ["TIED_KEY", "WeightsTensor", "read_weights", "write_weights"]
+__all__ = ["TIED_KEY", "SafetensorsTensor", "read_weights", "write_weights"]
 
 TIED_KEY = "loopwright.tied"
 
@@ -34,28 +34,26 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-class WeightsTensor:
+class SafetensorsTensor(StoredTensor):
     """A tensor of a safetensors file that has not been read yet."""
 
-    def __init__(self, file: Path, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.path = name
-        self.shape = shape
-        self.dtype = dtype
+    def __init__(self, file: Path, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(name, shape, dtype)
         self._file = file
 
-    def __repr__(self) -> str:
-        return f"<WeightsTensor {self.path}: shape {tuple(self.shape)}, {self.dtype}, not read>"
-
-    def read(self) -> Tensor:
-        """Return the tensor, on the CPU."""
+    def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(str(self._file), "pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(self.path)
-        return tensor
+            if sizes == self.shape:
+                result: Tensor = file.get_tensor(self.path)
+            else:
+                where = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+                result = file.get_slice(self.path)[where]
+        return result
 
 
-def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, str]]:  # Any: WeightsTensor
+def read_weights(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of a file by name, not read, and its metadata.
 
     Raises:
@@ -66,13 +64,13 @@ def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, str]]:  # Any: W
     try:
         with safe_open(str(path), "pt", device="cpu") as file:
             metadata = dict(sorted((file.metadata() or {}).items()))  # they come in any order
-            found: dict[str, Any] = {}  # Any: WeightsTensor
+            found: dict[str, StoredTensor] = {}
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 part = file.get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
                     dtype = file.get_tensor(name).dtype
-                found[name] = WeightsTensor(path, name, torch.Size(part.get_shape()), dtype)
+                found[name] = SafetensorsTensor(path, name, part.get_shape(), dtype)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read as safetensors: {error}.",
@@ -85,7 +83,7 @@ def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, str]]:  # Any: W
 
 
 def write_weights(
-    weights: Mapping[str, Any],  # Any: Tensor or StoredTensor
+    weights: Mapping[str, AnyTensor],
     path: str | Path,
     *,
     advance: Callable[[int], object] | None = None,
@@ -137,17 +135,11 @@ def write_weights(
     write_whole(path, position, write, storage_options)
 
 
-def _find_tied(weights: Mapping[str, Any]) -> dict[str, str]:  # Any: Tensor or StoredTensor
+def _find_tied(weights: Mapping[str, AnyTensor]) -> dict[str, str]:
     """Return for each further name of a tensor its first one."""
     first: dict[object, str] = {}
-    tied = {}
-    for name, value in weights.items():
-        memory: object = id(value)
-        if isinstance(value, Tensor) and value.layout is torch.strided and value.numel():
-            memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if first.setdefault(memory, name) != name:
-            tied[name] = first[memory]
-    return tied
+    firsts = {name: first.setdefault(memory_key(value), name) for name, value in weights.items()}
+    return {name: other for name, other in firsts.items() if other != name}
 
 
 def _tied(metadata: Mapping[str, str]) -> dict[str, str]:

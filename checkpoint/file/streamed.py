@@ -23,11 +23,11 @@ from ...errors import CheckpointError
 from .. import storage
 from ..plain import require_plain
 from ..sharded.shard_file import write_tensor
+from ..tensors import AnyTensor, Key, Tree, bracketed, map_tensors, read_tensor, size_bytes, tensors_in
 from . import digest as seal
 from . import disk
 from .archive import DESCRIPTOR_SIGNATURE, Damaged, Directory, payloads, read_directory
 from .disk import cannot_write
-from .lazy import map_tensors, read_tensor, size_bytes, tensors_in
 from .record_names import read_storages
 from .remote import Remote, as_local
 
@@ -84,13 +84,13 @@ def save_streaming(
     is_odd = any(isinstance(t, Tensor) and (t.layout is not torch.strided or t.is_quantized) for t in tensors)
     if is_odd or all(isinstance(tensor, Tensor) for tensor in tensors):
         # A sparse tensor is several to torch.save; and what is in memory, or mapped to it, needs no reading.
-        storage.save(map_tensors(checkpoint, lambda value, _: _whole(value)), path, storage_options)
+        storage.save(map_tensors(checkpoint, lambda value, _: _in_memory(value)), path, storage_options)
         return
     rooms: dict[int, Tensor] = {}
-    sources: dict[str, Any] = {}  # Any: Tensor or StoredTensor
+    sources: dict[str, AnyTensor] = {}
 
-    def make_room(value: Any, where: str) -> Tensor:  # Any: Tensor or StoredTensor
-        sources[where] = value
+    def make_room(value: AnyTensor, keys: tuple[Key, ...]) -> Tensor:
+        sources[bracketed(keys)] = value
         if isinstance(value, Tensor):
             return value
         if id(value) not in rooms:
@@ -160,11 +160,11 @@ def write_whole(
         raise cannot_write(repr(str(path)), error, size, target.parent) from error
 
 
-def _whole(value: Any) -> Tensor:  # Any: Tensor or StoredTensor
+def _in_memory(value: AnyTensor) -> Tensor:
     return value if isinstance(value, Tensor) else read_tensor(value)
 
 
-def _size_bytes(tree: Any) -> int:  # Any: a nested checkpoint
+def _size_bytes(tree: Tree) -> int:
     return sum({id(value): size_bytes(value) for _, value in tensors_in(tree)}.values())
 
 
@@ -225,7 +225,7 @@ def _look_through(file: FileIO) -> _Look:
     return _Look(directory, directory_start, starts, pickled)
 
 
-def _bytes_below(source: Any, size: int) -> Tensor:  # Any: Tensor or StoredTensor
+def _bytes_below(source: AnyTensor, size: int) -> Tensor:
     """Return the memory that a tensor is a view of, since others may be views of it, too; or what is read."""
     if isinstance(source, Tensor):
         return torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())[:size]

@@ -14,10 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..tensors import StoredTensor
 from .backends import is_folder_checkpoint, remove
 from .manifest import FileEntry, Manifest, TensorEntry
 from .reader import load, read_manifest, verify, verify_share
-from .stored import StoredTensor
 from .tree import holds_sharded
 
 __all__ = [

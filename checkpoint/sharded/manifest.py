@@ -66,11 +66,11 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where its bytes are.
+    """A slice of a tensor, and where its bytes are.
 
     Attributes:
         offsets: First index in each dimension of the tensor.
-        sizes: Shape of the box; none is 0.
+        sizes: Shape of the slice; none is 0.
         file: Name of the shard file.
         start: Position of the first byte in that file.
         crc32: Checksum of the bytes.
@@ -314,13 +314,13 @@ def _wrong_chunks(entry: TensorEntry, shards: dict[str, list[tuple[int, int, str
 
 
 def _uncovered(entry: TensorEntry) -> str | None:
-    """Return what is wrong with the covering: boxes that lie within, do not overlap and have the volume, cover it."""
+    """Return what is wrong with the covering: slices cover it that lie within, are disjoint and have its volume."""
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     if volume != math.prod(entry.shape):
         return f"its chunks have {volume} elements, and its shape {entry.shape} has {math.prod(entry.shape)}"
     if len(entry.chunks) < 2:
         return None
-    # Sweep along the dimension that is cut most often, so that few boxes are compared.
+    # Sweep along the dimension that is split most often, so that few slices are compared.
     dim = max(range(len(entry.shape)), key=lambda d: len({chunk.offsets[d] for chunk in entry.chunks}))
     active: list[Chunk] = []
     for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[dim]):

@@ -39,7 +39,7 @@ class MappedFile:
     def __init__(self, content: Tensor) -> None:
         self._content = content
 
-    def box(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    def tensor(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
         """Return the tensor that begins at a byte, in the memory of the file; nothing is read yet."""
         size_bytes = math.prod(sizes) * dtype.itemsize
         return self._content[start : start + size_bytes].view(dtype).view(sizes)

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ... import protocols
 from ...errors import CheckpointError
 from .. import storage, verified
+from ..tensors import AnyTensor, StoredTensor
 from .backends import LocalPlace, RemotePlace, place_of
 from .manifest import MANIFEST, Manifest, damaged, decode
 from .shard_files import ShardFiles, call_in_threads
-from .stored import StoredTensor
+from .stored import ShardedTensor
 from .tree import put_back
 
 __all__ = ["load", "read_manifest", "read_to", "verify", "verify_share"]
@@ -92,8 +92,8 @@ def _load(
         verify=verify,
         storage_options=storage_options,
     )
-    stored = {name: StoredTensor(name, entry, files, shown) for name, entry in manifest.tensors.items()}
-    tensors: dict[str, Any] = dict(stored)  # Any: StoredTensor or Tensor
+    stored = {name: ShardedTensor(name, entry, files, shown) for name, entry in manifest.tensors.items()}
+    tensors: dict[str, AnyTensor] = dict(stored)
     if not lazy:
         try:
             whole = call_in_threads(lambda tensor: read_to(tensor, map_location), list(stored.values()))
@@ -261,7 +261,7 @@ def _is_replaced(
         return False
 
 
-def read_to(stored: protocols.StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
+def read_to(stored: StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
     """Return a whole tensor where map_location says."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")

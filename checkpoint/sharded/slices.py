@@ -1,4 +1,4 @@
-"""Boxes of a chunk, read from an open file: as few bytes and as few requests as can be."""
+"""Slices of a chunk, read from an open file: as few bytes and as few requests as can be."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from ..tensors import narrow
 from .manifest import Chunk
 from .shard_file import bytes_of
 
-__all__ = ["RAW", "fill", "read_box", "read_bytes"]
+__all__ = ["RAW", "fill", "read_bytes", "read_slice"]
 
 # Bytes are moved in dtypes of the same size, which all operations know.
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -21,18 +22,18 @@ RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 _PIECE = 16 << 20
 
 
-def read_box(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Tensor, least_run: int) -> int:
-    """Read a box of a chunk.
+def read_slice(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Tensor, least_run: int) -> int:
+    """Read a slice of a chunk.
 
     Args:
         file: The shard file.
         chunk: What is read from.
-        within: First index of the box in the chunk.
-        into: Receives the box; its shape is the box's.
+        within: First index of the slice in the chunk.
+        into: Receives the slice, and has its shape.
         least_run: Bytes in a row that are worth a read of their own.
 
     Returns:
-        The CRC-32 of the bytes, which is the chunk's if the box is all of it; else of no meaning.
+        The CRC-32 of the bytes, which is the chunk's if the slice is all of it; else without meaning.
     """
     item = into.element_size()
     row_bytes = math.prod(chunk.sizes[1:]) * item
@@ -53,14 +54,12 @@ def read_box(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Tenso
         rows = torch.empty((count, *chunk.sizes[1:]), dtype=into.dtype)
         file.seek(chunk.start + (within[0] + row) * row_bytes)
         crc = _fill_checked(file, bytes_of(rows), crc)
-        for dim in range(1, into.ndim):
-            rows = rows.narrow(dim, within[dim], into.shape[dim])
-        into.narrow(0, row, count).copy_(rows)
+        into.narrow(0, row, count).copy_(narrow(rows, (0, *within[1:]), (count, *into.shape[1:])))
     return crc
 
 
 def _read_runs(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Tensor, run_dim: int) -> None:
-    """Read a box of a chunk run by run: the bytes that follow each other from dimension `run_dim` on."""
+    """Read a slice of a chunk run by run: the bytes that follow each other from dimension `run_dim` on."""
     strides = [math.prod(chunk.sizes[dim + 1 :]) * into.element_size() for dim in range(into.ndim)]
     base = chunk.start + sum(start * stride for start, stride in zip(within, strides, strict=True))
     buffer = torch.empty(into.shape[run_dim:], dtype=into.dtype)

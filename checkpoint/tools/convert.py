@@ -10,9 +10,9 @@ from ... import __version__
 from ...errors import CheckpointError, ConfigError
 from .. import content
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, Content
-from ..file.lazy import is_tensor, tensors_in
 from ..file.safetensors_file import write_weights
 from ..file.streamed import save_streaming
+from ..tensors import is_tensor, tensors_in
 from .formats import Opened
 
 __all__ = ["FORMATS", "guess_format", "rename", "weights_of", "without_training", "write_as"]
@@ -54,7 +54,7 @@ def write_as(
         opened: What to write.
         path: File, folder or URL.
         to: One of FORMATS.
-        num_shards: Into how many files a sharded one is cut.
+        num_shards: Number of files that a sharded one is split into.
         advance: Called with the number of bytes whenever some were written.
 
     Raises:
@@ -71,9 +71,9 @@ def write_as(
 
         write_universal(_as_checkpoint(opened), path, advance=advance)
     elif to == "sharded":
-        from .write_sharded import save_cut
+        from .write_sharded import save_split
 
-        save_cut(_as_checkpoint(opened), path, num_shards=num_shards, advance=advance)
+        save_split(_as_checkpoint(opened), path, num_shards=num_shards, advance=advance)
     else:
         save_streaming(_as_checkpoint(opened), path, advance=advance)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..file.restricted import refusing
+from ..tensors import StoredTensor, narrow, overlap
 
 __all__ = ["METADATA", "DcpFolder", "DcpTensor"]
 
@@ -99,19 +100,11 @@ _KNOWN: dict[tuple[str, str], Any] = {  # Any: classes and functions
 _read_pickle = refusing(_KNOWN, buildable=(_Record, OrderedDict))
 
 
-class DcpTensor:
-    """A tensor of a DCP folder that has not been read yet.
-
-    Attributes:
-        path: Its name in the metadata.
-        shape: Of the whole tensor.
-        dtype: Of its elements.
-    """
+class DcpTensor(StoredTensor):
+    """A tensor of a DCP folder that has not been read yet; its path is its name in the metadata."""
 
     def __init__(self, folder: DcpFolder, name: str, metadata: Any) -> None:  # Any: _TensorMetadata
-        self.path = name
-        self.shape = torch.Size(metadata.size)
-        self.dtype: torch.dtype = metadata.properties.parts[0]
+        super().__init__(name, metadata.size, metadata.properties.parts[0])
         self._folder = folder
         self._chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in metadata.chunks]
         volume = sum(math.prod(sizes) for _, sizes in self._chunks)
@@ -125,27 +118,21 @@ class DcpTensor:
         if self.shape.numel() * self.dtype.itemsize > folder.size_bytes:
             raise folder.damaged(f"{name!r} has the shape {tuple(self.shape)}, more than the files have bytes")
 
-    def __repr__(self) -> str:
-        return f"<DcpTensor {self.path}: shape {tuple(self.shape)}, {self.dtype}, not read>"
-
-    def read(self) -> Tensor:
-        """Return the tensor, on the CPU.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-        """
-        whole = (
-            torch.zeros(self.shape, dtype=self.dtype) if not self._chunks else torch.empty(self.shape, dtype=self.dtype)
-        )
-        for offsets, sizes in self._chunks:
-            chunk = self._folder.read_record(self.path, offsets)
-            if not isinstance(chunk, Tensor) or tuple(chunk.shape) != sizes or chunk.dtype != self.dtype:
-                raise self._folder.damaged(f"the chunk of {self.path!r} at {offsets} is not what the metadata says")
-            into = whole
-            for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-                into = into.narrow(dim, start, size)
-            into.copy_(chunk)
-        return whole
+    def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        into = torch.zeros(sizes, dtype=self.dtype)
+        for chunk_offsets, chunk_sizes in self._chunks:
+            common = overlap(chunk_offsets, chunk_sizes, offsets, sizes)
+            if common is None:
+                continue
+            chunk = self._folder.read_record(self.path, chunk_offsets)
+            if not isinstance(chunk, Tensor) or tuple(chunk.shape) != chunk_sizes or chunk.dtype != self.dtype:
+                raise self._folder.damaged(
+                    f"the chunk of {self.path!r} at {chunk_offsets} has another shape or dtype than its metadata"
+                )
+            starts, extent = common
+            part = narrow(chunk, [start - at for start, at in zip(starts, chunk_offsets, strict=True)], extent)
+            narrow(into, [start - at for start, at in zip(starts, offsets, strict=True)], extent).copy_(part)
+        return into
 
 
 class DcpFolder:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..file.lazy import flatten, is_tensor, read_tensor, size_bytes
 from ..plain import Untrusted
+from ..tensors import flatten, is_tensor, read_tensor, size_bytes
 
 __all__ = ["Difference", "Tolerance", "compare"]
 

@@ -21,10 +21,10 @@ from .. import sharded, storage
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ..deepspeed.files import is_deepspeed_folder
 from ..deepspeed.folder import read_folder
-from ..file.lazy import is_tensor, tensors_in
 from ..file.remote import as_local
 from ..file.restricted import load_replacing
 from ..file.safetensors_file import read_weights
+from ..tensors import is_tensor, tensors_in
 from ..to_plain import to_plain
 from .dcp_folder import METADATA, DcpFolder
 

@@ -9,8 +9,8 @@ from typing import Any
 from ...errors import CheckpointError
 from .. import sharded
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, SCHEMA_VERSION
-from ..file.lazy import is_tensor, size_bytes, tensors_in
 from ..file.remote import as_local
+from ..tensors import is_tensor, memory_key, size_bytes, tensors_in
 from .formats import Opened
 
 __all__ = ["describe", "describe_tensors", "disk_bytes"]
@@ -57,7 +57,7 @@ def describe_tensors(opened: Opened, prefix: str = "") -> list[dict[str, Any]]: 
             continue
         name = str(tensor.dtype).removeprefix("torch.")
         entry = {"path": path, "shape": list(tensor.shape), "dtype": name, "size_bytes": size_bytes(tensor)}
-        same = first.setdefault(_memory(tensor), path)
+        same = first.setdefault(memory_key(tensor), path)
         found.append(entry if same == path else {**entry, "same_as": same})
     return found
 
@@ -70,14 +70,6 @@ def disk_bytes(path: str | Path) -> int | None:
     if local.is_dir():
         return sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
     return local.stat().st_size
-
-
-def _memory(tensor: Any) -> object:  # Any: Tensor or StoredTensor
-    try:
-        pointer = tensor.data_ptr()
-    except (AttributeError, RuntimeError):  # not read yet; or sparse
-        return id(tensor)
-    return (pointer, tensor.dtype, tensor.shape, tensor.stride()) if pointer else id(tensor)
 
 
 def _written_by(opened: Opened, own: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -125,7 +117,7 @@ def _weights(weights: Any) -> dict[str, Any]:  # Any: whatever stands under stat
     seen: set[object] = set()
     tied = 0
     for _, tensor in tensors_in(weights):
-        memory = _memory(tensor)
+        memory = memory_key(tensor)
         if memory in seen:
             tied += 1
             continue

@@ -211,7 +211,7 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from ...checkpoint.file.lazy import size_bytes, tensors_in
+    from ...checkpoint.tensors import size_bytes, tensors_in
     from ...checkpoint.tools.convert import weights_of
     from ...checkpoint.tools.diff import Tolerance, compare
     from ...checkpoint.tools.formats import open_checkpoint
@@ -290,7 +290,7 @@ def _convert(given: argparse.Namespace) -> int:
 
 
 def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: int = 1) -> int:
-    from ...checkpoint.file.lazy import size_bytes, tensors_in
+    from ...checkpoint.tensors import size_bytes, tensors_in
     from ...checkpoint.tools.convert import weights_of, write_as
     from ...checkpoint.tools.formats import Opened
     from ...checkpoint.tools.inspection import disk_bytes

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from ...checkpoint.file.lazy import flatten, is_tensor
+from ...checkpoint.tensors import flatten, is_tensor
 from ...checkpoint.tools.formats import Opened
 from ...checkpoint.tools.inspection import describe, describe_tensors
 

@@ -94,8 +94,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
     elif isinstance(value, Tensor):
         part = value[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
     else:
-        view = None if is_kept else getattr(value, "view_box", None)  # only those of our own folders have it
-        viewed = None if view is None else view(offsets, sizes)
+        viewed = None if is_kept else value.view_slice(offsets, sizes)
         part = value.read(offsets, sizes) if viewed is None else viewed
     # Contiguous and with memory of its own, which `read` gives: a view would keep the whole tensor alive.
     is_copied = is_kept and isinstance(value, Tensor)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoint import storage
-from ....checkpoint.file.lazy import read_tensor
+from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
 
 __all__ = [
     "get_filesystem",
@@ -94,7 +94,7 @@ class _NotYetLoadedTensor:
     `_load_tensor` reads it, and so does `torch.Tensor` code that asks for a tensor by that method.
     """
 
-    def __init__(self, stored: Any) -> None:  # Any: Tensor or StoredTensor
+    def __init__(self, stored: AnyTensor) -> None:
         self._stored = stored
 
     def _load_tensor(self) -> Any:  # Any: a tensor
@@ -108,6 +108,4 @@ class _NotYetLoadedTensor:
 
 def _lazy_load(filename: str | Path) -> Any:  # Any: a nested checkpoint
     """Return the content of a file of torch.save; its tensors are read when they are asked for."""
-    from ....checkpoint.file.lazy import map_tensors
-
     return map_tensors(storage.load(filename, lazy=True, verify=False), lambda stored, _: _NotYetLoadedTensor(stored))

@@ -116,15 +116,15 @@ def test_a_replaced_tensor_that_cannot_be_read_any_more_says_why(
 
 
 @needs_mapping
-def test_a_box_in_the_memory_of_its_file_is_that_which_is_read(folder: Path) -> None:
+def test_a_slice_in_the_memory_of_its_file_equals_the_slice_that_is_read(folder: Path) -> None:
     weight = load(folder, lazy=True, verify=False)["state_dict"]["weight"]
     assert isinstance(weight, StoredTensor)
     for offsets, sizes in (((0, 0), (3, 5)), ((3, 1), (2, 3)), ((1, 0), (0, 5))):
-        box = weight.view_box(offsets, sizes)
+        box = weight.view_slice(offsets, sizes)
         assert box is not None
         assert torch.equal(box, weight.read(offsets, sizes))
-    assert weight.view_box((2, 0), (2, 5)) is None  # a part of it lies in the other file
-    own = weight.view_box((0, 0), (3, 5))
+    assert weight.view_slice((2, 0), (2, 5)) is None  # a part of it lies in the other file
+    own = weight.view_slice((0, 0), (3, 5))
     assert own is not None
     own.fill_(7.0)
     assert verify(folder).sealed  # the file is not touched
@@ -176,13 +176,13 @@ def test_a_file_that_is_cut_off_when_it_is_mapped_is_an_error_and_no_signal(tmp_
             if child == 0:
                 code = 8
                 try:
-                    real = shard_files.MappedFile.box
+                    real = shard_files.MappedFile.tensor
 
-                    def box_and_cut(*arguments: Any, real: Any = real) -> Any:
+                    def view_and_truncate(*arguments: Any, real: Any = real) -> Any:
                         os.truncate(shard, 4096)
                         return real(*arguments)
 
-                    shard_files.MappedFile.box = box_and_cut  # type: ignore[method-assign]
+                    shard_files.MappedFile.tensor = view_and_truncate  # type: ignore[method-assign]
                     stored.read(offsets, sizes)
                 except CheckpointError as error:
                     code = 0 if "somebody has cut the file off" in str(error) else 7
@@ -199,7 +199,7 @@ def test_only_wide_gaps_are_left_out_of_what_is_brought_in(folder: Path, monkeyp
     assert mapped is not None
     spans: list[int] = []
     monkeypatch.setattr(mapped, "_populate", lambda address, size: spans.append(size))
-    tensor = mapped.box(0, torch.float32, (4, 50_000))
+    tensor = mapped.tensor(0, torch.float32, (4, 50_000))
     for part in (tensor, tensor[:, 1:-1], tensor[:, :9], tensor[1:3, 5:5], tensor[2, 3]):
         mapped.bring_in(part)
     assert spans == [4 * 200_000, 4 * 200_000 - 8, *[36] * 4, 4]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import loopwright as lw
 from loopwright.checkpoint import Trusted, Untrusted, storage
-from loopwright.checkpoint.file.lazy import read_tensor
 from loopwright.checkpoint.file.safetensors_file import TIED_KEY
 from loopwright.checkpoint.file.streamed import save_streaming
+from loopwright.checkpoint.tensors import StoredTensor, flatten, read_tensor
 from loopwright.checkpoint.tools.convert import guess_format, rename, without_training, write_as
 from loopwright.checkpoint.tools.diff import Tolerance, compare
 from loopwright.checkpoint.tools.formats import Opened, Reading, open_checkpoint
@@ -27,15 +27,15 @@ from loopwright.errors import CheckpointError, ConfigError
 LIGHTNING = Path(__file__).parents[3] / "fixtures" / "lightning-2.6.ckpt"
 
 
-class Stored:
-    """A tensor that is read when it is asked for, and counts how many are in memory."""
+class Stored(StoredTensor):
+    """A tensor that is read when it is asked for."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__("tensor", tensor.shape, tensor.dtype)
         self.tensor = tensor
-        self.shape, self.dtype = tensor.shape, tensor.dtype
 
-    def read(self) -> torch.Tensor:
-        return self.tensor.clone()
+    def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        return self.tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].clone()
 
 
 class Bomb:
@@ -222,7 +222,7 @@ def test_what_lightning_gets_has_the_fields_keys_and_counts(tmp_path: Path) -> N
     assert "loopwright" not in loaded
     assert set(loaded) <= set(theirs)
     ours, known = loaded["loops"]["fit_loop"], theirs["loops"]["fit_loop"]
-    flat = [[path for path, _ in lw.checkpoint.lazy.flatten(loop)] for loop in (ours, known)]
+    flat = [[path for path, _ in flatten(loop)] for loop in (ours, known)]
     assert sorted(flat[0]) == sorted(flat[1])
     assert ours["epoch_loop.batch_progress"]["current"]["processed"] == 1
     assert ours["epoch_progress"]["current"] == {"ready": 3, "completed": 2, "started": 3, "processed": 2}

@@ -13,6 +13,7 @@ import torch
 from ranks import run_ranks
 
 from loopwright.checkpoint import sharded, storage
+from loopwright.checkpoint.tensors import StoredTensor
 from loopwright.checkpoint.tools.convert import write_as
 from loopwright.checkpoint.tools.dcp_folder import DcpFolder
 from loopwright.checkpoint.tools.diff import Tolerance, compare
@@ -125,18 +126,17 @@ def test_a_sharded_checkpoint_can_be_cut_anew(folders: Path, tmp_path: Path) -> 
     assert not before & set(os.listdir(path)) - {"manifest.json"}
 
 
-def test_a_cut_that_fails_leaves_the_old_checkpoint(folders: Path, tmp_path: Path) -> None:
-    class Unreadable:
-        shape, dtype = torch.Size((4,)), torch.float32
-
+def test_a_split_that_fails_leaves_the_old_checkpoint(folders: Path, tmp_path: Path) -> None:
+    class Unreadable(StoredTensor):
         def __init__(self, reads: int) -> None:
+            super().__init__("unreadable", (4,), torch.float32)
             self.reads = reads
 
-        def read(self) -> torch.Tensor:
+        def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
             self.reads -= 1
             if self.reads < 0:
                 raise CheckpointError("gone.", fix="none.")
-            return torch.ones(4)
+            return torch.ones(sizes)
 
     path = tmp_path / "cut.ckpt"
     write_as(opened(folders / "bare"), path, "sharded", num_shards=2)
