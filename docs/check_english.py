@@ -1,6 +1,6 @@
 """Find phrases that readers have to translate, in the documentation and in texts of the package; part of `make check`.
 
-Checks README.md, CONTRIBUTING.md, docs/*.md, the [Unreleased] section of CHANGELOG.md, and the strings and comments of
+Checks README.md, CONTRIBUTING.md, docs/**/*.md, the [Unreleased] section of CHANGELOG.md, and the strings and comments of
 the Python files in `SOURCES`. Code spans and code blocks are not checked, so a phrase can be quoted in backticks.
 
     python docs/check_english.py                        # everything
@@ -124,7 +124,7 @@ def files(names: list[str]) -> list[Path]:
 
 
 def main(names: list[str]) -> int:
-    pages = sorted(str(page) for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)
+    pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED)
     chosen = names or ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *pages, *SOURCES]
     phrases = [problem for path in files(chosen) for problem in problems(path)]
     for problem in phrases:
