@@ -17,7 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"^```python\n(.*?)^```$|^<!-- first:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)[^)]*\)")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?[^)]*\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+FENCE = re.compile(r"```.*?```", re.DOTALL)
 GENERATED = {"docs/lifecycle.md": ["-m", "loopwright", "lifecycle"]}
 
 
@@ -59,14 +61,21 @@ def run_examples(page: Path) -> str | None:
     return f"{page.relative_to(ROOT)}: an example fails\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the fragments that links can have: one for each heading of the page, formed as GitHub does."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def broken_links(page: Path) -> list[str]:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    name = page.relative_to(ROOT)
-    return [
-        f"{name}: the link {target!r} leads nowhere"
-        for target in LINK.findall(text)
-        if not (page.parent / target).exists()
-    ]
+    problems = []
+    for target, fragment in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        linked = page.parent / target if target else page
+        if not linked.exists():
+            problems.append(f"{page.relative_to(ROOT)}: the link {target!r} leads nowhere")
+        elif fragment and linked.suffix == ".md" and fragment not in anchors(linked):
+            problems.append(f"{page.relative_to(ROOT)}: {target or page.name} has no heading #{fragment}")
+    return problems
 
 
 def out_of_date(name: str, command: list[str]) -> str | None:

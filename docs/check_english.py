@@ -1,7 +1,8 @@
 """Find phrases that readers have to translate, in the documentation and in texts of the package; part of `make check`.
 
-Checks README.md, CONTRIBUTING.md, docs/**/*.md, the [Unreleased] section of CHANGELOG.md, and the strings and comments of
-the Python files in `SOURCES`. Code spans and code blocks are not checked, so a phrase can be quoted in backticks.
+Checks README.md, CONTRIBUTING.md, the pages in docs/, the [Unreleased] section of CHANGELOG.md, and the strings and
+comments of the Python files in `SOURCES`. Code spans and code blocks are not checked, so a phrase can be quoted in
+backticks.
 
     python docs/check_english.py                        # everything
     python docs/check_english.py docs/data.md fabric    # these files, and all Python files in these folders

@@ -47,7 +47,13 @@ def test_blocks_that_are_only_shown_do_not_run(check_docs: ModuleType, tmp_path:
     assert check_docs.run_examples(page) is None
 
 
-def test_broken_links_are_found_and_code_is_no_link(check_docs: ModuleType, tmp_path: Path) -> None:
+def test_broken_links_are_found_and_code_is_not_a_link(check_docs: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("[here](page.md#part) [gone](gone.md) [web](https://example.org)\n```\na[0](x)\n```\n")
+    page.write_text("# Part\n[here](page.md#part) [gone](gone.md) [web](https://example.org)\n```\na[0](x)\n```\n")
     assert check_docs.broken_links(page) == ["page.md: the link 'gone.md' leads nowhere"]
+
+
+def test_links_to_missing_headings_are_found(check_docs: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title: `code`\n\n[a](#a-title-code) [b](page.md#a-title-code) [c](#gone) [d](page.md#gone)\n")
+    assert check_docs.broken_links(page) == ["page.md: page.md has no heading #gone"] * 2
