@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .to_plain import MAX_INT_BITS, to_plain
 
-__all__ = ["TRUSTED_KEY", "Trusted", "Untrusted", "require_plain", "tensors", "to_plain", "untrust"]
+__all__ = ["TRUSTED_KEY", "Trusted", "Untrusted", "replace_marked", "require_plain", "tensors", "to_plain", "untrust"]
 
 TRUSTED_KEY = "__loopwright_trusted__"
 _SIMPLE = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
@@ -26,6 +26,7 @@ _SEQUENCES = frozenset((list, tuple, set))
 
 _MAX_NAMED = 30
 
+MarkT = TypeVar("MarkT")
 _Path = tuple[Any, Any] | None  # (path of the parent, key): a linked list, since most paths are never shown
 
 
@@ -214,14 +215,36 @@ def untrust(value: Any, allow: bool, where: str = "checkpoint") -> Any:  # Any: 
     Raises:
         CheckpointError: An object cannot be unpickled, because its class is gone, for instance.
     """
-    return _replace(value, allow, where, set())
+
+    def unpickle(pickled: bytes, path: str) -> object:
+        return _unpickle(pickled, path) if allow else Untrusted(pickled, path)
+
+    return replace_marked(value, TRUSTED_KEY, bytes, unpickle, where)
 
 
-def _replace(value: Any, allow: bool, where: str, seen: set[int]) -> Any:  # Any: a nested checkpoint
+def replace_marked(
+    value: Any,  # Any: a nested checkpoint
+    key: str,
+    kind: type[MarkT],
+    make: Callable[[MarkT, str], object],
+    where: str = "checkpoint",
+    seen: set[int] | None = None,
+) -> Any:
+    """Replace each dict whose only entry is `key`; dicts and lists are changed in place, tuples are new.
+
+    Args:
+        value: A loaded checkpoint.
+        key: The key of a mark.
+        kind: Type of the value of a mark; a dict with a value of another type is left as it is.
+        make: Gets the value and the path of a mark, and returns what takes its place.
+        where: What the paths begin with.
+        seen: Containers that were visited already, by id.
+    """
+    seen = set() if seen is None else seen
     if isinstance(value, dict):
-        if len(value) == 1 and isinstance(pickled := value.get(TRUSTED_KEY), bytes):
-            return _unpickle(pickled, where) if allow else Untrusted(pickled, where)
-        entries: Any = value.items()  # Any: keys of a dict or positions of a list
+        if len(value) == 1 and isinstance(marked := value.get(key), kind):
+            return make(marked, where)
+        entries: Iterable[tuple[Any, Any]] = value.items()  # Any: keys of a dict or positions of a list, and values
     elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         entries = enumerate(value)
     else:
@@ -230,17 +253,17 @@ def _replace(value: Any, allow: bool, where: str, seen: set[int]) -> Any:  # Any
         return value
     seen.add(id(value))
     changed = {}
-    for key, item in entries:
+    for step, item in entries:
         if isinstance(item, dict | list | tuple):
-            new = _replace(item, allow, f"{where}[{key!r}]", seen)
+            new = replace_marked(item, key, kind, make, f"{where}[{step!r}]", seen)
             if new is not item:
-                changed[key] = new
+                changed[step] = new
     if not changed:
         return value
     if isinstance(value, tuple):
         return tuple(changed.get(index, item) for index, item in enumerate(value))
-    for key, item in changed.items():
-        value[key] = item
+    for step, item in changed.items():
+        value[step] = item
     return value
 
 

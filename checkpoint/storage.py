@@ -77,26 +77,7 @@ def save(
         _save_remote(checkpoint, Remote(str(path), storage_options))
         return
     with _explained(checkpoint, str(path), target.parent):
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-        disk.make_folder(target.parent)
-        disk.remove_stale(target.parent)
-        file, temporary = disk.open_temporary(target)
-        try:
-            reached("opened")
-            _write(checkpoint, file)
-            disk.sync_file(file.fileno())
-            reached("synced")
-            # Renamed while it is open: its lock tells other processes that it is not stale.
-            os.replace(temporary, target)
-        except BaseException:
-            disk.remove_quietly(temporary)
-            raise
-        finally:
-            file.close()
-        reached("renamed")
-        disk.sync_folder(target.parent)
-        reached("folder-synced")
+        disk.write_file(target, lambda file: _write(checkpoint, file), reached)
 
 
 def load(

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -28,6 +29,7 @@ __all__ = [
     "remove_stale",
     "sync_file",
     "sync_folder",
+    "write_file",
 ]
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,41 @@ def open_temporary(target: Path) -> tuple[FileIO, Path]:
             return file, path
         file.close()
         remove_quietly(path)
+
+
+def write_file(
+    target: Path, write: Callable[[FileIO], object], reached: Callable[[str], object] = lambda stage: None
+) -> None:
+    """Let `write` write a new file, which takes the place of `target` in one step when it is on the disk.
+
+    Args:
+        target: Where it goes; missing folders are made, and a link is replaced, not followed.
+        write: Gets the file, open for reading and writing.
+        reached: Called after each stage of the save.
+
+    Raises:
+        OSError: It cannot be written, or there is a folder; no unfinished file is left.
+    """
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    make_folder(target.parent)
+    remove_stale(target.parent)
+    file, temporary = open_temporary(target)
+    try:
+        reached("opened")
+        write(file)
+        sync_file(file.fileno())
+        reached("synced")
+        # Renamed while it is open: its lock tells other processes that it is not stale.
+        os.replace(temporary, target)
+    except BaseException:
+        remove_quietly(temporary)
+        raise
+    finally:
+        file.close()
+    reached("renamed")
+    sync_folder(target.parent)
+    reached("folder-synced")
 
 
 def remove_stale(folder: Path) -> None:

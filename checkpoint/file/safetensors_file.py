@@ -16,21 +16,15 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..sharded.shard_file import write_tensor
-from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor, size_bytes
+from ..sharded.shard_file import NAMES, Part, encode_header, write_tensor
+from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
 from .streamed import FileSink, write_whole
 
 __all__ = ["TIED_KEY", "SafetensorsTensor", "read_weights", "write_weights"]
 
 TIED_KEY = "loopwright.tied"
 
-_ALIGNMENT = 64
-_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
-    torch.int64: "I64", torch.uint64: "U64", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_NAMES = {**NAMES, torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -116,23 +110,16 @@ def write_weights(
     tied = _find_tied(weights)
     kept = sorted((name for name in weights if name not in tied), key=lambda name: -weights[name].dtype.itemsize)
     metadata = {"format": "pt"} | ({TIED_KEY: json.dumps(tied)} if tied else {})
-    header: dict[str, Any] = {"__metadata__": metadata}  # Any: JSON
-    position = 0
-    for name in kept:
-        end = position + size_bytes(weights[name])
-        shape = list(weights[name].shape)
-        header[name] = {"dtype": _NAMES[weights[name].dtype], "shape": shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    parts = [Part(name, weights[name].dtype, tuple(weights[name].shape)) for name in kept]
+    layout = encode_header(parts, _NAMES, metadata)
 
     def write(file: FileIO) -> None:
-        FileSink(file).write(memoryview(len(text).to_bytes(8, "little") + text))
+        FileSink(file).write(memoryview(layout.header))
         sink = FileSink(file, advance)
         for name in kept:
             write_tensor(read_tensor(weights[name]), sink)
 
-    write_whole(path, position, write, storage_options)
+    write_whole(path, layout.size_bytes, write, storage_options)
 
 
 def _find_tied(weights: Mapping[str, AnyTensor]) -> dict[str, str]:

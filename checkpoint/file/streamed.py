@@ -7,7 +7,6 @@ the disk no second copy. The commit is that of storage.py.
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 import tempfile
@@ -135,21 +134,7 @@ def write_whole(
                 ) from error
         return
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-        disk.make_folder(target.parent)
-        disk.remove_stale(target.parent)
-        file, temporary = disk.open_temporary(target)
-        try:
-            write(file)
-            disk.sync_file(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            disk.remove_quietly(temporary)
-            raise
-        finally:
-            file.close()
-        disk.sync_folder(target.parent)
+        disk.write_file(target, write)
     except Damaged as error:
         raise CheckpointError(
             f"{str(path)!r} could not be written: {error}.", fix="this is an error of Loopwright: please report it."

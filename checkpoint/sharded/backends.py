@@ -17,10 +17,10 @@ from typing import IO, Any
 from ..file import disk
 from ..file.disk import cannot_remove
 from ..file.remote import Remote, as_local
-from .manifest import MANIFEST
+from .manifest import MANIFEST, SEAL_DIGEST_SIZE, FileEntry
 from .shard_file import Sink
 
-__all__ = ["OWN_NAME", "LocalPlace", "RemotePlace", "is_folder_checkpoint", "place_of", "remove"]
+__all__ = ["OWN_NAME", "LocalPlace", "RemotePlace", "is_folder_checkpoint", "place_of", "remove", "state_entry"]
 
 # A file of a save; its token tells of which.
 OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.(?:ckpt|safetensors)")
@@ -194,6 +194,14 @@ def place_of(
     """Return the folder that a path or URL names."""
     local = as_local(path)
     return RemotePlace(str(path), storage_options) if local is None else LocalPlace(local)
+
+
+def state_entry(place: LocalPlace | RemotePlace, name: str) -> FileEntry:
+    """Return the manifest's entry of a state file that was written."""
+    size = place.size(name)
+    with place.open(name) as file:
+        file.seek(size - SEAL_DIGEST_SIZE)
+        return FileEntry(size, file.read(SEAL_DIGEST_SIZE).decode())
 
 
 def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own

@@ -12,13 +12,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 import torch
 
+from ... import __version__
 from ...errors import CheckpointError
+from ..tensors import AnyTensor
 
 __all__ = [
     "FORMAT",
@@ -34,6 +36,7 @@ __all__ = [
     "decode",
     "digest_of",
     "encode",
+    "manifest_of",
     "read_digest",
 ]
 
@@ -133,6 +136,36 @@ class Manifest:
     state: str
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
+
+
+def manifest_of(
+    tensors: Mapping[str, AnyTensor],
+    chunks: Mapping[str, Iterable[Chunk]],
+    files: dict[str, FileEntry],
+    *,
+    state: str,
+    world_size: int,
+    mesh: Mesh | None = None,
+) -> Manifest:
+    """Return the manifest of a checkpoint that this process writes; of `tensors`, those that have `chunks`."""
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        loopwright_version=__version__,
+        torch_version=str(torch.__version__),
+        world_size=world_size,
+        mesh=mesh,
+        state=state,
+        tensors={
+            path: TensorEntry(
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(sorted(chunks[path], key=lambda chunk: chunk.offsets)),
+            )
+            for path, tensor in tensors.items()
+            if path in chunks
+        },
+        files=files,
+    )
 
 
 def digest_of(content: bytes) -> str:

@@ -11,18 +11,19 @@ import ctypes
 import json
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Part", "Sink", "bytes_of", "lay_out", "write_tensor"]
+__all__ = ["NAMES", "Layout", "Part", "Sink", "bytes_of", "encode_header", "lay_out", "write_tensor"]
 
 _ALIGNMENT = 64
 _PIECE = 4 << 20
 
-_NAMES = {
+NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -75,17 +76,27 @@ class Layout:
     size_bytes: int
 
 
-def lay_out(parts: list[Part]) -> Layout:
-    """Return where each part goes in the file."""
-    parts = sorted(parts, key=lambda part: (-part.dtype.itemsize, part.name))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def lay_out(parts: Sequence[Part]) -> Layout:
+    """Return where each part of a shard goes in its file."""
+    return encode_header(sorted(parts, key=lambda part: (-part.dtype.itemsize, part.name)), NAMES, {"format": "pt"})
+
+
+def encode_header(parts: Sequence[Part], names: Mapping[torch.dtype, str], metadata: Mapping[str, str]) -> Layout:
+    """Return the layout of a file with parts in this order.
+
+    Args:
+        parts: By falling element size.
+        names: The dtypes that the file names; parts of others are stored as bytes.
+        metadata: Of the file.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata}
     position = 0
     positions = []
     for part in parts:
         end = position + part.size_bytes
-        is_known = part.dtype in _NAMES
+        is_known = part.dtype in names
         entries[part.name] = {
-            "dtype": _NAMES.get(part.dtype, "U8"),
+            "dtype": names.get(part.dtype, "U8"),
             "shape": list(part.sizes) if is_known else [part.size_bytes],
             "data_offsets": [position, end],
         }

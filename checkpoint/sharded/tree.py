@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..plain import replace_marked
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -75,7 +77,15 @@ def put_back(
         used: Receives the paths that were found.
         unknown: Receives the paths that `tensors` lacks.
     """
-    return _fill(tree, tensors, used, unknown, set())
+
+    def find(path: str, _: str) -> object:
+        if path not in tensors:
+            unknown.append(path)
+            return {PLACEHOLDER_KEY: path}
+        used.add(path)
+        return tensors[path]
+
+    return replace_marked(tree, PLACEHOLDER_KEY, str, find)
 
 
 def step_of(key: object) -> str:
@@ -129,33 +139,3 @@ def _copy(
 
 def _join(path: str, key: object) -> str:
     return f"{path}/{step_of(key)}" if path else step_of(key)
-
-
-def _fill(
-    value: Any, tensors: Mapping[str, Any], used: set[str], unknown: list[str], seen: set[int]
-) -> Any:  # Any: see put_back
-    if isinstance(value, dict):
-        if len(value) == 1 and isinstance(path := value.get(PLACEHOLDER_KEY), str):
-            if path not in tensors:
-                unknown.append(path)
-                return value
-            used.add(path)
-            return tensors[path]
-        entries: Any = list(value.items())  # Any: keys of a dict or positions of a list
-    elif isinstance(value, list) or type(value) is tuple:
-        entries = list(enumerate(value))
-    else:
-        return value
-    if id(value) in seen:
-        return value
-    seen.add(id(value))
-    changed = {}
-    for key, item in entries:
-        new = _fill(item, tensors, used, unknown, seen)
-        if new is not item:
-            changed[key] = new
-    if isinstance(value, tuple):
-        return tuple(changed.get(index, item) for index, item in enumerate(value)) if changed else value
-    for key, item in changed.items():
-        value[key] = item
-    return value

@@ -26,13 +26,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ... import __version__
 from ...errors import CheckpointError
 from .. import storage
 from ..plain import require_plain
 from . import stages
-from .backends import LocalPlace, RemotePlace, place_of
-from .manifest import FORMAT_VERSION, SEAL_DIGEST_SIZE, Chunk, FileEntry, Manifest, Mesh, TensorEntry, digest_of
+from .backends import LocalPlace, RemotePlace, place_of, state_entry
+from .manifest import Chunk, FileEntry, Mesh, digest_of, manifest_of
 from .planning import Planner, first_names, path_of, unfit, with_first_names
 from .shard_file import Part, lay_out, write_tensor
 from .target import LocalTarget, RemoteTarget, target_of
@@ -214,23 +213,13 @@ class _Writer(StorageWriter):
             for path, chunk in one.chunks.items():
                 chunks[path].append(chunk)
         mesh = next((tensor.device_mesh for tensor in self.split.tensors.values()), None)
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            loopwright_version=__version__,
-            torch_version=str(torch.__version__),
+        manifest = manifest_of(
+            self.split.tensors,
+            chunks,
+            files,
+            state=self._state_name(),
             world_size=self._world_size,
             mesh=None if mesh is None else Mesh(tuple(mesh.shape), mesh.mesh_dim_names),
-            state=self._state_name(),
-            tensors={
-                path: TensorEntry(
-                    tuple(tensor.shape),
-                    str(tensor.dtype).removeprefix("torch."),
-                    tuple(sorted(chunks[path], key=lambda chunk: chunk.offsets)),
-                )
-                for path, tensor in self.split.tensors.items()
-                if path in chunks
-            },
-            files=files,
         )
         with self._explained(sum(entry.size for entry in files.values())):
             self._compare(files)
@@ -267,10 +256,7 @@ class _Writer(StorageWriter):
         rest = with_first_names(self.split)
         storage.save(rest, place.address(name), self._options)
         with self._explained(0):
-            size = place.size(name)
-            with place.open(name) as file:
-                file.seek(size - SEAL_DIGEST_SIZE)
-                written.files[name] = FileEntry(size, file.read(SEAL_DIGEST_SIZE).decode())
+            written.files[name] = state_entry(place, name)
         stages.reached("state-saved")
 
     def _state_name(self) -> str:

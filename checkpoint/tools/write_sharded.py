@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ... import __version__
 from ...errors import CheckpointError
 from .. import storage
 from ..plain import require_plain
-from ..sharded.manifest import FORMAT_VERSION, SEAL_DIGEST_SIZE, Chunk, FileEntry, Manifest, TensorEntry, digest_of
+from ..sharded.backends import state_entry
+from ..sharded.manifest import Chunk, FileEntry, digest_of, manifest_of
 from ..sharded.shard_file import Part, lay_out, write_tensor
 from ..sharded.target import target_of
 from ..sharded.tree import PLACEHOLDER_KEY, step_of
@@ -77,27 +77,8 @@ def save_split(
             files[name] = FileEntry(layout.size_bytes, digest_of(layout.header))
         state = f"state-{target.token}.ckpt"
         storage.save(rest, target.place.address(state))
-        size = target.place.size(state)
-        with target.place.open(state) as file:
-            file.seek(size - SEAL_DIGEST_SIZE)
-            files[state] = FileEntry(size, file.read(SEAL_DIGEST_SIZE).decode())
-        target.commit(
-            Manifest(
-                format_version=FORMAT_VERSION,
-                loopwright_version=__version__,
-                torch_version=str(torch.__version__),
-                world_size=num_shards,
-                mesh=None,
-                state=state,
-                tensors={
-                    name: TensorEntry(
-                        tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(chunks[name])
-                    )
-                    for name, tensor in tensors.items()
-                },
-                files=files,
-            )
-        )
+        files[state] = state_entry(target.place, state)
+        target.commit(manifest_of(tensors, chunks, files, state=state, world_size=num_shards))
     except OSError as error:
         target.abort()
         raise error if isinstance(error, CheckpointError) else target.explained(error, total) from error
