@@ -1,17 +1,18 @@
-"""What callbacks that keep an average of the weights share: when it is updated, evaluated and saved.
+"""Bases of callbacks that average the weights: the average itself, and its updates after steps.
 
-What is trained stays in the module and in a checkpoint's "state_dict"; the average is the callback's own state.
-Evaluation runs on it: the values are exchanged before and put back after it.
+The trained weights stay in the module and in a checkpoint's "state_dict"; the average is the callback's own state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ...errors import ConfigError
 from ..base import Callback, from_rank_zero
 from .weights import (
     check_fit,
@@ -30,43 +31,102 @@ if TYPE_CHECKING:
     from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
 
-__all__ = ["Averaging"]
+__all__ = ["Averaging", "StepAveraging", "check_ema_arguments"]
 
 
 class Averaging(Callback):
-    """Keep an average beside the weights. A base class: a subclass says when and how it is updated.
+    """Keep an average beside the weights.
 
     Args:
-        device: Where the average lives; None: with the weights.
-        use_buffers: Average floating-point buffers, too; otherwise they are copied.
+        device: Device of the average; None: that of the weights.
     """
 
     replaces_weights = True
-    hears_every_step = True
 
-    def __init__(self, device: str | torch.device | int | None, use_buffers: bool) -> None:
+    def __init__(self, device: str | torch.device | int | None) -> None:
         self.device = None if device is None else torch.device(device)
-        self.use_buffers = use_buffers
-        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
+        # After `load_state_dict`, tensors may still be in a file until a module determines the part that is needed.
         self._average: dict[str, Tensor] = {}
         self._is_borrowed = False  # the memory is that of the state that was loaded
-        self._seen_step: int | None = None
         self._raw: dict[str, Tensor] | None = None  # the trained values while the module holds the average
         self._source: nn.Module | None = None
         self._aliases: dict[str, str] = {}
 
-    # --- what a subclass says ----------------------------------------------------------------------------------------
+    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+        """Restore the trained weights."""
+        self._swap_out(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+        """Keep the trained weights in the checkpoint if the module holds the average."""
+        keep_trained(checkpoint, self._raw, self._aliases)
+
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Start the average as a copy of the weights, in a dtype that small changes are not lost in."""
+        self._average = {
+            name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
+            for name, tensor in tensors.items()
+        }
+
+    def _place(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Move the average to its device, sharded as the module's tensors are.
+
+        Raises:
+            CheckpointError: The average has other names or shapes than the module.
+        """
+        self._source, self._aliases = module, tied_names(module)
+        if self._average:
+            check_fit(self._average, tensors, owner=type(self).__name__)
+            for name, tensor in tensors.items():
+                self._average[name] = placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
+            self._is_borrowed = False
+
+    def _swap_out(self, module: nn.Module) -> None:
+        if self._raw is not None:
+            raw, self._raw = self._raw, None
+            write(raw, tensors_of(module), owner=type(self).__name__)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Weights and their averages, which have one device and dtype."""
+
+    sources: list[Tensor] = field(default_factory=list)
+    averages: list[Tensor] = field(default_factory=list)
+    is_near: bool = True  # the weights have the device and dtype of the averages
+
+    def near(self) -> list[Tensor]:
+        """Return the weights on the device and in the dtype of the averages."""
+        if self.is_near:
+            return self.sources
+        return [source.to(average) for source, average in zip(self.sources, self.averages, strict=True)]
+
+
+class StepAveraging(Averaging):
+    """Update the average after optimizer steps, and evaluate with it: subclasses define when and how to update.
+
+    Args:
+        device: Device of the average; None: that of the weights.
+        use_buffers: Whether floating-point buffers are averaged; otherwise they are copied.
+    """
+
+    hears_every_step = True
+
+    def __init__(self, device: str | torch.device | int | None, use_buffers: bool) -> None:
+        super().__init__(device)
+        self.use_buffers = use_buffers
+        self._seen_step: int | None = None
+        # What an update touches, collected once per run.
+        self._averaged: list[_Group] = []
+        self._copied: list[tuple[Tensor, Tensor]] = []
+
+    # --- defined by a subclass ---------------------------------------------------------------------------------------
 
     def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
-        """Take notice of a step that was taken, and update if one is due."""
-        raise NotImplementedError
-
-    def _bind(self, module: nn.Module) -> None:
-        """Find which tensor of the module belongs to which average."""
+        """Record a completed step, and update if one is due."""
         raise NotImplementedError
 
     def _is_evaluated(self) -> bool:
-        """Whether evaluation runs on the average, as of now."""
+        """Whether evaluation currently uses the average."""
         raise NotImplementedError
 
     # --- hooks -------------------------------------------------------------------------------------------------------
@@ -108,43 +168,39 @@ class Averaging(Callback):
         """Put the trained weights back."""
         self._swap_out(pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Put the trained weights back."""
-        self._swap_out(pl_module)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
-        """Keep the trained weights in the checkpoint, if it is taken while the module holds the average."""
-        keep_trained(checkpoint, self._raw, self._aliases)
-
     # --- the average -------------------------------------------------------------------------------------------------
 
-    def _copy_weights(self, module: nn.Module) -> None:
-        """Let the average be a copy of the weights, in a dtype in which it moves."""
-        self._average = {
-            name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
-            for name, tensor in tensors_of(module).items()
-        }
+    def _begin_average(self, module: nn.Module) -> None:
+        self._copy_weights(tensors_of(module))
         self._bind(module)
 
-    def _pairs(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Place the average beside the module; yield each tensor of this rank, its average, whether it is averaged.
+    def _bind(self, module: nn.Module) -> None:
+        """Place the average beside the module, and group this rank's tensors as an update treats them.
 
         Raises:
             CheckpointError: The average has other names or shapes than the module.
         """
-        self._source = module
-        self._aliases = tied_names(module)
-        if not self._average:
-            return
         tensors = tensors_of(module)
-        check_fit(self._average, tensors, owner=type(self).__name__)
+        self._place(module, tensors)
         parameters = {clean_name(name) for name, _ in module.named_parameters()}
-        for name, source in tensors.items():
-            kept = placed(self._average[name], source, self.device, copy=self._is_borrowed)
-            self._average[name] = kept
-            is_number = source.is_floating_point() or source.is_complex()
-            yield part_of(source.detach()), part_of(kept), is_number and (name in parameters or self.use_buffers)
-        self._is_borrowed = False
+        self._copied = []
+        groups: dict[tuple[torch.device, torch.dtype], _Group] = {}
+        for name, tensor in tensors.items() if self._average else ():
+            source, average = part_of(tensor.detach()), part_of(self._average[name])
+            is_number = tensor.is_floating_point() or tensor.is_complex()
+            if not (is_number and (name in parameters or self.use_buffers)):
+                self._copied.append((source, average))
+                continue
+            group = groups.setdefault((average.device, average.dtype), _Group())
+            group.sources.append(source)
+            group.averages.append(average)
+            group.is_near &= source.device == average.device and source.dtype == average.dtype
+        self._averaged = list(groups.values())
+
+    def _copy_others(self) -> None:
+        """Copy what is not averaged."""
+        for source, average in self._copied:
+            average.copy_(source)
 
     def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
         if not self._is_evaluated() or self._raw is not None:
@@ -166,7 +222,29 @@ class Averaging(Callback):
             for name, average in own.items():
                 average.copy_(told[name])
 
-    def _swap_out(self, module: nn.Module) -> None:
-        if self._raw is not None:
-            raw, self._raw = self._raw, None
-            write(raw, tensors_of(module), owner=type(self).__name__)
+
+def check_ema_arguments(
+    decay: object,
+    update_every_n_steps: object,
+    update_starting_at_step: int | None,
+    update_starting_at_epoch: int | None,
+    *,
+    owner: str,
+) -> None:
+    """Refuse arguments of an exponential moving average that cannot work.
+
+    Raises:
+        ConfigError: Names all of them.
+    """
+    problems = []
+    if not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
+        problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
+    if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
+        problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected an integer >= 1)")
+    starts = {
+        "update_starting_at_step": update_starting_at_step,
+        "update_starting_at_epoch": update_starting_at_epoch,
+    }
+    problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
+    if problems:
+        raise ConfigError(f"{owner}: {', '.join(problems)}.", fix="correct these arguments.")

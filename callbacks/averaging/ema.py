@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...errors import ConfigError, ModuleError
-from .base import Averaging
+from ...errors import ModuleError
+from .base import StepAveraging, check_ema_arguments
 from .weights import as_whole, clones_of, in_memory, tensors_of, write
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["EMA"]
 
 
-class EMA(Averaging):
+class EMA(StepAveraging):
     """Keep `average = decay * average + (1 - decay) * weights`, updated after optimizer steps.
 
     The average begins as a copy of the weights at its first update. Steps that were skipped (a loss scale that
@@ -63,18 +63,7 @@ class EMA(Averaging):
         update_starting_at_epoch: int | None = None,
         evaluate_with: bool = True,
     ) -> None:
-        problems = []
-        if not 0.0 <= decay <= 1.0:
-            problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
-        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
-            problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected a whole number >= 1)")
-        starts = {
-            "update_starting_at_step": update_starting_at_step,
-            "update_starting_at_epoch": update_starting_at_epoch,
-        }
-        problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
-        if problems:
-            raise ConfigError(f"EMA: {', '.join(problems)}.", fix="correct these arguments.")
+        check_ema_arguments(decay, update_every_n_steps, update_starting_at_step, update_starting_at_epoch, owner="EMA")
         super().__init__(device, use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
@@ -84,10 +73,6 @@ class EMA(Averaging):
 
         self.num_updates = 0
         self._has_stepped = False  # in this run
-        # What the update touches, found once per run: (source tensors, averages), by how they are treated.
-        self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._converted: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._copied: list[tuple[list[Tensor], list[Tensor]]] = []
 
     # --- what users call -------------------------------------------------------------------------------------------
 
@@ -168,33 +153,13 @@ class EMA(Averaging):
             self._bind(module)  # torch before 2.13 moves shards that it pads to other memory in the first forward
         self._has_stepped = True
         if not self._average:
-            self._copy_weights(module)
+            self._begin_average(module)
             self.num_updates = 1
             return
-        weight = 1.0 - self.decay
-        for sources, averages in self._averaged:
-            torch._foreach_lerp_(averages, sources, weight)
-        for sources, averages in self._converted:
-            near = [source.to(average) for source, average in zip(sources, averages, strict=True)]
-            torch._foreach_lerp_(averages, near, weight)
-        for sources, averages in self._copied:
-            for source, average in zip(sources, averages, strict=True):
-                average.copy_(source)
+        for group in self._averaged:
+            torch._foreach_lerp_(group.averages, group.near(), 1.0 - self.decay)
+        self._copy_others()
         self.num_updates += 1
-
-    def _bind(self, module: nn.Module) -> None:
-        """Find which tensor of the module belongs to which average, grouped as `_update` treats them."""
-        self._averaged, self._converted, self._copied = [], [], []
-        groups: dict[tuple[str, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for source, average, is_averaged in self._pairs(module):
-            same = average.device == source.device and average.dtype == source.dtype
-            kind = "copied" if not is_averaged else "averaged" if same else "converted"
-            sources, averages = groups.setdefault((kind, average.device, average.dtype), ([], []))
-            sources.append(source)
-            averages.append(average)
-        lists = {"averaged": self._averaged, "converted": self._converted, "copied": self._copied}
-        for (kind, _, _), group in groups.items():
-            lists[kind].append(group)
 
     def _is_evaluated(self) -> bool:
         return self.evaluate_with and self.num_updates > 0

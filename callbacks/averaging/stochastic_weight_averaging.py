@@ -15,21 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ..base import Callback
-from .weights import (
-    check_fit,
-    clean_name,
-    clones_of,
-    in_memory,
-    keep_trained,
-    kept_dtype,
-    part_of,
-    placed,
-    refuse_engines,
-    tensors_of,
-    tied_names,
-    write,
-)
+from .base import Averaging
+from .weights import check_fit, clean_name, clones_of, in_memory, part_of, refuse_engines, tensors_of, write
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,7 +31,7 @@ _log = logging.getLogger(__name__)
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class StochasticWeightAveraging(Callback):
+class StochasticWeightAveraging(Averaging):
     """Train the last epochs at a rate of their own, and end with the mean of the weights of these epochs.
 
     The weights at the beginning of the first of these epochs and at the end of each of them are averaged. When they
@@ -74,8 +61,6 @@ class StochasticWeightAveraging(Callback):
     must compute element by element.
     """
 
-    replaces_weights = True
-
     def __init__(
         self,
         swa_lrs: float | list[float],
@@ -103,23 +88,17 @@ class StochasticWeightAveraging(Callback):
             problems.append(f"avg_fn={avg_fn!r} (expected a function)")
         if problems:
             raise ConfigError(f"StochasticWeightAveraging: {', '.join(problems)}.", fix="correct these arguments.")
+        super().__init__(device)
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs
         self.annealing_strategy = annealing_strategy
-        self.device = None if device is None else torch.device(device)
         self.n_averaged = 0
         self._avg_fn: AvgFn = avg_fn or self.avg_fn
         self._max_epochs: int | None = None
-        # Tensors in a file, too, from `load_state_dict` on until a module says which part of them is needed.
-        self._average: dict[str, Tensor] = {}
-        self._is_borrowed = False  # the memory is that of the state that was loaded
         self._began_at = -1
         self._latest_epoch = -1
         self._start_lrs: list[float] = []
-        self._source: nn.Module | None = None
-        self._raw: dict[str, Tensor] | None = None
-        self._aliases: dict[str, str] = {}
 
     @property
     def state_key(self) -> str:
@@ -158,16 +137,7 @@ class StochasticWeightAveraging(Callback):
         self._check(trainer, pl_module)
         if self._source is not None and self._source is not pl_module:
             self._average, self.n_averaged, self._began_at, self._latest_epoch = {}, 0, -1, -1
-        self._source = pl_module
-        self._aliases = tied_names(pl_module)
-        if self._average:
-            parameters = _parameters(pl_module)
-            check_fit(self._average, parameters, owner="StochasticWeightAveraging")
-            self._average = {
-                name: placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
-                for name, tensor in parameters.items()
-            }
-            self._is_borrowed = False
+        self._place(pl_module, _parameters(pl_module))
         if self._began_at >= 0:
             self._rest_schedules(trainer)
 
@@ -212,19 +182,9 @@ class StochasticWeightAveraging(Callback):
 
             renew_running_statistics(trainer, pl_module, norms)
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Put the trained weights back."""
-        if self._raw is not None:
-            raw, self._raw = self._raw, None
-            write(raw, tensors_of(pl_module), owner="StochasticWeightAveraging")
-
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let go of the trained weights: from here on the module is the average."""
         self._raw = None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
-        """Keep the trained weights in the checkpoint, if it is taken when the module is the average already."""
-        keep_trained(checkpoint, self._raw, self._aliases)
 
     def forget_run(self) -> None:
         """Begin a new average."""
@@ -301,10 +261,7 @@ class StochasticWeightAveraging(Callback):
     def _update(self, module: nn.Module) -> None:
         parameters = _parameters(module)
         if not self.n_averaged:
-            self._average = {
-                name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
-                for name, tensor in parameters.items()
-            }
+            self._copy_weights(parameters)
         else:
             check_fit(self._average, parameters, owner="StochasticWeightAveraging")
             count = torch.tensor(self.n_averaged)

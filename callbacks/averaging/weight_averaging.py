@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ...errors import ConfigError, nearest
-from .base import Averaging
+from .base import StepAveraging, check_ema_arguments
 from .weights import clones_of, in_memory, refuse_engines, tensors_of
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["EMAWeightAveraging", "WeightAveraging"]
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], None]  # Any: a tensor, or a number for torch's own mean
+MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor | int], None]
 
 
-class WeightAveraging(Averaging):
+class WeightAveraging(StepAveraging):
     """Average the weights after each optimizer step, or whenever an override of `should_update` says so.
 
     The first update copies the weights; each further one is `avg_fn`, `multi_avg_fn`, or the mean of all updates so
@@ -77,9 +77,6 @@ class WeightAveraging(Averaging):
         self._latest_epoch = -1
         self._is_due = False  # the update of the epoch that ends
         self._is_final = False  # training is over, and the module is the average
-        # What an update touches, found once per run: (sources, averages) of one device and dtype.
-        self._averaged: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []
 
     @property
     def state_key(self) -> str:
@@ -200,34 +197,19 @@ class WeightAveraging(Averaging):
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
         if not self.n_averaged:
-            self._copy_weights(module)
+            self._begin_average(module)
             self.n_averaged = 1
             return
         # Users' functions get a tensor, as from torch; its own mean would read it, and takes a number as well.
-        count: Any = self.n_averaged if self._is_mean else torch.tensor(self.n_averaged)
-        for sources, averages in self._averaged:
-            near = [source.to(average) for source, average in zip(sources, averages, strict=True)]
+        count = self.n_averaged if self._is_mean else torch.tensor(self.n_averaged)
+        for group in self._averaged:
             if self._avg_fn is None:
-                self._multi_avg_fn(averages, near, count)
+                self._multi_avg_fn(group.averages, group.near(), count)
                 continue
-            for source, average in zip(near, averages, strict=True):
-                average.copy_(self._avg_fn(average, source, count))
-        for source, average in self._copied:
-            average.copy_(source)
+            for source, average in zip(group.near(), group.averages, strict=True):
+                average.copy_(self._avg_fn(average, source, torch.as_tensor(count)))
+        self._copy_others()
         self.n_averaged += 1
-
-    def _bind(self, module: nn.Module) -> None:
-        """Find which tensor of the module belongs to which average, grouped as an update treats them."""
-        self._copied = []
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for source, average, is_averaged in self._pairs(module):
-            if not is_averaged:
-                self._copied.append((source, average))
-                continue
-            sources, averages = groups.setdefault((average.device, average.dtype), ([], []))
-            sources.append(source)
-            averages.append(average)
-        self._averaged = list(groups.values())
 
     def _is_evaluated(self) -> bool:
         return self.n_averaged > 0 and not self._is_final
@@ -261,18 +243,9 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | None = None,
         **kwargs: Any,  # Any: functions, see WeightAveraging
     ) -> None:
-        problems = []
-        if not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
-            problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
-        if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
-            problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected a whole number >= 1)")
-        starts = {
-            "update_starting_at_step": update_starting_at_step,
-            "update_starting_at_epoch": update_starting_at_epoch,
-        }
-        problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {', '.join(problems)}.", fix="correct these arguments.")
+        check_ema_arguments(
+            decay, update_every_n_steps, update_starting_at_step, update_starting_at_epoch, owner=type(self).__name__
+        )
         if kwargs.get("avg_fn") is None and kwargs.get("multi_avg_fn") is None:
             kwargs["multi_avg_fn"] = get_ema_multi_avg_fn(decay)
         super().__init__(device, use_buffers, **kwargs)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...accelerators.cpu import CPUAccelerator
-from ...errors import ConfigError
 from ..base import Callback
+from .measuring import require_logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,11 +43,7 @@ class DeviceStatsMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse a run without a logger; read everything once, so that what is missing is found now."""
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigError(
-                "DeviceStatsMonitor has no logger to write to.",
-                fix="pass Trainer(logger=...), or remove the callback.",
-            )
+        require_logger(trainer, self)
         self._is_on = stage != "predict" and trainer.is_global_zero and bool(trainer.log_every_n_steps)
         self._noted = {}
         if self._is_on:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ..base import Callback
+from .measuring import require_logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,11 +71,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find optimizers, schedules and their names."""
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigError(
-                "LearningRateMonitor has no logger to write to.",
-                fix="pass Trainer(logger=...), or remove the callback.",
-            )
+        require_logger(trainer, self)
         self._watched = {"step": [], "epoch": []}
         for name, optimizer, interval in _named_optimizers(trainer):
             self._watched[self.logging_interval or interval].append((name, optimizer))

@@ -11,6 +11,7 @@ import torch
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError
 from ..base import Callback
+from .measuring import LogSteps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,21 +72,18 @@ class SampleLogger(Callback):
         self.images, self.text = images, text
         self.stage, self.every_n_steps = stage, every_n_steps
         self.num_samples, self.name = num_samples, name
-        self._logged_step = -1
+        self._log_steps = LogSteps()
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Note where training begins: the step of a checkpoint was logged before it was taken."""
-        self._logged_step = trainer.global_step
+        self._log_steps.start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Make samples of a step that is due."""
-        if self.stage != "train" or not trainer.at_step_boundary:
-            return
-        step, every = trainer.global_step, self.every_n_steps or trainer.log_every_n_steps
-        if every and step % every == 0 and step != self._logged_step:
-            self._logged_step = step  # a step that was skipped has the number of the one before
+        every = self.every_n_steps or trainer.log_every_n_steps
+        if self.stage == "train" and self._log_steps.is_due(trainer, every):
             self._log(trainer, pl_module, outputs, batch)
 
     def on_validation_batch_end(

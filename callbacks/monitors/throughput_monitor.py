@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError, ModuleError
+from ...errors import ModuleError
 from ...fabric.peak_flops import get_available_flops, synchronize
 from ...fabric.throughput import Throughput
 from ..base import Callback
+from .measuring import Clock, LogSteps, require_logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,18 +22,12 @@ __all__ = ["ThroughputMonitor"]
 
 
 class _Stage:
-    """Totals of one stage.
-
-    Attributes:
-        began_s: When its clock would have started had it never paused.
-    """
+    """Totals of one stage."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
-        self.began_s = 0.0
-        self.paused_at_s = 0.0
+        self.clock = Clock()
         self.batches = self.samples = self.lengths = 0
-        self.logged_step = 0
 
 
 class ThroughputMonitor(Callback):
@@ -70,6 +64,7 @@ class ThroughputMonitor(Callback):
         self.separator = separator
         self.available_flops: int | None = None
         self._stages: dict[str, _Stage] = {}
+        self._log_steps = LogSteps()
         self._resumed: dict[str, float] = {}
         self._has_warned = False
         self._is_on = False
@@ -81,11 +76,7 @@ class ThroughputMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Find the device's peak; refuse a run without a logger."""
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigError(
-                "ThroughputMonitor has no logger to write to.",
-                fix="pass Trainer(logger=...), or remove the callback.",
-            )
+        require_logger(trainer, self)
         self._is_on = trainer.is_global_zero and bool(trainer.log_every_n_steps)
         precision = trainer.precision_plugin
         self.available_flops = get_available_flops(trainer.fabric.device, precision.policy.compute_dtype)
@@ -93,11 +84,11 @@ class ThroughputMonitor(Callback):
 
     # --- one stage -------------------------------------------------------------------------------------------------
 
-    def _start(self, trainer: Trainer, stage: str) -> None:
+    def _start(self, trainer: Trainer, stage: str, elapsed_s: float = 0.0) -> None:
         if self._is_on:
             throughput = Throughput(self.available_flops, trainer.world_size, self.window_size, self.separator)
             self._stages[stage] = state = _Stage(throughput)
-            state.began_s = time.perf_counter()
+            state.clock.start(elapsed_s)
 
     def _count(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: Batch, *, is_logged: bool) -> None:
         state = self._stages[stage]
@@ -107,9 +98,8 @@ class ThroughputMonitor(Callback):
             state.lengths += _checked("length_fn", self.length_fn(batch))
         if is_logged:
             synchronize(trainer.fabric.device)
-        now_s = time.perf_counter() - state.began_s
         state.throughput.update(
-            time=now_s,
+            time=state.clock.running_s(),
             batches=state.batches,
             samples=state.samples,
             lengths=state.lengths if self.length_fn is not None else None,
@@ -134,12 +124,10 @@ class ThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock, with what earlier runs have counted."""
-        self._start(trainer, "train")
-        if self._is_on:
-            self._stages["train"].logged_step = trainer.global_step
+        self._start(trainer, "train", self._resumed.get("time", 0.0))
+        self._log_steps.start(trainer)
         if self._is_on and self._resumed:
             state, resumed = self._stages["train"], self._resumed
-            state.began_s -= resumed["time"]
             state.batches, state.samples = int(resumed["batches"]), int(resumed["samples"])
             state.lengths = int(resumed["lengths"])
         self._resumed = {}
@@ -150,12 +138,9 @@ class ThroughputMonitor(Callback):
         """Count the batch; log where the trainer logs."""
         if not self._is_on:
             return
-        state = self._stages["train"]
-        step = trainer.global_step
-        is_logged = trainer.at_step_boundary and step % trainer.log_every_n_steps == 0 and step != state.logged_step
+        is_logged = self._log_steps.is_due(trainer, trainer.log_every_n_steps)
         self._count(trainer, pl_module, "train", batch, is_logged=is_logged)
         if is_logged:
-            state.logged_step = step  # a step that was skipped has the number of the one before
             self._log(trainer, "train", None)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -166,24 +151,26 @@ class ThroughputMonitor(Callback):
         state = self._stages.get("train")
         if state is None:
             return self._resumed
-        seconds = (state.paused_at_s or time.perf_counter()) - state.began_s
-        return {"time": seconds, "batches": state.batches, "samples": state.samples, "lengths": state.lengths}
+        return {
+            "time": state.clock.running_s(),
+            "batches": state.batches,
+            "samples": state.samples,
+            "lengths": state.lengths,
+        }
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Pause the clock of training."""
         if "train" in self._stages:
-            self._stages["train"].paused_at_s = time.perf_counter()
+            self._stages["train"].clock.pause()
         if not trainer.sanity_checking:
             self._start(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Go on with the clock of training."""
-        state = self._stages.get("train")
-        if state is not None and state.paused_at_s:
-            state.began_s += time.perf_counter() - state.paused_at_s
-            state.paused_at_s = 0.0
+        if "train" in self._stages:
+            self._stages["train"].clock.resume()
 
     def on_validation_batch_end(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +13,7 @@ from ...errors import ConfigError
 from ...fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
 from ..base import Callback
 from ..summary.summary import count_elements
+from .measuring import Clock, LogSteps
 
 if TYPE_CHECKING:
     from ...protocols import Batch, StateDict, StepOutput
@@ -111,12 +111,12 @@ class TrainingEfficiency(Callback):
         self._counter: Any = None  # Any: torch's FLOP counter, imported where it is used
         self._is_to_count = self._is_counting = False
         self._samples = 0
-        self._logged_step = -1
+        self._log_steps = LogSteps()
+        self._clock = Clock()  # since the last reading
         self._tokens: int | Tensor = 0
         self._peak: float | None = None
         self._parameters = 0
         self._replicas = self._devices = 1
-        self._began_s = self._last_s = self._paused_s = self._paused_at_s = 0.0
 
     @property
     def state_key(self) -> str:
@@ -136,13 +136,12 @@ class TrainingEfficiency(Callback):
         self._peak = self._find_peak(trainer) if self.flops is not None else None
         self._parameters = sum(count_elements(one) for one in pl_module.parameters() if one.requires_grad)
         self._samples, self._tokens = 0, 0
-        self._logged_step = trainer.global_step
+        self._log_steps.start(trainer)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._is_to_count = self.flops == "count" and self.flops_per_sample is None and not _is_compiled(pl_module)
         synchronize(device)
-        self._began_s = self._last_s = time.perf_counter()
-        self._paused_s = 0.0
+        self._clock.start()
 
     def _find_peak(self, trainer: Trainer) -> float | None:
         if not isinstance(self.peak_flops, str):
@@ -181,9 +180,7 @@ class TrainingEfficiency(Callback):
                 self._tokens = self._tokens + self.tokens_fn(batch)  # a tensor stays on its device
             if self._counter is not None:
                 self._end_count(size)
-        step, every = trainer.global_step, trainer.log_every_n_steps
-        if trainer.at_step_boundary and every and step % every == 0 and step != self._logged_step:
-            self._logged_step = step  # a step that was skipped has the number of the one before
+        if self._log_steps.is_due(trainer, trainer.log_every_n_steps):
             self._log(trainer)
 
     def _end_count(self, size: int | None) -> None:
@@ -197,15 +194,15 @@ class TrainingEfficiency(Callback):
     def _read(self, trainer: Trainer) -> tuple[float, float, float]:
         """Add what was counted since the last time to the totals; return samples, tokens and seconds of it."""
         synchronize(trainer.fabric.device)  # a log boundary: the values of the step were just read, or will be
-        now_s = time.perf_counter()
-        seconds = now_s - self._last_s - self._paused_s
+        seconds, wall_s = self._clock.running_s(), self._clock.wall_s()
+        self._clock.start()
         samples = self._samples * self._replicas
         tokens = float(self._tokens) * self._replicas
         self._totals["samples"] += samples
         self._totals["tokens"] += tokens
-        self._totals["seconds"] += now_s - self._last_s
+        self._totals["seconds"] += wall_s
         self._totals["training_seconds"] += seconds
-        self._samples, self._tokens, self._last_s, self._paused_s = 0, 0, now_s, 0.0
+        self._samples, self._tokens = 0, 0
         return samples, tokens, seconds
 
     def _log(self, trainer: Trainer) -> None:
@@ -252,13 +249,13 @@ class TrainingEfficiency(Callback):
         """Stop the clock of training."""
         if self._is_on and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
-            self._paused_at_s = time.perf_counter()
+            self._clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Go on with the clock of training."""
         if self._is_on and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
-            self._paused_s += time.perf_counter() - self._paused_at_s
+            self._clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up."""
@@ -296,11 +293,10 @@ class TrainingEfficiency(Callback):
         """Return the totals; those since the last log boundary are included."""
         totals = dict(self._totals)
         if self._is_on:
-            now_s = time.perf_counter()
             totals["samples"] += self._samples * self._replicas
             totals["tokens"] += float(self._tokens) * self._replicas  # a checkpoint waits for the device anyway
-            totals["seconds"] += now_s - self._last_s
-            totals["training_seconds"] += now_s - self._last_s - self._paused_s
+            totals["seconds"] += self._clock.wall_s()
+            totals["training_seconds"] += self._clock.running_s()
         return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -14,6 +14,7 @@ from ...errors import ConfigError
 from ...strategies.distributed.shards import is_sharded
 from ..averaging.weights import part_of
 from ..base import Callback
+from .measuring import require_logger
 
 if TYPE_CHECKING:
     from ...loggers import Logger
@@ -76,10 +77,7 @@ class WeightStatistics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Learn the parameters' names."""
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigError(
-                "WeightStatistics has no logger to write to.", fix="pass Trainer(logger=...), or remove the callback."
-            )
+        require_logger(trainer, self)
         self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         self._forget()
 
