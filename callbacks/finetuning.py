@@ -192,7 +192,7 @@ class BaseFinetuning(Callback):
         """Freeze at the beginning of fit."""
         if stage != "fit":
             return
-        if str(getattr(trainer.strategy, "strategy_name", "")).startswith("deepspeed"):
+        if not trainer.strategy.adds_param_groups:
             raise ConfigError(
                 f"{type(self).__name__}: DeepSpeed's optimizers take no parameter groups during training.",
                 fix="use another strategy, or freeze for good with requires_grad=False.",

@@ -11,7 +11,7 @@ import torch
 from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
 from ..errors import ConfigError, nearest
 from ..precision import MixedPrecision, Precision
-from ..strategies import STRATEGY_REGISTRY, ParallelStrategy, Strategy
+from ..strategies import STRATEGY_REGISTRY, Given, Strategy
 
 if TYPE_CHECKING:
     from .cluster import ClusterEnvironment
@@ -117,6 +117,9 @@ def _plugin_kind(plugin: object) -> str | None:
     return None
 
 
+NOTHING_GIVEN = Given()
+
+
 # -- strategy --------------------------------------------------------------------------------------------------------
 
 
@@ -152,13 +155,13 @@ def check_conflicts(chosen: Strategy | None, strategy: Any, accelerator: Any, pr
     if precision is not None and plugged.precision is not None:
         problems.append(_choose_one(f"precision={precision!r}", f"plugins=[{plugged.precision!r}]"))
     if chosen is not None and not isinstance(strategy, str):
-        cluster = getattr(chosen, "cluster_environment", None)
+        own_parts = chosen.given
         outside = (
-            ("accelerator", "accelerator=", chosen._accelerator, accelerator),
-            ("precision", "precision=", chosen._precision, precision),
-            ("precision", "plugins=", chosen._precision, plugged.precision),
-            ("checkpoint_io", "plugins=", chosen._checkpoint_io, plugged.checkpoint_io),
-            ("cluster_environment", "plugins=", cluster, plugged.cluster_environment),
+            ("accelerator", "accelerator=", own_parts.accelerator, accelerator),
+            ("precision", "precision=", own_parts.precision, precision),
+            ("precision", "plugins=", own_parts.precision, plugged.precision),
+            ("checkpoint_io", "plugins=", own_parts.checkpoint_io, plugged.checkpoint_io),
+            ("cluster_environment", "plugins=", own_parts.cluster_environment, plugged.cluster_environment),
         )
         problems += [
             _choose_one(f"strategy={chosen!r} with its own {name}", f"{argument}{given!r}")
@@ -178,7 +181,7 @@ def has_several_processes(strategy: Strategy | None) -> bool:
 
     One of the user's own that says nothing about processes has one. "dp" has several devices in one process.
     """
-    return isinstance(strategy, ParallelStrategy) and getattr(strategy, "start_method", "popen") is not None
+    return strategy is not None and strategy.start_method is not None
 
 
 # -- accelerator and devices -----------------------------------------------------------------------------------------
@@ -186,10 +189,10 @@ def has_several_processes(strategy: Strategy | None) -> bool:
 
 def choose_accelerator(accelerator: Any, strategy: Strategy | None) -> Accelerator:
     """Return the accelerator given, the one that fits the strategy's device, or the best of this machine."""
-    own = getattr(strategy, "_accelerator", None)
-    if own is not None:
-        accelerator = own
-    device: torch.device | None = getattr(strategy, "_device", None)
+    given = NOTHING_GIVEN if strategy is None else strategy.given
+    if given.accelerator is not None:
+        accelerator = given.accelerator
+    device = given.device
     if isinstance(accelerator, Accelerator):
         chosen = accelerator
         _check_available(chosen.name(), chosen)
@@ -199,7 +202,7 @@ def choose_accelerator(accelerator: Any, strategy: Strategy | None) -> Accelerat
             fix=f"use one of auto, gpu, {', '.join(ACCELERATOR_REGISTRY)}, or pass an Accelerator.",
         )
     elif accelerator.lower() == "auto":
-        kind: str | None = getattr(strategy, "accelerator_kind", None)
+        kind = None if strategy is None else strategy.accelerator_kind
         if kind is not None:
             chosen = ACCELERATOR_REGISTRY.create(kind)
             _check_available(kind, chosen, asked=type(strategy).__name__)
@@ -285,15 +288,15 @@ def find_devices(
         interactive: At a prompt or in a notebook "auto" is one device.
         notes: Gets a line where "auto" leaves devices unused.
     """
-    device: torch.device | None = getattr(strategy, "_device", None)
+    given = NOTHING_GIVEN if strategy is None else strategy.given
+    device = given.device
     if is_auto(devices) and device is not None:
         return [device]
     if is_auto(devices):
-        given = getattr(strategy, "parallel_devices", None)
-        if given:
-            return list(given)
+        if given.parallel_devices:
+            return list(given.parallel_devices)
         count = accelerator.auto_device_count()
-        uses_one = strategy is not None and not hasattr(strategy, "parallel_devices")
+        uses_one = strategy is not None and not strategy.has_several_devices
         if count > 1 and (interactive or uses_one):
             # A default must work everywhere: several cards are no reason to refuse strategy="single_device".
             notes.append(f"{count} {accelerator.name()} devices are visible; one is used. Pass devices=1 to say so.")
@@ -338,7 +341,7 @@ def choose_precision(
     name: str, precision: Any, device_type: str, strategy: Strategy | None, plugged: Plugins
 ) -> Precision:
     """Return the precision of plugin or strategy, or a new one for this type of device, made from its name."""
-    given: Precision | None = plugged.precision or getattr(strategy, "_precision", None)
+    given = plugged.precision or (strategy.given.precision if strategy is not None else None)
     if precision is None and given is not None:
         if isinstance(given, MixedPrecision) and given.device != device_type:
             raise ConfigError(
@@ -347,9 +350,9 @@ def choose_precision(
                 fix=f"make it with device={device_type!r}, or pass precision={given.precision!r} instead.",
             )
         return given
-    own: Callable[[str, str], Precision] | None = getattr(strategy, "make_precision", None)
-    if own is not None:  # an engine that casts and scales by itself
-        return own(name, device_type)
+    of_engine = strategy.make_precision(name, device_type) if strategy is not None else None
+    if of_engine is not None:
+        return of_engine
     if name == "64-true":
         from ..precision import DoublePrecision
 

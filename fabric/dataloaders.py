@@ -229,7 +229,7 @@ def _shard_of(fabric: Fabric, loader: Any, is_dealt: bool, uneven: str | None) -
         return None
     from ..data.distributed.shard import Shard
 
-    policy = uneven if uneven is not None else getattr(fabric.strategy, "uneven", "stop_all")
+    policy = uneven if uneven is not None else fabric.strategy.uneven
     if policy == "zero_weight":
         raise ConfigError(
             "uneven='zero_weight' needs a loop that makes steps without a batch, which Trainer has and a loop of your "

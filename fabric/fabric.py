@@ -26,7 +26,7 @@ from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..errors import ConfigError, LaunchError
 from ..precision import MixedPrecision, Precision
-from ..strategies import NoLoss, ParallelStrategy, SingleDeviceStrategy, Strategy
+from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from .launch import InProcessLauncher
 from .resolve import Environment, Parts, resolve
 from .seed import seed_everything
@@ -145,7 +145,7 @@ class Fabric:
         )
         self._cluster = parts.cluster_environment
         # Whether strategy and launcher are made for several processes, be it that one was asked for.
-        self._is_one_of_several = isinstance(self.strategy, ParallelStrategy) and (
+        self._is_one_of_several = self.strategy.start_method is not None and (
             type(self.launcher) is not InProcessLauncher
         )
         self._join_world()
@@ -163,8 +163,8 @@ class Fabric:
         self._reader: Reader | None = None
         self._evaluation: EvaluationPass | None = None
         # Asked once: the hot path calls no method that does nothing.
-        place = getattr(self.strategy, "place_batch", None)
-        self._move_batch = move_to_device if place is None else functools.partial(_move_placed, place)
+        places = type(self.strategy).place_batch is not Strategy.place_batch
+        self._move_batch = functools.partial(_move_placed, self.strategy.place_batch) if places else move_to_device
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         self._precision_steps = _does_something(self.precision, "optimizer_step")

@@ -25,19 +25,9 @@ def set_grad_accumulation_dtype(strategy: Strategy, wanted: Any) -> None:  # Any
             f"Trainer: grad_accumulation_dtype={wanted!r}.",
             fix="pass 'float32', or None for the dtype of the parameters.",
         )
-    plan = getattr(strategy, "plan", None)
-    reason = None
-    if getattr(strategy, "accelerator_kind", None) == "xla":
-        reason, fix = "XLA's graphs sum gradients by themselves", "leave it out, or pass precision='bf16-mixed'"
-    elif strategy.strategy_name == "dp":
-        reason, fix = "torch adds up the gradients of its devices", "pass strategy='ddp'"
-    elif getattr(plan, "mixed_precision", None) is not None:
-        reason, fix = "its mixed_precision= says the dtypes", "pass reduce_dtype=torch.float32 there"
-    elif getattr(strategy, "ddp_comm_hook", None) is not None:
-        reason, fix = "its ddp_comm_hook communicates the gradients", "leave out one of the two"
-    elif not strategy.sums_gradients_in(torch.float32):
-        reason, fix = "it does not say how it sums gradients", "pass strategy='ddp', 'fsdp' or 'deepspeed'"
-    if reason is not None:
+    refusal = strategy.accumulation_refusal(torch.float32)
+    if refusal is not None:
+        reason, fix = refusal
         raise ConfigError(
             f"grad_accumulation_dtype='float32' cannot be used with {type(strategy).__name__}: {reason}.", fix=f"{fix}."
         )

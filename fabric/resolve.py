@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..precision import Precision
 from ..strategies import Launcher, ParallelStrategy, SingleDeviceStrategy, Strategy
 from .choose import (
+    NOTHING_GIVEN,
     Plugins,
     check_conflicts,
     check_num_nodes,
@@ -229,7 +230,8 @@ def resolve(
     attempt(check_conflicts, chosen_strategy, strategy, accelerator, precision, plugged)
     chosen_accelerator = attempt(choose_accelerator, accelerator, chosen_strategy)
     name = attempt(precision_name, precision, changed)
-    cluster = plugged.cluster_environment or getattr(chosen_strategy, "cluster_environment", None)
+    given_parts = NOTHING_GIVEN if chosen_strategy is None else chosen_strategy.given
+    cluster = plugged.cluster_environment or given_parts.cluster_environment
     if cluster is None and _speaks_of_processes(variables):
         cluster = _detect(fixed)
     found: list[torch.device] | None = None
@@ -252,7 +254,7 @@ def resolve(
     chosen_precision: Precision | None = None
     if name is not None and found:
         chosen_precision = attempt(choose_precision, name, precision, found[0].type, chosen_strategy, plugged)
-    launcher: Launcher | None = getattr(chosen_strategy, "launcher", None)
+    launcher = None if chosen_strategy is None else chosen_strategy.launcher
     if cluster is not None and found and nodes is not None and has_several_processes(chosen_strategy):
         assert chosen_strategy is not None
         from .world import check_world, choose_launcher
@@ -291,7 +293,7 @@ def resolve(
         precision=chosen_precision,
         devices=tuple(found),
         num_nodes=nodes,
-        checkpoint_io=plugged.checkpoint_io or chosen_strategy._checkpoint_io,
+        checkpoint_io=plugged.checkpoint_io or chosen_strategy.given.checkpoint_io,
         cluster_environment=cluster,
         layer_sync=plugged.layer_sync,
         launcher=launcher,
@@ -322,7 +324,7 @@ def _is_launched_by_us(variables: Mapping[str, str]) -> bool:
 def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, num_nodes: int) -> list[torch.device]:
     """Return one device per process of this node: those of the processes that exist, or those that the user chose."""
     devices, accelerator, strategy, *_ = choice
-    if cluster is not None and not getattr(strategy, "parallel_devices", None):
+    if cluster is not None and not (strategy is not None and strategy.given.parallel_devices):
         from .world import local_devices
 
         found = local_devices(devices, accelerator, cluster, num_nodes)
@@ -361,13 +363,13 @@ def _facts(
     world_size = environment.variables.get("WORLD_SIZE", "1")
     is_several = has_several_processes(strategy)
     is_one_process = strategy is not None and not is_several
-    is_of_xla = getattr(strategy, "accelerator_kind", None) == "xla"
+    is_of_xla = strategy is not None and strategy.accelerator_kind == "xla"
     claims = {
         f"precision={precision}": True,
         f"accelerator={accelerator.name() if accelerator else None}": True,
         "one process": is_one_process,
         # DataParallelStrategy is one process, too, but with several devices.
-        "one device": is_one_process and not hasattr(strategy, "parallel_devices"),
+        "one device": is_one_process and strategy is not None and not strategy.has_several_devices,
         "several processes": is_several,
         "strategy of XLA": is_of_xla,
         # One of the user's own may cut graphs by itself.

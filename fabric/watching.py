@@ -39,8 +39,8 @@ def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
         rank=topology.global_rank,
         size=topology.world_size,
         local_rank=topology.local_rank,
-        timeout=getattr(strategy, "timeout", None) or 1800.0,
-        stall_timeout=getattr(strategy, "stall_timeout", None),
+        timeout=strategy.timeout or 1800.0,
+        stall_timeout=strategy.stall_timeout,
         launcher=starter,
     )
     watch.start()

@@ -10,7 +10,7 @@ import torch
 from ..accelerators import Accelerator
 from ..errors import ConfigError
 from ..strategies import Launcher, Strategy
-from .choose import has_several_processes, join_errors, precision_name
+from .choose import join_errors, precision_name
 from .launch import InProcessLauncher
 
 if TYPE_CHECKING:
@@ -173,9 +173,9 @@ def choose_launcher(
     """
     if strategy.launcher is not None:
         return strategy.launcher
-    if not has_several_processes(strategy) or cluster is None:
+    start_method = strategy.start_method
+    if start_method is None or cluster is None:
         return InProcessLauncher()
-    start_method = getattr(strategy, "start_method", "popen")
     if start_method != "popen":
         from .launch.processes import check_start_method
 

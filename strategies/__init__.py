@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..lazy import attach
-from .base import Launcher, NoLoss, Strategy, Topology
+from .base import Given, Launcher, NoLoss, Strategy, Topology, TrainerConfig
 from .parallel import ParallelStrategy
 from .registry import STRATEGY_REGISTRY, StrategyRegistry
 from .single_device import SingleDeviceStrategy
@@ -27,6 +27,7 @@ __all__ = [
     "DataParallelStrategy",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "Given",
     "Launcher",
     "LayerSync",
     "NoLoss",
@@ -37,6 +38,7 @@ __all__ = [
     "StrategyRegistry",
     "Topology",
     "TorchSyncBatchNorm",
+    "TrainerConfig",
     "XLAFSDPStrategy",
     "XLAReplicasStrategy",
     "XLAStrategy",

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from ..precision import Precision
-from .skip_init import SkipInit
+from .capabilities import Capabilities, Given, Launcher, TrainerConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
 
-__all__ = ["Launcher", "NoLoss", "Strategy", "Topology"]
+__all__ = ["Given", "Launcher", "NoLoss", "Strategy", "Topology", "TrainerConfig"]
 
 # What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
 _COMPILED = "_orig_mod."
@@ -53,20 +53,7 @@ class NoLoss:
     zero: Tensor
 
 
-class Launcher(Protocol):
-    """How the processes of a strategy start."""
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook."""
-        ...
-
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the function in all processes and return what it returned on rank 0."""
-        ...
-
-
-class Strategy:
+class Strategy(Capabilities):
     """One process on one device, unless a subclass says otherwise: every method has a default that works.
 
     A subclass that defines `reduce` has `all_reduce` too, and the reverse; the same holds for `root_device` and
@@ -78,29 +65,6 @@ class Strategy:
         precision_plugin: The precision; None lets Fabric choose.
         precision: Another name for `precision_plugin`.
     """
-
-    strategy_name: str = "custom"
-    shards_parameters: bool = False
-    """Whether each rank holds a part of every parameter: then evaluation steps communicate, and all ranks must run
-    equally many; and checkpoints are read by parts."""
-    helps_in_evaluation: bool = True
-    """Whether this rank can `evaluate_without_data` where `shards_parameters`; else it needs a batch first."""
-    reduces_every_step: bool = True
-    """Whether each window ends with a reduction of gradients over all ranks, in which they wait for each other."""
-    holds_gradients: bool = False
-    """Whether an engine has the gradients, and not the `grad` of an optimizer's parameters."""
-    has_inference_mode: bool = True
-    """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
-    sums_gradients_itself: bool = False
-    """Whether its engine sums gradients in `accumulate_dtype`; else whoever makes the steps does."""
-    accumulate_dtype: torch.dtype | None = None
-    """Of sums of gradients over a window and over ranks; None: that of the parameters. Set before the module is."""
-    has_module_hooks: bool = False
-    """Whether hooks of submodules communicate: `compile=` then compiles submodules, and not steps."""
-    compile_refusal: tuple[str, str] | None = None
-    """Why `compile=` cannot be used, and what to do; None where it can."""
-    launcher: Launcher | None = None
-    """How processes start; None: there is only this one."""
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     _accelerator: Accelerator | None = None
@@ -225,6 +189,16 @@ class Strategy:
     def checkpoint_io(self, checkpoint_io: Any) -> None:
         self._checkpoint_io = checkpoint_io
 
+    @property
+    def given(self) -> Given:
+        """What the user gave to the constructor, or set on the strategy."""
+        return Given(
+            accelerator=self._accelerator,
+            device=self._device,
+            precision=self._precision,
+            checkpoint_io=self._checkpoint_io,
+        )
+
     def fill(self, **choices: Any) -> None:
         """Take what Fabric chose; what the user gave to the constructor or set on the strategy wins.
 
@@ -233,6 +207,35 @@ class Strategy:
                 when there is none, make_checkpoint_io, a function that is called when one is needed.
         """
         self._filled = choices
+
+    # -- before the launch; called by Fabric and Trainer ---------------------------------------------------------
+
+    def make_precision(self, name: str, device_type: str) -> Precision | None:
+        """Return the precision for a name, for engines that cast and scale; None leaves the choice to Fabric.
+
+        Args:
+            name: A full name, such as "bf16-mixed".
+            device_type: Type of the devices, such as "cuda".
+
+        Raises:
+            ConfigError: The engine, or the device, does not support it.
+        """
+        return None
+
+    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
+        """Return why gradients of parameters cannot be summed in this dtype, and the remedy; None if they can."""
+        if self.traces_lazily:
+            return "XLA's graphs sum gradients by themselves", "leave it out, or pass precision='bf16-mixed'"
+        if not self.sums_gradients_in(dtype):
+            return "it does not say how it sums gradients", "pass strategy='ddp', 'fsdp' or 'deepspeed'"
+        return None
+
+    def apply_trainer_config(self, config: TrainerConfig) -> None:
+        """Take the Trainer's arguments, for engines with a configuration of their own. Before processes start.
+
+        Raises:
+            ConfigError: The engine's configuration differs; names both values. Or the engine does not support them.
+        """
 
     # -- processes; called by Fabric -----------------------------------------------------------------------------
 
@@ -260,12 +263,24 @@ class Strategy:
             empty_init: True leaves parameters without values, for a checkpoint that is loaded next; None and False
                 initialise them. Random numbers are not drawn for what is left out.
         """
-        with self.device, SkipInit() if empty_init else nullcontext():
+        if not empty_init:
+            with self.device:
+                yield
+            return
+        from .skip_init import SkipInit  # not imported where parameters are initialized
+
+        with self.device, SkipInit():
             yield
 
     def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which a module that was built in `init_context` may be changed before it is set up."""
         return nullcontext()
+
+    def configure_topology(self, module: nn.Module) -> None:
+        """Set `topology` where it depends on the module, such as on its pipeline stages. On every rank.
+
+        The Trainer calls it before data are sharded over ranks.
+        """
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module's parameters and buffers, in place."""
@@ -300,6 +315,13 @@ class Strategy:
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer as the strategy runs it."""
         return optimizer
+
+    def default_optimizers(self, module: nn.Module) -> Any:  # Any: whatever `configure_optimizers` may return
+        """Return optimizers for a module that configures none, as `configure_optimizers` does; None: there are none.
+
+        Called only where `configures_optimizers`.
+        """
+        return None
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
@@ -359,6 +381,10 @@ class Strategy:
         """
 
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
+
+    def place_batch(self, batch: Any) -> Any:  # Any: a batch of any structure
+        """Return a batch whose tensors are on their devices already; Fabric moves the others. Called if overridden."""
+        return batch
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not reduce gradients over ranks, if enabled."""
@@ -517,6 +543,13 @@ class Strategy:
         return bool(decision)
 
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs beside model and optimizers; {} if nothing. On every rank: it may communicate."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned, now or when the module is set up."""
 
     def saves_shards(self, default: str) -> bool:
         """Return whether the checkpoint IO is to be called on every rank, with each rank's own parts of tensors.

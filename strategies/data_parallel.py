@@ -54,7 +54,6 @@ class DataParallelStrategy(ParallelStrategy):
         "use strategy='ddp'",
     )
     start_method: str | None = None
-    """None: there is one process, nothing is started; fabric/resolve.py reads it."""
 
     def __init__(
         self,
@@ -81,6 +80,10 @@ class DataParallelStrategy(ParallelStrategy):
     def devices(self) -> list[torch.device]:
         """The devices that a batch is cut over."""
         return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
+
+    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
+        """Refuse: torch sums the gradients of the devices."""
+        return "torch adds up the gradients of its devices", "pass strategy='ddp'"
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
         """Return what runs `module.<name>`: "training_step" and "forward" cut over the devices, others whole."""

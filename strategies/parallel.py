@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import ALONE, CPU, Strategy, Topology
+from .base import ALONE, CPU, Given, Strategy, Topology
 
 if TYPE_CHECKING:
     from ..accelerators import Accelerator
@@ -34,13 +35,19 @@ class ParallelStrategy(Strategy):
         precision: Another name for `precision_plugin`.
     """
 
+    has_several_devices = True
+    start_method: str | None = "popen"
+
+    # On the class, so that a subclass whose __init__ does not call ours works.
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: Any = None  # Any: a ClusterEnvironment, whose package lies above this one
     _topology: Topology | None = None  # known for good once the processes are connected
 
     def __init__(
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Any = None,  # Any: a ClusterEnvironment, whose package lies above this one
+        cluster_environment: Any = None,  # Any: see above
         checkpoint_io: Any = None,  # Any: see Strategy
         precision_plugin: Precision | None = None,
         *,
@@ -49,6 +56,16 @@ class ParallelStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         self.cluster_environment = cluster_environment
+
+    @property
+    def given(self) -> Given:
+        """What the user gave to the constructor, or set on the strategy."""
+        devices = self.parallel_devices
+        return replace(
+            super().given,
+            parallel_devices=None if devices is None else tuple(devices),
+            cluster_environment=self.cluster_environment,
+        )
 
     def fill(self, **choices: Any) -> None:
         """Take what Fabric chose; see `Strategy.fill`."""

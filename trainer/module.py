@@ -725,7 +725,7 @@ class Module(nn.Module):
     @property
     def device_mesh(self) -> Any:
         """Mesh of a model-parallel strategy; None otherwise."""
-        return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
+        return self._trainer.strategy.device_mesh if self._trainer is not None else None
 
 
 _has_warned_detached = False

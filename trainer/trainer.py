@@ -598,7 +598,7 @@ class Trainer(TrainerAttributes):
     def _window_of_ranks(self) -> WindowLoss:
         from .loop.ranks_loss import RanksWindowLoss  # not imported where there is one process
 
-        may_differ = getattr(self.strategy, "uneven", "stop_all") == "zero_weight"
+        may_differ = self.strategy.uneven == "zero_weight"
         counts = may_differ or self._arguments.nonfinite_loss == "skip"
         return RanksWindowLoss(self.fabric.device, self.strategy, counts=counts)
 

@@ -317,8 +317,7 @@ def isolated(subject: Subject) -> Iterator[None]:
     drawn = capture_generators(generators)
     stateful = [(one, copy.deepcopy(one.state_dict())) for one in _leaves(subject.given) if is_stateful(one)]
     precision = copy.deepcopy(fabric.precision.state_dict())
-    strategy: Any = fabric.strategy if subject.run is not None and hasattr(fabric.strategy, "state_dict") else None
-    strategy_state = copy.deepcopy(strategy.state_dict()) if strategy is not None else {}
+    strategy_state = copy.deepcopy(fabric.strategy.state_dict()) if subject.run is not None else {}
     try:
         yield
         if subject.run is not None:
@@ -326,7 +325,7 @@ def isolated(subject: Subject) -> Iterator[None]:
     finally:
         free_memory(fabric.device)  # copies of the module go before the strategy's state comes back
         if strategy_state:
-            strategy.load_state_dict(strategy_state)
+            fabric.strategy.load_state_dict(strategy_state)
         if precision:
             fabric.precision.load_state_dict(precision)
         for loader, state in stateful:

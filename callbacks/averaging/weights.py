@@ -169,14 +169,13 @@ def keep_trained(checkpoint: StateDict, raw: Mapping[str, Tensor] | None, aliase
 
 
 def refuse_engines(trainer: Trainer, *, owner: str) -> None:
-    """Refuse strategies whose engine keeps the parameters to itself, in parts that are no tensors of the module.
+    """Refuse strategies whose engine holds the parameters.
 
     Raises:
         ConfigError: DeepSpeed, or FSDP of XLA.
     """
-    name = str(getattr(trainer.strategy, "strategy_name", ""))
-    if name.startswith(("deepspeed", "xla_fsdp")):
-        others = "strategy='xla'" if name.startswith("xla") else "strategy='fsdp', strategy='ddp'"
+    if trainer.strategy.holds_parameters:
+        others = "strategy='xla'" if trainer.strategy.accelerator_kind == "xla" else "strategy='fsdp', strategy='ddp'"
         raise ConfigError(
             f"{owner} reads and writes the weights, and under {type(trainer.strategy).__name__} the engine keeps its "
             "own, in parts.",
@@ -192,7 +191,7 @@ def refuse_shards(trainer: Trainer, module: nn.Module, *, owner: str) -> None:
     """
     refuse_engines(trainer, owner=owner)
     is_spread = any(is_sharded(parameter) for parameter in module.parameters())
-    if is_spread or getattr(trainer.strategy, "shards_parameters", False):
+    if is_spread or trainer.strategy.shards_parameters:
         raise ConfigError(
             f"{owner} needs the whole module on each rank, and {type(trainer.strategy).__name__} gives each a part.",
             fix="use strategy='ddp' or one device, or leave the callback out.",

@@ -303,6 +303,12 @@ class DDPStrategy(ProcessGroupStrategy):
         """Return True: without torch's wrapper, sums are averaged after the backward passes."""
         return True
 
+    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
+        """Return why gradients cannot be summed in this dtype, and the remedy; see `Strategy.accumulation_refusal`."""
+        if self.ddp_comm_hook is not None:
+            return "its ddp_comm_hook communicates the gradients", "leave out one of the two"
+        return super().accumulation_refusal(dtype)
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
-from ..base import NoLoss
+from ..base import NoLoss, TrainerConfig
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from . import config as configs
 from .activations import Activations
@@ -108,6 +108,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     """
 
     holds_gradients = True
+    holds_parameters = True
+    configures_optimizers = True
+    rebuilds_optimizers = True
+    adds_param_groups = False
     sums_gradients_itself = True
     strategy_name = "deepspeed"
     uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in the engine's backward pass
@@ -279,20 +283,19 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         return DeepSpeedPrecision(name, device_type)
 
-    def read_plan(self, plan: Mapping[str, Any]) -> None:
+    def apply_trainer_config(self, config: TrainerConfig) -> None:
         """Take what the Trainer is about to do, before processes start.
 
         Args:
-            plan: accumulate_grad_batches, global_batch_size, gradient_clip_val, gradient_clip_algorithm,
-                micro_batch_size, is_automatic, grad_accumulation_dtype; see `trainer/setup/begin.py`.
+            config: See `TrainerConfig`.
 
         Raises:
             ConfigError: The configuration says something else; with both values of each. Or it cannot be done.
         """
-        self._plan = dict(plan)
-        config = self.configure_deepspeed_config(self.given_config)
+        self._plan = dict(config)
+        settled = self.configure_deepspeed_config(self.given_config)
         if self._plan.get("grad_accumulation_dtype") is not None:
-            for what, fix in check_sections(config, "Trainer(grad_accumulation_dtype='float32')"):
+            for what, fix in check_sections(settled, "Trainer(grad_accumulation_dtype='float32')"):
                 raise ConfigError(f"{what}.", fix=f"{fix}.")
         self._prepare()
 
@@ -404,7 +407,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         from .partition import is_to_be_partitioned, partition
         from .setup import check_shapes, make_contiguous
 
-        self.look_at(module)
+        self.configure_topology(module)
         is_automatic = self._plan.get("is_automatic", True)
         if self.has_stages:
             from .setup import setup_stages
@@ -439,7 +442,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             broadcast_tensors([*module.parameters(), *module.buffers()])
         return root
 
-    def look_at(self, module: nn.Module) -> None:
+    def configure_topology(self, module: nn.Module) -> None:
         """Find out from a module which ranks read the same data: the stages of one PipelineModule.
 
         Called before data are shared out; on every rank.

@@ -48,6 +48,8 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     uneven_choices: tuple[str, ...] = UNEVEN
     """What `uneven` may be."""
+    timeout: timedelta
+    stall_timeout: timedelta
 
     def __init__(
         self,

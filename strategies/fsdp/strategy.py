@@ -211,6 +211,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         return self.plan.auto_wrap_policy
 
+    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
+        """Return why gradients cannot be summed in this dtype, and the remedy; see `Strategy.accumulation_refusal`."""
+        if self.plan.mixed_precision is not None:
+            return "its mixed_precision= says the dtypes", "pass reduce_dtype=torch.float32 there"
+        return super().accumulation_refusal(dtype)
+
     # -- the model -----------------------------------------------------------------------------------------------
 
     @contextmanager

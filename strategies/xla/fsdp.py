@@ -65,6 +65,7 @@ class XLAFSDPStrategy(XLAStrategy):
     """
 
     strategy_name = "xla_fsdp"
+    holds_parameters = True
     data_axis = "fsdp"
 
     def __init__(

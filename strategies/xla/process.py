@@ -52,7 +52,7 @@ class XLAProcessStrategy(Strategy):
     """
 
     accelerator_kind = "xla"
-    """What `accelerator="auto"` stands for with this strategy; fabric/choose.py reads it."""
+    traces_lazily = True
 
     exchanges_in_backward: bool
     """Whether a backward pass sends off graphs, to average gradients over ranks: xla_replicas.py sets it."""

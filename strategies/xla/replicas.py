@@ -72,7 +72,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     strategy_name = "xla_replicas"
     accelerator_kind = "xla"
-    """What `accelerator="auto"` stands for with this strategy; fabric/choose.py reads it."""
+    traces_lazily = True
     has_inference_mode = False  # as in xla_process.py
 
     def __init__(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError
+from ..base import Given
 from ..tree import leaves, map_leaves
 from .process import XLAProcessStrategy, state_like_parameters
 
@@ -55,8 +57,7 @@ class XLAStrategy(XLAProcessStrategy):
     """
 
     strategy_name = "xla"
-    start_method: str | None = None
-    """None: there is one process, nothing is started; fabric/resolve.py reads it."""
+    has_several_devices = True
     data_axis = "data"
     """Name of the mesh's axis over which batches are cut."""
 
@@ -85,6 +86,12 @@ class XLAStrategy(XLAProcessStrategy):
         self._batch_sharding: BatchSharding | None = None
 
     # -- devices -------------------------------------------------------------------------------------------------
+
+    @property
+    def given(self) -> Given:
+        """What the user gave to the constructor, or set on the strategy."""
+        devices = self.parallel_devices
+        return replace(super().given, parallel_devices=None if devices is None else tuple(devices))
 
     @property
     def devices(self) -> list[torch.device]:

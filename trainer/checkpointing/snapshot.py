@@ -96,7 +96,7 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
 
                 states["data"] = ranks.gather_data(trainer.strategy, states["data"])
         # Communicates; after an error of this rank alone nobody would answer.
-        if hasattr(fabric.strategy, "state_dict") and (trainer.ranks_answer or not run.has_ranks):
+        if trainer.ranks_answer or not run.has_ranks:
             own_state = fabric.strategy.state_dict()
             if own_state:
                 states["strategy"] = own_state
@@ -380,7 +380,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
         config.scheduler.load_state_dict(state)
     for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
         config.last_metric_step = last
-    if "strategy" in states and hasattr(trainer.strategy, "load_state_dict"):
+    if "strategy" in states:
         trainer.strategy.load_state_dict(states["strategy"])
     if "precision" in states:
         trainer.fabric.precision.load_state_dict(states["precision"])
@@ -403,7 +403,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
 def restore_frozen(run: Run, content: Content) -> None:
     """Put back which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
     frozen = content.states.get("frozen")
-    if frozen is None or getattr(run.fabric.strategy, "has_stages", False):
+    if frozen is None or run.fabric.strategy.has_stages:
         return  # with stages it says what rank 0 has; the others' modules are as they were built
     parameters, modules = set(frozen["parameters"]), set(frozen["modules"])
     changed = []
@@ -420,7 +420,7 @@ def restore_frozen(run: Run, content: Content) -> None:
 
 def parameter_names(run: Run) -> list[list[list[str]] | None]:
     """Return the names of each optimizer's parameters by group; None where they are not all known here."""
-    if getattr(run.fabric.strategy, "has_stages", False):
+    if run.fabric.strategy.has_stages:
         return [None for _ in run.optimizers]
     return [names_of(run.module, optimizer) for optimizer in run.optimizers]
 

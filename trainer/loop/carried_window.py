@@ -170,7 +170,7 @@ def _refuse(trainer: Trainer, run: Run) -> None:
         reason = "a GradientAccumulationScheduler, which changes the size of windows between epochs"
     elif run.skips_bad_steps:
         reason = "nonfinite_loss='skip', which decides on a window as a whole"
-    elif strategy.holds_gradients or getattr(strategy, "accelerator_kind", None) == "xla":
+    elif strategy.holds_gradients or strategy.traces_lazily:
         reason = f"{type(strategy).__name__}, whose engine keeps the gradients of a window to itself"
     if reason is not None:
         raise ConfigError(f"accumulate_across_epochs=True with {reason}.", fix="leave out one of the two.")

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 def facts_of(trainer: Trainer, verb: str, module: nn.Module) -> dict[str, str]:
     """Return what must be the same on every rank, each fact as a short text."""
     # The strategy compares modules of which ranks have different layers.
-    same = {} if getattr(trainer.strategy, "has_stages", False) else dict(module.named_parameters())
+    same = {} if trainer.strategy.has_stages else dict(module.named_parameters())
     parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in same.items()]
     count = sum(parameter.numel() for parameter in same.values())
     script = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -121,7 +121,7 @@ def share_out(trainer: Trainer) -> None:
 
     strategy = trainer.strategy
     topology = strategy.topology
-    uneven = getattr(strategy, "uneven", "stop_all")
+    uneven = strategy.uneven
     smallest_or_largest = "min" if uneven == "stop_all" else "max"
 
     def agree(count: int) -> int:
@@ -158,7 +158,7 @@ def _compare_steps(run: Run) -> None:
         ConfigError: On every rank: names each fact that differs.
     """
     strategy = run.fabric.strategy
-    if getattr(strategy, "has_stages", False):  # each stage has parameters and groups of its own
+    if strategy.has_stages:  # each stage has parameters and groups of its own
         return
     names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
     facts = {

@@ -377,7 +377,7 @@ def _zeroes_early(run: Run) -> bool:
     """Return whether nothing can tell that gradients are zeroed before the forward pass: no hook, no engine."""
     strategy, life = run.fabric.strategy, run.lifecycle
     is_heard = life.own("optimizer_zero_grad") is not None or life.is_heard("on_before_zero_grad")
-    has_engine = strategy.holds_gradients or getattr(strategy, "accelerator_kind", None) == "xla"
+    has_engine = strategy.holds_gradients or strategy.traces_lazily
     return not is_heard and not has_engine
 
 

@@ -26,6 +26,7 @@ from . import assemble
 
 if TYPE_CHECKING:
     from ...data.module import DataModule
+    from ...strategies import TrainerConfig
     from ..trainer import Trainer
 
 __all__ = ["STAGE_OF", "attach", "begin_evaluation", "begin_fit", "build_optimizers", "split_datamodule"]
@@ -91,7 +92,7 @@ def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
         trainer.loaders.require(stage, verb)
         return
     assemble.require_step(module, "training_step", "fit")
-    if not hasattr(trainer.fabric.strategy, "default_optimizers"):  # an engine's configuration may say
+    if not trainer.fabric.strategy.configures_optimizers:  # an engine's configuration may say
         assemble.require_step(module, "configure_optimizers", "fit")
     trainer.loaders.require("train", "fit")
     if getattr(module, "automatic_optimization", True):
@@ -126,7 +127,7 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
     trainer.loaders.begin(module, datamodule, given)
     _check_required(trainer, verb, module)
     if verb == "fit":
-        _tell_plan(trainer, module)
+        trainer.strategy.apply_trainer_config(_trainer_config(trainer, module))
     trainer.fabric.launch()
     trainer.connect_ranks()
     if verb == "fit":
@@ -149,9 +150,7 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
         with trainer.fabric.init_module():
             for name in builders:
                 getattr(module, name)()
-    look_at: Callable[[nn.Module], None] | None = getattr(trainer.strategy, "look_at", None)
-    if look_at is not None:  # which ranks read the same data may depend on the module
-        look_at(module)
+    trainer.strategy.configure_topology(module)
     if run.has_ranks:
         from ..loop import ranks  # not imported where there is one process
 
@@ -169,11 +168,8 @@ def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | Non
     return run
 
 
-def _tell_plan(trainer: Trainer, module: nn.Module) -> None:
-    """Tell a strategy whose engine has its own configuration what is about to be done, before processes start."""
-    read_plan: Callable[[dict[str, Any]], None] | None = getattr(trainer.fabric.strategy, "read_plan", None)
-    if read_plan is None:
-        return
+def _trainer_config(trainer: Trainer, module: nn.Module) -> TrainerConfig:
+    """Return the Trainer's arguments for a strategy whose engine has a configuration of its own."""
     loader = trainer.loaders.given.get("train")
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     accumulate: int | None = trainer.accumulate_grad_batches
@@ -183,17 +179,15 @@ def _tell_plan(trainer: Trainer, module: nn.Module) -> None:
         from .global_batch import plan_accumulation
 
         accumulate = plan_accumulation(trainer, size if isinstance(size, int) else None)
-    read_plan(
-        {
-            "accumulate_grad_batches": accumulate,
-            "global_batch_size": trainer.global_batch_size,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-            "micro_batch_size": size if isinstance(size, int) else None,
-            "is_automatic": getattr(module, "automatic_optimization", True),
-            "grad_accumulation_dtype": "fp32" if trainer.strategy.accumulate_dtype is not None else None,
-        }
-    )
+    return {
+        "accumulate_grad_batches": accumulate,
+        "global_batch_size": trainer.global_batch_size,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "micro_batch_size": size if isinstance(size, int) else None,
+        "is_automatic": getattr(module, "automatic_optimization", True),
+        "grad_accumulation_dtype": "fp32" if trainer.strategy.accumulate_dtype is not None else None,
+    }
 
 
 def _prepare_data(trainer: Trainer, run: Run) -> None:
@@ -343,7 +337,7 @@ def build_optimizers(run: Run) -> None:
     returned = None
     if assemble.has_override(module, "configure_optimizers"):
         returned = cast(Any, module).configure_optimizers()
-    if returned is None and hasattr(run.fabric.strategy, "default_optimizers"):
+    if returned is None and run.fabric.strategy.configures_optimizers:
         returned = run.fabric.strategy.default_optimizers(module)
     if returned is None:
         warnings.warn(

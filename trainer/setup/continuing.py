@@ -45,9 +45,9 @@ def take(trainer: Trainer, module: nn.Module) -> Before | None:
     last, strategy = trainer.last_fit, trainer.strategy
     if last is None or last.module is not module:
         return {}
-    if hasattr(strategy, "default_optimizers"):  # an engine, which is built anew and keeps its own state
+    if strategy.rebuilds_optimizers:
         return {"engine": type(strategy).__name__}
-    own = strategy.state_dict() if hasattr(strategy, "state_dict") else None
+    own = strategy.state_dict()
     return {
         "optimizers": [strategy.optimizer_state(one, last.model) for one in last.optimizers],
         "optimizer_record": {
@@ -95,7 +95,7 @@ def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
             continue
         config.scheduler.load_state_dict(before["schedulers"][index])
         config.last_metric_step = before["schedule_progress"][index]
-    if "strategy" in before and hasattr(trainer.strategy, "load_state_dict"):
+    if "strategy" in before:
         trainer.strategy.load_state_dict(before["strategy"])
     if "precision" in before:
         trainer.fabric.precision.load_state_dict(before["precision"])

@@ -29,7 +29,7 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     strategy, loader = run.fabric.strategy, trainer.loaders.train
     wanted = trainer.global_batch_size
     assert wanted is not None
-    if getattr(strategy, "has_stages", False):
+    if strategy.has_stages:
         raise ConfigError(
             f"global_batch_size={wanted} with a pipeline, whose engine is told the accumulation before the data are "
             "opened.",

@@ -38,7 +38,7 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
     """
     if path is not None and "://" in str(path):
         return True
-    if getattr(strategy, "world_size", 1) == 1:
+    if strategy.world_size == 1:
         return True
     import socket
 

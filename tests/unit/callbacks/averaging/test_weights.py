@@ -10,6 +10,7 @@ from torch import nn
 from loopwright.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from loopwright.callbacks.averaging.weights import check_fit, kept_dtype, refuse_shards, tensors_of, tied_names, write
 from loopwright.errors import CheckpointError, ConfigError
+from loopwright.strategies import DeepSpeedStrategy, Strategy, XLAFSDPStrategy
 
 
 def tied() -> nn.ModuleDict:
@@ -55,16 +56,16 @@ def test_everything_that_does_not_fit_is_named() -> None:
         check_fit(values, tensors_of(nn.Linear(2, 2)), owner="X")
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_stage_3", "xla_fsdp"])
-def test_engines_are_refused_before_training(name: str) -> None:
-    trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(strategy_name=name, shards_parameters=False), fit_loop=SimpleNamespace(epoch_limit=9)
-    )
+@pytest.mark.parametrize("engine", [DeepSpeedStrategy, XLAFSDPStrategy])
+def test_engines_are_refused_before_training(engine: type[Strategy]) -> None:
+    strategy = Strategy()
+    strategy.holds_parameters = engine.holds_parameters
+    trainer: Any = SimpleNamespace(strategy=strategy, fit_loop=SimpleNamespace(epoch_limit=9))
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured")):
         with pytest.raises(ConfigError, match=f"{type(callback).__name__} reads and writes the weights, and under"):
             callback.on_fit_start(trainer, nn.Linear(2, 2))
-    trainer.strategy.strategy_name = "ddp"
+    strategy.holds_parameters = False
     refuse_shards(trainer, nn.Linear(2, 2), owner="X")
-    trainer.strategy.shards_parameters = True
+    strategy.shards_parameters = True
     with pytest.raises(ConfigError, match="X needs the whole module"):
         refuse_shards(trainer, nn.Linear(2, 2), owner="X")

@@ -176,10 +176,10 @@ def test_deepspeed_is_told_by_its_own_key() -> None:
     config = strategy.configure_deepspeed_config(strategy.given_config)
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     with pytest.raises(ConfigError, match=r"grad_accumulation_dtype='float32'\).* stage 1"):
-        DeepSpeedStrategy(stage=1).read_plan(plan)
+        DeepSpeedStrategy(stage=1).apply_trainer_config(plan)
     other = DeepSpeedStrategy(config={"data_types": {"grad_accum_dtype": "bf16"}})
     with pytest.raises(ConfigError, match="data_types.grad_accum_dtype"):
-        other.read_plan(plan)
+        other.apply_trainer_config(plan)
 
 
 def test_a_strategy_that_another_trainer_used_is_as_it_was() -> None:

@@ -1,0 +1,143 @@
+"""Declared capabilities: what Trainer, Fabric, callbacks and tuner may ask of any strategy, with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..accelerators import Accelerator
+    from ..precision import Precision
+
+__all__ = ["Capabilities", "Given", "Launcher", "TrainerConfig"]
+
+
+class Launcher(Protocol):
+    """How the processes of a strategy start."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook."""
+        ...
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the function in all processes and return what it returned on rank 0."""
+        ...
+
+
+class TrainerConfig(TypedDict, total=False):
+    """Trainer arguments that matter to an engine with a configuration of its own.
+
+    Attributes:
+        accumulate_grad_batches: Micro-batches per optimizer step; None where that is not known before the launch.
+        global_batch_size: Samples per optimizer step over all ranks; None if the user did not set it.
+        gradient_clip_val: Threshold; None or 0 does not clip.
+        gradient_clip_algorithm: "norm" or "value"; None is "norm".
+        micro_batch_size: Samples per batch of one process; None where the loader does not tell.
+        is_automatic: Whether the trainer makes the optimizer steps; False in manual optimization.
+        grad_accumulation_dtype: "fp32", or None for the dtype of the parameters.
+    """
+
+    accumulate_grad_batches: int | None
+    global_batch_size: int | None
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    micro_batch_size: int | None
+    is_automatic: bool
+    grad_accumulation_dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Parts that the user gave to a strategy, which win over the choices of Fabric. None: Fabric chooses.
+
+    Attributes:
+        accelerator: The kind of device.
+        device: The device of this process.
+        parallel_devices: The devices of this node.
+        precision: The precision.
+        checkpoint_io: Reads and writes checkpoints.
+        cluster_environment: Knows ranks and addresses.
+    """
+
+    accelerator: Accelerator | None = None
+    device: torch.device | None = None
+    parallel_devices: tuple[torch.device, ...] | None = None
+    precision: Precision | None = None
+    checkpoint_io: Any = None  # Any: a checkpoint IO, whose package lies above this one
+    cluster_environment: Any = None  # Any: a ClusterEnvironment, whose package lies above this one
+
+
+class Capabilities:
+    """Attributes with defaults that hold for one process on one device; a strategy overrides what differs."""
+
+    strategy_name: str = "custom"
+    """Name for logs and reports. Behavior depends on the capabilities below, not on the name."""
+
+    # -- devices and processes -----------------------------------------------------------------------------------
+
+    accelerator_kind: str | None = None
+    """Name of the only accelerator that the strategy runs on, such as "xla"; None: any."""
+    has_several_devices: bool = False
+    """Whether the strategy uses all devices of `devices=`; if False, `devices="auto"` is one device."""
+    start_method: str | None = None
+    """How processes start: "popen", "spawn", "fork" or "forkserver"; None: there is one process."""
+    launcher: Launcher | None = None
+    """Starts the processes; None: Fabric chooses a launcher that fits `start_method` and the environment."""
+    timeout: timedelta | float | None = None
+    """Time after which a rank that waits for another one fails, a timedelta or seconds; None: 30 minutes."""
+    stall_timeout: timedelta | float | None = None
+    """Time without progress after which every rank reports where it is; None: chosen from `timeout`."""
+    device_mesh: DeviceMesh | None = None
+    """The devices as a mesh with named axes, for `module.device_mesh`; None: there is no mesh."""
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    uneven: str = "stop_all"
+    """Policy for ranks with unequal numbers of training batches: "stop_all", "cycle" or "zero_weight"."""
+    has_stages: bool = False
+    """Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ over ranks."""
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    shards_parameters: bool = False
+    """Whether each rank holds a shard of every parameter. Evaluation steps then communicate, all ranks must run
+    equally many of them, and checkpoints are read in shards."""
+    holds_parameters: bool = False
+    """Whether an engine owns the parameters, so that their tensors must not be replaced or averaged in place."""
+    helps_in_evaluation: bool = True
+    """Whether this rank can run `evaluate_without_data` where `shards_parameters`; else it needs a batch first."""
+    has_inference_mode: bool = True
+    """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    holds_gradients: bool = False
+    """Whether an engine holds the gradients, instead of the `grad` of an optimizer's parameters."""
+    traces_lazily: bool = False
+    """Whether operations are traced into graphs (lazy tensors) in which the gradients of a window lie."""
+    reduces_every_step: bool = True
+    """Whether each window ends with a reduction of gradients over all ranks, in which they wait for each other."""
+    sums_gradients_itself: bool = False
+    """Whether the engine sums gradients in `accumulate_dtype`; else the training loop does."""
+    accumulate_dtype: torch.dtype | None = None
+    """Dtype of gradient sums over a window and over ranks; None: the parameters'. Set before `setup_module`."""
+
+    # -- optimizers and compilation ------------------------------------------------------------------------------
+
+    configures_optimizers: bool = False
+    """Whether `default_optimizers` may return optimizers, so that the module need not configure any."""
+    rebuilds_optimizers: bool = False
+    """Whether each fit builds an engine anew, with optimizer states of its own that start from zero."""
+    adds_param_groups: bool = True
+    """Whether parameter groups can be added to optimizers during training."""
+    has_module_hooks: bool = False
+    """Whether hooks of submodules communicate: `compile=` then compiles submodules instead of steps."""
+    compile_refusal: tuple[str, str] | None = None
+    """Why `compile=` cannot be used, and the remedy; None where it can."""

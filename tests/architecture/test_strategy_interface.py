@@ -1,0 +1,107 @@
+"""Requests to a strategy: each is declared on `Strategy`, where type checkers and authors of strategies see it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+from loopwright.strategies import Strategy
+
+from .sources import ROOT, package_files, place, tree_of
+
+# Engines know each other; Lightning's views add attributes of their own.
+OUTSIDE = ("strategies/", "compat/lightning/connectors.py")
+# Names of variables and attributes that hold a strategy; arguments of `strategy=` may be strings.
+HOLDERS = {"strategy", "_strategy", "chosen_strategy"}
+OF_STRINGS = {"lower"}
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+
+DECLARED = {
+    name
+    for cls in Strategy.__mro__
+    for name in (*vars(cls), *vars(cls).get("__annotations__", ()))
+    if not name.startswith("_")
+}
+
+
+def problems_in(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Give every node that asks a strategy for what `Strategy` does not declare, with what is wrong."""
+    holders = HOLDERS | set(_aliases(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_strategy(node.value, holders):
+            if node.attr not in DECLARED | OF_STRINGS:
+                yield node, f".{node.attr} is not declared on Strategy"
+            elif node.attr == "strategy_name":
+                yield node, ".strategy_name says nothing about what a strategy can do: declare a capability"
+        elif _is_by_name(node) and _is_strategy(node.args[0], holders):
+            yield node, f"{ast.unparse(node)}: declare the attribute on Strategy"
+
+
+def _aliases(tree: ast.Module) -> Iterator[str]:
+    """Give local names that are assigned a strategy, alone or in a tuple."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                if isinstance(name, ast.Name) and _is_strategy(value, HOLDERS):
+                    yield name.id
+
+
+def _is_by_name(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME
+
+
+def _is_strategy(node: ast.expr, holders: set[str]) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in holders
+    return isinstance(node, ast.Attribute) and node.attr in HOLDERS
+
+
+def sources() -> list[Path]:
+    return [file for file in package_files() if not str(file.relative_to(ROOT)).startswith(OUTSIDE)]
+
+
+def test_strategies_are_asked_only_for_what_strategy_declares() -> None:
+    found = [f"{place(file, node)}: {what}" for file in sources() for node, what in problems_in(tree_of(file))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "self.strategy.deepspeed_engine.step()",
+        "fabric.strategy._device",
+        "getattr(trainer.strategy, 'uneven', 'stop_all')",
+        "hasattr(strategy, 'state_dict')",
+        "strategy, loader = run.fabric.strategy, None\nstrategy.plan",
+        "own = trainer.strategy\nown.plan",
+        "if strategy.strategy_name == 'dp': pass",
+    ],
+)
+def test_an_undeclared_request_is_found(source: str) -> None:
+    assert list(problems_in(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source", ["trainer.strategy.uneven", "strategy.lower() == 'auto'", "strategy.gather_objects(1)"]
+)
+def test_a_declared_request_is_accepted(source: str) -> None:
+    assert not list(problems_in(ast.parse(source)))
+
+
+def test_every_capability_has_a_docstring() -> None:
+    tree = tree_of(ROOT / "strategies" / "capabilities.py")
+    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Capabilities")
+    declared = [index for index, node in enumerate(cls.body) if isinstance(node, ast.AnnAssign)]
+    assert declared
+    for index in declared:
+        after = cls.body[index + 1] if index + 1 < len(cls.body) else None
+        assert isinstance(after, ast.Expr), ast.unparse(cls.body[index])
