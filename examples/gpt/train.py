@@ -103,7 +103,9 @@ def report(state_key: str, args: argparse.Namespace) -> None:
     sample = model.generate(args.prompt.encode(), length=500, seed=args.seed)
     val_loss = float(state["best_model_score"])
 
-    print(f"\nBest model: val_loss {val_loss:.4f} nats = {val_loss / math.log(2):.3f} bits per byte, on unseen files")
+    print(
+        f"\nBest model: val_loss {val_loss:.4f} nats = {val_loss / math.log(2):.3f} bits per byte, on files never seen"
+    )
     print(f"{' What it writes ':-^80}")
     print(sample.decode("utf-8", errors="replace"))
     print(f"{' Where to look ':-^80}")
