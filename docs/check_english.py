@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Python files and folders that pass. To check more of the package, add a line here.
-SOURCES: tuple[str, ...] = ("benchmarks", "examples")
+SOURCES: tuple[str, ...] = ("__init__.py", "__main__.py", "benchmarks", "docs/check_docs.py", "examples")
 
 # Pages generated from Python sources outside `SOURCES`.
 GENERATED = {"lifecycle.md"}
@@ -58,15 +58,26 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"grey|artefacts?|licence|defence|programme", "US spelling: gray, artifact, license, defense, program"),
 )
 
+# Checked in pages only.
+PHRASES_OF_PAGES: tuple[tuple[str, str], ...] = (
+    (r"(?:as a |on the )?whole", "full, complete"),
+    (r"cuts?|cutting", "split, shard"),
+    (r"(?:is|are|was|were) (?:said|told)", "reported, logged, notified"),
+)
 
-def compiled(gap: str) -> list[tuple[re.Pattern[str], str]]:
-    """Return the patterns of `PHRASES`, with `gap` for each space."""
-    return [(re.compile(rf"\b(?:{text.replace(' ', gap)})\b", re.IGNORECASE), instead) for text, instead in PHRASES]
+# Matches that begin like this are plain English: "there is no", "as a whole".
+FINE = ("there ", "as a ", "on the ")
 
 
-RULES = compiled(r"\s+")
+def compiled(phrases: tuple[tuple[str, str], ...], gap: str) -> list[tuple[re.Pattern[str], str]]:
+    """Return the patterns of phrases, with `gap` for each space."""
+    return [(re.compile(rf"\b(?:{text.replace(' ', gap)})\b", re.IGNORECASE), instead) for text, instead in phrases]
+
+
+RULES = compiled(PHRASES, r"\s+")
+RULES_OF_PAGES = RULES + compiled(PHRASES_OF_PAGES, r"\s+")
 # In Python a phrase may continue in the next literal or comment, so that quotes and number signs separate words, too.
-ANYWHERE = re.compile("|".join(pattern.pattern for pattern, _ in compiled(r"[\s\"'#f]+")), re.IGNORECASE)
+ANYWHERE = re.compile("|".join(pattern.pattern for pattern, _ in compiled(PHRASES, r"[\s\"'#f]+")), re.IGNORECASE)
 CODE = re.compile(r"^ *```.*?^ *```$|^<!--.*?-->$|`[^`\n]*(?:\n[^`\n]+)?`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 TEXTS = {"STRING", "FSTRING_MIDDLE", "COMMENT"}
 
@@ -98,23 +109,24 @@ def unreleased(text: str) -> str:
 
 def problems(path: Path) -> list[str]:
     """Return each phrase to replace in a file, as `file:line: phrase -> replacement`."""
-    text = path.read_text(encoding="utf-8")
+    text, rules = path.read_text(encoding="utf-8"), RULES_OF_PAGES
     if path.suffix == ".py":
         if not ANYWHERE.search(text):  # true of most files, and much faster than reading their tokens
             return []
-        text = texts_of_code(text)
+        text, rules = texts_of_code(text), RULES
     elif path.name == "CHANGELOG.md":
         text = unreleased(text)
     text = CODE.sub(blank, text)
-    return [f"{path.relative_to(ROOT)}:{line}: {phrase} -> {instead}" for line, phrase, instead in sorted(found(text))]
+    phrases = sorted(found(text, rules))
+    return [f"{path.relative_to(ROOT)}:{line}: {phrase} -> {instead}" for line, phrase, instead in phrases]
 
 
-def found(text: str) -> Iterator[tuple[int, str, str]]:
+def found(text: str, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[tuple[int, str, str]]:
     """Give the line, the phrase and its replacement for each phrase in a text."""
-    for pattern, instead in RULES:
+    for pattern, instead in rules:
         for match in pattern.finditer(text):
             phrase = " ".join(match.group().split())
-            if not phrase.lower().startswith("there "):  # "there is no" is plain English
+            if not phrase.lower().startswith(FINE):
                 yield text.count("\n", 0, match.start()) + 1, phrase, instead
 
 

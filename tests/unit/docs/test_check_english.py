@@ -43,7 +43,7 @@ def test_a_phrase_may_continue_on_the_next_line(check_english: ModuleType) -> No
     [
         "There is no loader, and so there\nare no batches.",
         "It is no longer needed.",
-        "The batch goes on the GPU.",
+        "The batch goes on the GPU, the process as a\nwhole.",
         "The value is None. Recommend an amendment to the characteristic.",
         "Optimizer, behavior, analyzer, realistic, promise, exercise, precise.",
         "Quoted: `for ever`, [a link](by hand).",
