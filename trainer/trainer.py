@@ -603,12 +603,12 @@ class Trainer(TrainerAttributes):
         return RanksWindowLoss(self.fabric.device, self.strategy, counts=counts)
 
     def _make_agreement(self) -> Agreement | None:
-        gate = self._guard.gate
-        if gate is None:
+        coordinator = self._guard.stop_coordinator
+        if coordinator is None:
             return None
         from .loop.agreement import Agreement  # not imported where there is one process
 
-        return Agreement(self, self._guard, gate)
+        return Agreement(self, self._guard, coordinator)
 
     def open_log(self, module: Module) -> None:
         """Let `log` of the module and its children reach the metrics until the run ends."""

@@ -1,8 +1,8 @@
-"""What keeps several processes from waiting for each other for ever: who failed, where all stand, and where to stop."""
+"""Watch over the ranks: failures, stall reports, and coordinated stops."""
 
 from __future__ import annotations
 
-from .stop_coordinator import StopGate
+from .stop_coordinator import StopCoordinator
 from .watch import Watch
 
-__all__ = ["StopGate", "Watch"]
+__all__ = ["StopCoordinator", "Watch"]

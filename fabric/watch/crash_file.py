@@ -1,7 +1,7 @@
-"""A file per rank into which faulthandler writes the Python stacks when a fatal signal (SIGSEGV, SIGABRT, ...) ends it.
+"""Crash file: receives a rank's Python stacks from faulthandler when a fatal signal (SIGSEGV, SIGABRT, ...) ends it.
 
 C++ libraries abort a process without a Python traceback: gloo, for one, when ranks reduce tensors of different sizes.
-The other ranks of the machine, and a launcher that gave the folder, read the file and put the stack into their report.
+The other ranks of the machine, or a launcher that provides the folder, read the file and report the stack.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .peers import stack_of
 __all__ = ["FOLDER", "crash_text", "describe_crash", "open_crash_file", "read_crash"]
 
 FOLDER = "LOOPWRIGHT_CRASH_FOLDER"
-"""The variable in which a launcher names the folder; without it, the system's folder for temporary files is taken."""
+"""Environment variable in which a launcher names the folder; the default is the system's temporary folder."""
 
 _opened: tuple[int, str] | None = None  # process, path
 _MOST_BYTES = 1 << 16
 
 
 def open_crash_file() -> str:
-    """Let fatal signals of this process be described in a file, and return its path; once per process.
+    """Open this process's crash file and return its path; once per process.
 
     Returns:
-        "" where the program, or Python's `-X faulthandler`, has enabled faulthandler itself: then that is left alone;
-        and in the process that started the others, which writes to its standard error instead.
+        "" where the program, or Python's `-X faulthandler`, has already enabled faulthandler; and in the process that
+        started the others, which writes to its standard error instead.
     """
     global _opened
     if _opened is not None and _opened[0] == os.getpid():
@@ -42,7 +42,7 @@ def open_crash_file() -> str:
         os.environ.pop(CRASH_FILE, None)
         return ""
     if _started_the_others():
-        # They end with this process, and nobody is left to read a file.
+        # They end with this process, so that no process is left to read a file.
         with suppress(OSError):
             faulthandler.enable(file=2, all_threads=True)
             os.environ[CRASH_FILE] = "stderr"
@@ -63,14 +63,14 @@ def open_crash_file() -> str:
 
 
 def _started_the_others() -> bool:
-    # Not imported: then nothing was started.
+    # Not imported means that nothing was started.
     script = sys.modules.get(f"{__package__.rpartition('.')[0]}.launch.script")
     return script is not None and script.started_here() is not None
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the files of processes that were killed, so that they do not pile up."""
-    if not Path("/proc/self").exists():  # nothing is known of other processes
+    """Remove the files of processes that were killed, so that they do not accumulate."""
+    if not Path("/proc/self").exists():  # other processes are not visible
         return
     for path in folder.glob("loopwright-crash-*-*"):
         pid = path.name.split("-")[2]
@@ -86,7 +86,7 @@ def _remove() -> None:
 
 
 def crash_text(path: str) -> str:
-    """Return what faulthandler wrote, "" where there is nothing."""
+    """Return the content of a crash file; "" without one."""
     if not path:
         return ""
     try:
@@ -97,14 +97,14 @@ def crash_text(path: str) -> str:
 
 
 def read_crash(path: str, thread: int) -> tuple[str, str]:
-    """Return how a process crashed, and the Python stacks of the threads that matter, outermost line first.
+    """Return the cause of a crash and the Python stacks of the crashed and the training thread, outermost line first.
 
     Args:
-        path: Its file, which is removed; by the launcher, if that gave the folder.
-        thread: Ident of the thread that trains; 0 where it is not known.
+        path: The crash file. It is removed, unless a launcher provided the folder.
+        thread: Identifier of the training thread; 0 if unknown.
 
     Returns:
-        "Fatal Python error: Aborted", say, and the stacks; both "" where it did not crash.
+        A cause such as "Fatal Python error: Aborted", and the stacks; both "" without a crash.
     """
     text = crash_text(path)
     if path and FOLDER not in os.environ:
@@ -114,7 +114,7 @@ def read_crash(path: str, thread: int) -> tuple[str, str]:
 
 
 def describe_crash(text: str, thread: int) -> tuple[str, str]:
-    """Return what `read_crash` does, from what faulthandler wrote."""
+    """Return cause and stacks as `read_crash` does, from the content of a crash file."""
     how = next((line for line in text.splitlines() if line.startswith("Fatal Python error")), "Fatal Python error")
     current = text.partition("Current thread 0x")[2].split()
     # The thread that crashed is often one of a library, which has no Python stack.

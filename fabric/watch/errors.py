@@ -1,4 +1,4 @@
-"""Tells errors that another rank's failure may have caused: those of the processes' communication."""
+"""Communication errors: those that another rank's failure may have caused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 __all__ = ["is_communication_error", "is_timeout"]
 
-# What gloo, NCCL and torch's process groups say when a peer is gone or late (torch 2.9 to 2.13).
+# Messages of gloo, NCCL and torch's process groups when a peer is gone or late (torch 2.9 to 2.13).
 _SIGNS = (
     "gloo", "nccl", "processgroup", "process group", "connection closed by peer", "connection reset by peer",
     "broken pipe", "socket timeout", "application timeout caused pair closure", "collective operation timeout",
@@ -16,7 +16,7 @@ _LATE = ("timed out", "timeout", "time out")
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and what it was raised from, the outermost first."""
+    """Return an error and its causes, the outermost first."""
     found: list[BaseException] = []
     next_one: BaseException | None = error
     while next_one is not None and next_one not in found:
@@ -26,7 +26,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, is one of communication between ranks."""
+    """Return whether an error, or one of its causes, is a communication error."""
     return any(_is_one(link) for link in _chain(error))
 
 
@@ -42,5 +42,5 @@ def _is_one(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a communication error says that peers were late, not that a connection broke."""
+    """Return whether a communication error reports late peers rather than a broken connection."""
     return any(_is_one(link) and any(sign in str(link).lower() for sign in _LATE) for link in _chain(error))

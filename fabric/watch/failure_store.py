@@ -1,35 +1,63 @@
-"""What the ranks' watches tell each other through the store.
+"""Failure store: the keys through which the ranks' watches exchange failures, heartbeats and statuses.
 
-bell              a counter: something happened; each rank looks at it some times per second, and at the rest only
-                  when it rang
+notifications     a counter: something changed; each rank reads it several times per second, and the other keys only
+                  when it has changed
 failure/<k>       k-th failure, as JSON: written once, by compare_set, so that all ranks see one order
-seen              how many ranks have read a failure, or that rank 0 is done: then the store may go
-peer/<rank>       who a rank is; machine/<key>/<i> the same for those of one machine
-beat/<rank>       a count that grows each second, and where the rank is
-done/<rank>       the rank ended regularly
-stall/<k>         the k-th question where everybody stands; stall/<k>/<rank> the answers; stall/<k>/for/<rank>
-                  what a neighbour found out about a rank that cannot answer
+seen              how many ranks have read a failure, or that rank 0 is done: then the store may close
+peer/<rank>       a rank's process; machine/<key>/<i> the same for the ranks of one machine
+beat/<rank>       a count that grows each second, and the rank's position
+done/<rank>       the rank ended normally
+stall/<k>         the k-th status request; stall/<k>/<rank> the answers; stall/<k>/for/<rank> what a neighbor found out
+                  about a rank that cannot answer
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from ..failure import Failure
 from .peers import Peer
-from .stall import Standing
+from .rank_status import RankStatus
 
-__all__ = ["Board", "Record"]
+__all__ = ["FailureStore", "Record", "Store"]
+
+
+class Store(Protocol):
+    """The methods of a torch.distributed store that the watch uses; not imported, which costs time without ranks."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value, waiting for it."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter and return its value."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys exist."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write a value if the present one is the expected one; return the value afterwards."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return several values."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A failure, as it is written down.
+    """A failure, as it is stored.
 
     Attributes:
-        run: Which run it was in: the first, second, ... that the trainer began on the rank that wrote it.
+        run: Number of the run, counted on the rank that wrote it.
         by: The rank that wrote it.
         failure: What failed.
     """
@@ -49,7 +77,7 @@ class Record:
         return cls(values["run"], values["by"], Failure.from_json(values["failure"]))
 
 
-class Board:
+class FailureStore:
     """Reads and writes the keys above.
 
     Args:
@@ -58,43 +86,42 @@ class Board:
         size: Number of ranks.
     """
 
-    # Any: importing torch.distributed costs time that one process need not pay
-    def __init__(self, store: Any, *, rank: int, size: int) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self.store = store
         self._rank = rank
         self._size = size
-        self._heard = 0
+        self._seen_notifications = 0
         self._next_failure = 0
-        self._next_question = 0
+        self._next_request = 0
         self._machine = ""
         self._known_on_machine = 0
         self._has_all = False
 
-    # --- the bell ----------------------------------------------------------------------------------------------------
+    # --- notifications ------------------------------------------------------------------------------------------------
 
-    def ring(self) -> None:
-        """Make all ranks look."""
-        self.store.add("bell", 1)
+    def notify(self) -> None:
+        """Notify all ranks of a change."""
+        self.store.add("notifications", 1)
 
-    def has_rung(self) -> bool:
-        """Whether the bell rang since the last time."""
-        count = int(self.store.add("bell", 0))
-        has_rung, self._heard = count != self._heard, count
-        return has_rung
+    def was_notified(self) -> bool:
+        """Return whether there was a notification since the last call."""
+        count = int(self.store.add("notifications", 0))
+        was_notified, self._seen_notifications = count != self._seen_notifications, count
+        return was_notified
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
     def write_failure(self, record: Record) -> Record:
-        """Write a failure down, unless there is one of the same run or a later one already.
+        """Store a failure, unless there is already one of the same run or a later one.
 
         Returns:
-            The first failure of this run: the given one, or the one that was there.
+            The first failure of this run: the given one, or the one already stored.
         """
         text, number = record.to_json(), self._next_failure
         while True:
             found = self.store.compare_set(f"failure/{number}", "", text)
             if found == text.encode():
-                self.ring()
+                self.notify()
                 return record
             other = Record.from_json(found)
             if other.run >= record.run:
@@ -110,17 +137,17 @@ class Board:
         return records
 
     def note_seen(self, what: str) -> None:
-        """Tell rank 0, whose process may hold the store, that this rank has read something."""
+        """Count this rank among those that have read something; rank 0, which may host the store, waits for it."""
         self.store.add(f"seen/{what}", 1)
 
     def count_seen(self, what: str) -> int:
         """Return how many ranks have read it."""
         return int(self.store.add(f"seen/{what}", 0))
 
-    # --- who is here -------------------------------------------------------------------------------------------------
+    # --- processes -------------------------------------------------------------------------------------------------
 
     def introduce(self, peer: Peer) -> None:
-        """Say who this rank is."""
+        """Publish this rank's process."""
         text = json.dumps(peer.to_dict())
         self._machine = peer.machine
         self.store.set(f"peer/{self._rank}", text)
@@ -128,8 +155,8 @@ class Board:
         self.store.set(f"machine/{peer.machine}/{place}", text)
         self.store.add("peers", 1)
 
-    def new_neighbours(self) -> list[Peer]:
-        """Return the ranks on this machine that were not known before; never this one."""
+    def new_neighbors(self) -> list[Peer]:
+        """Return ranks on this machine that were unknown so far, without this one."""
         if self._has_all:
             return []
         has_all = int(self.store.add("peers", 0)) >= self._size
@@ -147,87 +174,87 @@ class Board:
         return found
 
     def all_are_here(self) -> bool:
-        """Whether every rank has introduced itself."""
+        """Return whether every rank has published its process."""
         return int(self.store.add("peers", 0)) >= self._size
 
     def peer(self, rank: int) -> Peer | None:
-        """Return who a rank is; None if it has not said so."""
+        """Return a rank's process; None if it is not published yet."""
         if not self.store.check([f"peer/{rank}"]):
             return None
         return Peer(**json.loads(self.store.get(f"peer/{rank}")))
 
-    # --- signs of life -----------------------------------------------------------------------------------------------
+    # --- heartbeats -----------------------------------------------------------------------------------------------
 
-    def beat(self, count: int, place: dict[str, Any]) -> None:
-        """Say that this rank lives, and where it is."""
+    def beat(self, count: int, place: dict[str, object]) -> None:
+        """Publish a heartbeat with this rank's position."""
         self.store.set(f"beat/{self._rank}", json.dumps([count, place], default=str))
 
-    def beats(self, ranks: list[int]) -> dict[int, tuple[int, dict[str, Any]]]:
-        """Return count and place of ranks that have introduced themselves."""
+    def beats(self, ranks: list[int]) -> dict[int, tuple[int, dict[str, object]]]:
+        """Return heartbeat count and position of ranks that have published their process."""
         values = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         return {rank: tuple(json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
 
-    def place_of(self, rank: int) -> dict[str, Any]:
-        """Return where a rank was, as it said last."""
+    def place_of(self, rank: int) -> dict[str, object]:
+        """Return a rank's last published position."""
         if not self.store.check([f"beat/{rank}"]):
             return {}
-        place: dict[str, Any] = json.loads(self.store.get(f"beat/{rank}"))[1]
+        place: dict[str, object] = json.loads(self.store.get(f"beat/{rank}"))[1]
         return place
 
     def write_done(self) -> None:
-        """Say that this rank ends regularly."""
+        """Publish that this rank ends normally."""
         self.store.set(f"done/{self._rank}", "1")
-        self.ring()
+        self.notify()
 
     def is_done(self, rank: int) -> bool:
-        """Whether a rank ended regularly."""
+        """Return whether a rank ended normally."""
         return bool(self.store.check([f"done/{rank}"]))
 
-    # --- where everybody stands --------------------------------------------------------------------------------------
+    # --- rank statuses --------------------------------------------------------------------------------------
 
-    def ask(self, why: str) -> int:
-        """Ask all ranks where they stand, or join a question that was just asked.
+    def request_status(self, why: str) -> int:
+        """Ask all ranks where they stand, or join a request that was just asked.
 
         Returns:
-            The number of the question.
+            Number of the request.
         """
-        number = self._next_question
+        number = self._next_request
         text = json.dumps([self._rank, why])
         if self.store.compare_set(f"stall/{number}", "", text) == text.encode():
-            self.ring()
+            self.notify()
         return number
 
-    def new_question(self) -> tuple[int, str] | None:
-        """Return number and reason of a question that this rank has not answered; None if there is none."""
-        if not self.store.check([f"stall/{self._next_question}"]):
+    def new_status_request(self) -> tuple[int, str] | None:
+        """Return number and reason of a request that this rank has not answered; None without one."""
+        if not self.store.check([f"stall/{self._next_request}"]):
             return None
-        _, why = json.loads(self.store.get(f"stall/{self._next_question}"))
-        self._next_question += 1
-        return self._next_question - 1, why
+        _, why = json.loads(self.store.get(f"stall/{self._next_request}"))
+        self._next_request += 1
+        return self._next_request - 1, why
 
-    def answer(self, question: int, standing: Standing) -> None:
-        """Answer for this rank."""
-        self.store.set(f"stall/{question}/{self._rank}", standing.to_json())
-        self.store.add(f"stall/{question}/n", 1)
+    def write_status(self, request: int, status: RankStatus) -> None:
+        """Publish the status of this rank."""
+        self.store.set(f"stall/{request}/{self._rank}", status.to_json())
+        self.store.add(f"stall/{request}/n", 1)
 
-    def count_answers(self, question: int) -> int:
-        """Return how many ranks answered for themselves."""
-        return int(self.store.add(f"stall/{question}/n", 0))
+    def count_statuses(self, request: int) -> int:
+        """Return how many ranks have published their own status."""
+        return int(self.store.add(f"stall/{request}/n", 0))
 
-    def answer_for(self, question: int, standing: Standing) -> None:
-        """Say what is known of a rank that cannot answer."""
-        self.store.set(f"stall/{question}/for/{standing.rank}", standing.to_json())
+    def write_status_for(self, request: int, status: RankStatus) -> None:
+        """Publish the status of a rank that cannot answer."""
+        self.store.set(f"stall/{request}/for/{status.rank}", status.to_json())
 
-    def has_answered(self, question: int, rank: int) -> bool:
-        """Whether a rank answered for itself."""
-        return bool(self.store.check([f"stall/{question}/{rank}"]))
+    def has_status(self, request: int, rank: int) -> bool:
+        """Return whether a rank has published its own status."""
+        return bool(self.store.check([f"stall/{request}/{rank}"]))
 
-    def answers(self, question: int) -> dict[int, Standing]:
-        """Return the answers so far, those that neighbours gave included."""
+    def statuses(self, request: int) -> dict[int, RankStatus]:
+        """Return the statuses so far, including those published by neighbors."""
         found = {}
         for rank in range(self._size):
-            for key in (f"stall/{question}/{rank}", f"stall/{question}/for/{rank}"):
+            for key in (f"stall/{request}/{rank}", f"stall/{request}/for/{rank}"):
                 if self.store.check([key]):
-                    found[rank] = Standing.from_json(self.store.get(key))
+                    found[rank] = RankStatus.from_json(self.store.get(key))
                     break
         return found

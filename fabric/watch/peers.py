@@ -1,4 +1,4 @@
-"""Finds out whether another process of this machine still lives."""
+"""`Peer`: another process of this machine, its state and its Python stack."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 __all__ = ["Peer", "StackOnSignal", "machine_key", "stack_of"]
 
 
 def machine_key() -> str:
-    """Return what two processes have in common if and only if each can look the other one up by its pid.
+    """Return a key that two processes share if and only if each can look up the other by its pid.
 
     A host's name is not enough: containers on one machine may share it and not see each other's processes.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux, or a hardened one
+    except OSError:  # not Linux, or a hardened one
         boot = space = ""
     return f"{socket.gethostname()}|{boot}|{space}"
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank's process, as it introduced itself.
+    """The process of a rank.
 
     Attributes:
         rank: Global rank.
@@ -37,12 +36,13 @@ class Peer:
         host: Name of its host.
         machine: See `machine_key`.
         pid: Its process.
-        started: When the process started, in the kernel's ticks, so that another process with its number is not taken
-            for it; 0 where that is not known.
-        trace_signal: Makes it write its Python stack to `trace_file`, even if it holds the interpreter's lock; 0: none.
-        trace_file: Where the stack is written to.
-        thread: The thread that trains, as `threading.get_ident` calls it.
-        crash_file: Where its Python stacks are written to if a fatal signal ends it; "": nowhere.
+        started: Start time of the process in the kernel's ticks, which distinguishes it from a later process with the
+            same pid; 0 where it is unknown.
+        trace_signal: Signal on which it writes its Python stack to `trace_file`, even while it holds the interpreter's
+            lock; 0 for none.
+        trace_file: File that receives the stack.
+        thread: Identifier of the training thread (`threading.get_ident`).
+        crash_file: File that receives its Python stacks when a fatal signal ends it; "" for none.
     """
 
     rank: int
@@ -60,16 +60,16 @@ class Peer:
     def of_this_process(
         cls, rank: int, local_rank: int, *, trace_signal: int = 0, trace_file: str = "", thread: int = 0
     ) -> Peer:
-        """Return what this process says of itself."""
+        """Return this process as a peer."""
         host, pid = socket.gethostname(), os.getpid()
         return cls(rank, local_rank, host, machine_key(), pid, _stat(pid)[1], trace_signal, trace_file, thread)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+    def to_dict(self) -> dict[str, object]:
+        """Return the attributes as plain values."""
         return asdict(self)
 
     def ask_for_stack(self) -> int:
-        """Make it write its Python stack, if it can; `read_stack` gives it a moment later.
+        """Request its Python stack, if possible; `read_stack` returns it a moment later.
 
         Returns:
             The size of its file before: where the stack will begin.
@@ -84,7 +84,7 @@ class Peer:
         return size
 
     def read_stack(self, begin: int) -> list[str]:
-        """Return the stack of the thread that trains, outermost line first; empty where there is none."""
+        """Return the stack of the training thread, outermost line first; empty without one."""
         try:
             with open(self.trace_file, encoding="utf-8", errors="replace") as file:
                 file.seek(begin)
@@ -93,18 +93,18 @@ class Peer:
             return []
 
     def state(self) -> str:
-        """Return the state of the process, asked on its machine: "gone", or the kernel's letter (R, S, D, T)."""
+        """Return the state of the process, on its machine only: "gone", or the kernel's letter (R, S, D, T)."""
         if not sys.platform.startswith("linux"):
             return "S" if _exists(self.pid) else "gone"
         letter, started = _stat(self.pid)
-        # A zombie has ended; only its parent has not asked for its exit code yet.
+        # A zombie has ended; its parent has not read its exit code yet.
         if letter in ("", "Z", "X") or (self.started and started != self.started):
             return "gone"
         return letter
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state's letter and the start time of a process; ("", 0) if there is none."""
+    """Return the state's letter and the start time of a process; ("", 0) without one."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -125,7 +125,7 @@ def _exists(pid: int) -> bool:
 
 
 def stack_of(text: str, thread: int) -> list[str]:
-    """Return one thread's part of what faulthandler writes, outermost line first."""
+    """Return the lines of one thread from a faulthandler dump, outermost line first."""
     lines: list[str] = []
     is_inside = False
     for line in text.splitlines():
@@ -137,13 +137,13 @@ def stack_of(text: str, thread: int) -> list[str]:
 
 
 class StackOnSignal:
-    """Lets neighbours see this process's Python stack also while a C function keeps Python from running.
+    """Makes this process's Python stack readable by neighbors, also while a C function blocks Python.
 
-    faulthandler writes it from the C level, into a file in memory that neighbours read through /proc. Linux only. It
-    stays for the life of the process: a neighbour's signal may still be on its way, and would kill without it.
+    faulthandler writes it from the C level, into a file in memory that neighbors read through /proc. Linux only. It
+    stays for the life of the process: a neighbor's signal may still be pending, and would kill the process without it.
 
     Attributes:
-        number: The signal; 0 where this cannot work, or the program uses the signal itself.
+        number: The signal; 0 where this is unsupported, or the program uses the signal itself.
         file: Path of the file for other processes.
     """
 

@@ -1,18 +1,18 @@
-"""Ranks on other machines, whose heartbeats are all that is seen of them."""
+"""Remote ranks: ranks on other machines, which are observed through their heartbeats only."""
 
 from __future__ import annotations
 
-from .failure_store import Board
+from .failure_store import FailureStore
 from .peers import Peer
 
-__all__ = ["FarRanks"]
+__all__ = ["RemoteRanks"]
 
 
-class FarRanks:
-    """Knows which hosts fell silent. Rank 0 looks at all others, rank 1 at that of rank 0: n readers, not n²."""
+class RemoteRanks:
+    """Detects hosts that fell silent. Rank 0 observes all other hosts, rank 1 that of rank 0: n reads, not n²."""
 
-    def __init__(self, board: Board, *, rank: int, size: int) -> None:
-        self._board = board
+    def __init__(self, failure_store: FailureStore, *, rank: int, size: int) -> None:
+        self._failure_store = failure_store
         self._rank = rank
         self._size = size
         self._has_some: bool | None = None  # None: not all ranks are here yet
@@ -20,36 +20,36 @@ class FarRanks:
         self._peers: dict[int, Peer] = {}
 
     def peer(self, rank: int) -> Peer | None:
-        """Return a rank of another machine that this rank looks at."""
+        """Return a rank of another machine that this rank observes; None for others."""
         return self._peers.get(rank)
 
     def find_silent(self, me: Peer | None, now: float, *, after_s: float) -> Peer | None:
-        """Return a rank whose whole machine has not answered for so long; None if there is none.
+        """Return a rank whose machine has sent no heartbeat for `after_s`; None if there is none.
 
         Args:
-            me: This rank; None before it has introduced itself.
+            me: This rank; None before it has published its process.
             now: `time.monotonic()`.
             after_s: Seconds without a heartbeat.
         """
         if self._rank > 1 or self._has_some is False or (self._has_some is None and not self._find(me, now)):
             return None
         silent: list[int] = []
-        for rank, (count, _) in self._board.beats(sorted(self._beats)).items():
+        for rank, (count, _) in self._failure_store.beats(sorted(self._beats)).items():
             if count != self._beats[rank][0]:
                 self._beats[rank] = (count, now)
             elif now - self._beats[rank][1] > after_s:
                 silent.append(rank)
         for rank in silent:
             peer = self._peers[rank]
-            # While another rank of the machine answers, the machine is there, and looks after its processes itself.
+            # While another rank of the machine answers, the machine is alive, and observes its processes itself.
             if not any(other.machine == peer.machine and r not in silent for r, other in self._peers.items()):
                 return peer
         return None
 
     def _find(self, me: Peer | None, now: float) -> bool:
-        if me is None or not self._board.all_are_here():
+        if me is None or not self._failure_store.all_are_here():
             return False
-        peers = {rank: self._board.peer(rank) for rank in range(self._size)}
+        peers = {rank: self._failure_store.peer(rank) for rank in range(self._size)}
         first = peers[0]
         for rank, peer in peers.items():
             if peer is None or first is None or peer.machine == me.machine:

@@ -1,4 +1,4 @@
-"""Signals as the watch hears them, also while the main thread is in C++ and runs no handler."""
+"""Signal wakeup: signals that arrive while the main thread is in C++ and cannot run a handler."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import os
 import signal
 from typing import Protocol
 
-from .stop_coordinator import StopGate
+from .stop_coordinator import StopCoordinator
 
-__all__ = ["Guard", "HeardSignals"]
+__all__ = ["RunSignals", "SignalWakeup"]
 
-_DEAF_S = 1.0  # for the main thread to hear the second Ctrl-C
+_UNHANDLED_S = 1.0  # for the main thread to handle the second Ctrl-C
 
 
-class Guard(Protocol):
-    """What guards a run: it has handlers for some signals, and counts how many of them ran."""
+class RunSignals(Protocol):
+    """The signal handlers of a run, which count how often they ran."""
 
     requested: signal.Signals | None
     heard: int
 
     @property
     def handled(self) -> set[signal.Signals]:
-        """Signals that it handles."""
+        """Signals that have a handler."""
 
 
-class HeardSignals:
-    """Brings signals that a run's guard handles to the gate.
+class SignalWakeup:
+    """Forwards signals from a wakeup file descriptor to the stop coordinator.
 
     Attributes:
         pipe: For `signal.set_wakeup_fd`; None while it is closed.
@@ -34,50 +34,50 @@ class HeardSignals:
     def __init__(self) -> None:
         self.pipe: int | None = None
         self._read_end = -1
-        self._seen: tuple[Guard, signal.Signals] | None = None
-        self._interrupted: tuple[Guard | None, int] = (None, 0)
+        self._seen: tuple[RunSignals, signal.Signals] | None = None
+        self._interrupted: tuple[RunSignals | None, int] = (None, 0)
         self._interrupted_at: tuple[float, int] | None = None
 
     def open(self) -> None:
-        """Make the pipe."""
+        """Create the pipe."""
         self._read_end, self.pipe = os.pipe()
         for end in (self._read_end, self.pipe):
             os.set_blocking(end, False)
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Close the pipe."""
         if self.pipe is not None:
             os.close(self._read_end)
             os.close(self.pipe)
             self.pipe = None
 
-    def hand_on(self, guard: Guard | None, gate: StopGate, now: float) -> bool:
-        """Ask the gate for a stop if there was a signal.
+    def forward(self, run_signals: RunSignals | None, coordinator: StopCoordinator, now: float) -> bool:
+        """Request a stop if there was a signal.
 
         Returns:
-            Whether Ctrl-C came twice, and the main thread has not heard it a second later; said once.
+            Whether Ctrl-C was pressed twice and the main thread has not handled it a second later; True once.
         """
         try:
             numbers = os.read(self._read_end, 256)
         except BlockingIOError:  # the usual case: there was none
             numbers = b""
-        if guard is None:
+        if run_signals is None:
             return False
-        if guard is not self._interrupted[0]:
-            self._interrupted, self._interrupted_at = (guard, 0), None
-        handled = guard.handled
+        if run_signals is not self._interrupted[0]:
+            self._interrupted, self._interrupted_at = (run_signals, 0), None
+        handled = run_signals.handled
         for number in numbers:
             if number in handled:
-                gate.request(signal.Signals(number).name)
+                coordinator.request(signal.Signals(number).name)
             if number == signal.SIGINT and number in handled:
-                self._interrupted = (guard, self._interrupted[1] + 1)
+                self._interrupted = (run_signals, self._interrupted[1] + 1)
                 if self._interrupted[1] == 2:
-                    self._interrupted_at = (now, guard.heard)
-        requested = guard.requested
-        if requested is not None and (guard, requested) != self._seen:
-            self._seen = (guard, requested)
-            gate.request(requested.name)
-        if self._interrupted_at is None or now <= self._interrupted_at[0] + _DEAF_S:
+                    self._interrupted_at = (now, run_signals.heard)
+        requested = run_signals.requested
+        if requested is not None and (run_signals, requested) != self._seen:
+            self._seen = (run_signals, requested)
+            coordinator.request(requested.name)
+        if self._interrupted_at is None or now <= self._interrupted_at[0] + _UNHANDLED_S:
             return False
-        is_deaf, self._interrupted_at = guard.heard == self._interrupted_at[1], None
-        return is_deaf
+        is_unhandled, self._interrupted_at = run_signals.heard == self._interrupted_at[1], None
+        return is_unhandled

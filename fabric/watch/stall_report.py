@@ -1,7 +1,8 @@
-"""Asks all ranks where they stand, when nothing moves or a collective timed out, and makes a report of the answers.
+"""Stall reports: the status of all ranks when nothing moves or a collective timed out.
 
-All watches answer, also while their main threads hang; neighbours answer for those that cannot (a C function that holds
-the interpreter's lock). The lowest rank that answered prints one report; whoever asked for it gets it, too.
+The watches of all ranks answer, also while their main threads hang; neighbors answer for ranks that cannot (a C
+function that holds the interpreter's lock). The lowest rank that answered prints one report; ranks that requested it
+get a copy.
 """
 
 from __future__ import annotations
@@ -9,25 +10,135 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from .failure_store import Board
+from .failure_store import FailureStore
 from .peers import Peer
-from .stall import Report, Standing, progress_of_collectives
+from .rank_status import Collective, RankStatus, progress_of_collectives
 
-__all__ = ["ANSWER_S", "Inquiry"]
+if TYPE_CHECKING:
+    pass
 
-ANSWER_S = 2.0  # for all ranks to say where they stand
-_NEIGHBOUR_S = 1.0  # after which neighbours are looked at
-_STACK_S = 0.5  # for a neighbour to write its stack
+__all__ = ["ANSWER_S", "StallReport", "StallReporter"]
+
+ANSWER_S = 2.0  # for all ranks to answer
+_NEIGHBOUR_S = 1.0  # after which neighbors are examined
+_STACK_S = 0.5  # for a neighbor to write its stack
 
 
-class Inquiry:
-    """One rank's part in asking where everybody stands. Called by the watch's thread, but for `wait_for_report`.
+@dataclass(frozen=True, slots=True)
+class StallReport:
+    """The status of all ranks, grouped by what they do.
+
+    Attributes:
+        statuses: One per rank, in rank order; `is_silent` for ranks that did not answer.
+    """
+
+    statuses: Sequence[RankStatus]
+
+    @property
+    def furthest(self) -> Collective | None:
+        """The last collective of any rank, in the process group that most ranks used last."""
+        last = [status.collective for status in self.statuses if status.collective is not None]
+        groups = [collective.group for collective in last]
+        if not groups:
+            return None
+        group = max(sorted(set(groups)), key=groups.count)
+        return max((c for c in last if c.group == group), key=lambda collective: collective.number)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that others wait for: silent ones, and those behind the others' collective."""
+        furthest = self.furthest
+        silent = [status.rank for status in self.statuses if status.is_silent]
+        if furthest is None:
+            return silent
+        behind = [s.rank for s in self.statuses if not s.is_silent and _is_behind(s.collective, furthest)]
+        return sorted(silent + behind)
+
+    @property
+    def mismatched(self) -> dict[str, list[int]]:
+        """Different operations called under the same number: operation -> ranks; empty if the ranks match."""
+        furthest = self.furthest
+        by_name: dict[str, list[int]] = {}
+        for status in self.statuses:
+            last = status.collective
+            if furthest is None or last is None or (last.group, last.number) != (furthest.group, furthest.number):
+                continue
+            # Of other operations, ranks may have inputs of different shapes.
+            name = str(last) if last.name in ("all_reduce", "broadcast") else replace(last, shapes="")
+            by_name.setdefault(str(name), []).append(status.rank)
+        return by_name if len(by_name) > 1 else {}
+
+    @property
+    def culprit(self) -> RankStatus | None:
+        """The rank to examine first: a missing one, or one of the minority that called another operation."""
+        missing = self.missing
+        if missing:
+            return self.statuses[missing[0]] if len(missing) < len(self.statuses) else None
+        if self.mismatched:
+            rank = min(self.mismatched.values(), key=lambda ranks: (len(ranks), -ranks[0]))[0]
+            return self.statuses[rank]
+        return None
+
+    def groups(self) -> list[list[RankStatus]]:
+        """Return ranks that do the same, the smallest group first: it most often holds the cause."""
+        by_kind: dict[object, list[RankStatus]] = {}
+        for status in self.statuses:
+            key = (status.doing, status.collective, status.describe_place(), status.is_silent)
+            by_kind.setdefault(key, []).append(status)
+        return sorted(by_kind.values(), key=lambda group: (len(group), group[0].rank))
+
+    def summary(self) -> str:
+        """Return one line: which ranks wait for which."""
+        missing, furthest = self.missing, self.furthest
+        if not missing and self.mismatched:
+            return "; ".join(f"{_ranks(ranks)} called {name}" for name, ranks in sorted(self.mismatched.items()))
+        if not missing or len(missing) == len(self.statuses):
+            return "no rank is behind the others"
+        others = [status.rank for status in self.statuses if status.rank not in missing]
+        at = f"{furthest}" if furthest is not None else "the others"
+        return f"{_ranks(missing)} did not come to {at}, where {_ranks(others)} wait{'s' if len(others) == 1 else ''}"
+
+    def text(self, why: str) -> str:
+        """Return the full report.
+
+        Args:
+            why: The reason for the report, as a sentence without a full stop.
+        """
+        groups = self.groups()
+        lines = [f"Loopwright: {why}: {self.summary()}."]
+        for group in groups:
+            first = group[0]
+            place = first.describe_place()
+            lines.append(f"  {_ranks([s.rank for s in group])}{f' ({place})' if place else ''}: {first.doing}")
+            who = ", ".join(f"host {s.host} pid {s.pid}" for s in group[:4]) + (", ..." if len(group) > 4 else "")
+            last = f"; last collective {first.collective}" if first.collective is not None else ""
+            lines.append(f"    {who}{last}")
+        for group in groups:
+            if group[0].stack:
+                lines.append(f"  --- Python stack of {_ranks([s.rank for s in group])} ---")
+                lines.extend("  " + line for entry in group[0].stack for line in entry.rstrip().splitlines())
+        return "\n".join(lines)
+
+
+def _is_behind(collective: Collective | None, furthest: Collective) -> bool:
+    if collective is None:
+        return True
+    return collective.group == furthest.group and collective.number < furthest.number
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+class StallReporter:
+    """Collects rank statuses and prints stall reports. Runs on the watch's thread, except `wait_for_report`.
 
     Args:
-        board: What the ranks write for each other.
+        failure_store: The keys that the ranks share.
         rank: Global rank of this process.
         size: Number of ranks.
 
@@ -35,37 +146,37 @@ class Inquiry:
         report: The text of the last report that this rank printed.
     """
 
-    def __init__(self, board: Board, *, rank: int, size: int) -> None:
-        self._board = board
+    def __init__(self, failure_store: FailureStore, *, rank: int, size: int) -> None:
+        self._failure_store = failure_store
         self._rank = rank
         self._size = size
         self.report = ""
-        self._progress: Any = None  # Any: compared only
+        self._progress: object = None
         self._progress_since = 0.0
-        self._collectives: Any = None
+        self._collectives: object = None
         self._patience = 1
-        self._question: _Question | None = None
-        self._wanted: set[int] = set()
-        self._reports: dict[int, Report] = {}
+        self._request: _StatusRequest | None = None
+        self._requested: set[int] = set()
+        self._reports: dict[int, StallReport] = {}
         self._has_report = threading.Condition()
 
     @property
     def is_open(self) -> bool:
-        """Whether a question is being answered."""
-        return self._question is not None
+        """Whether a status request is open."""
+        return self._request is not None
 
-    def moved(self, progress: Any, now: float) -> None:  # Any: compared only
-        """Note that this rank is where it should be: it made progress, or is in no run."""
+    def moved(self, progress: object, now: float) -> None:
+        """Record that this rank made progress, or is not in a run."""
         self._progress, self._progress_since = progress, now
         self._collectives, self._patience = None, 1
 
-    def look_for_progress(self, progress: Any, now: float, *, stall_timeout_s: float) -> None:  # Any: compared only
-        """Ask where everybody stands when this rank has been at the same place for long.
+    def look_for_progress(self, progress: object, now: float, *, stall_timeout_s: float) -> None:
+        """Request a report if this rank has not made progress for too long.
 
         Args:
-            progress: Where this rank is.
+            progress: The rank's current position.
             now: `time.monotonic()`.
-            stall_timeout_s: How long is long; the next report on the same stall comes after twice the time.
+            stall_timeout_s: Seconds without progress; the next report on the same stall comes after twice the time.
         """
         if progress != self._progress:
             self.moved(progress, now)
@@ -75,94 +186,94 @@ class Inquiry:
             self._collectives = progress_of_collectives()
         if waited_s < limit_s:
             return
-        if progress_of_collectives() != self._collectives:  # one long step, in which the ranks speak with each other
+        if progress_of_collectives() != self._collectives:  # one long step, in which the ranks communicate
             self._progress_since, self._collectives = now, None
             return
-        self._board.ask(f"no progress for {waited_s:.0f} s")
+        self._failure_store.request_status(f"no progress for {waited_s:.0f} s")
 
-    def ask_for_report(self, why: str) -> int:
-        """Ask all ranks, and have this one make a report, too; return its number for `wait_for_report`."""
-        number = self._board.ask(why)
-        self._wanted.add(number)
+    def request_report(self, why: str) -> int:
+        """Request a report that is also delivered to this rank; return its number for `wait_for_report`."""
+        number = self._failure_store.request_status(why)
+        self._requested.add(number)
         return number
 
-    def wait_for_report(self, number: int, *, wait_s: float) -> Report | None:
-        """Return a report that was asked for; None if it does not come. Called by the main thread."""
+    def wait_for_report(self, number: int, *, wait_s: float) -> StallReport | None:
+        """Return a requested report; None if it does not arrive in time. Runs on the main thread."""
         ends = time.monotonic() + wait_s
         with self._has_report:
             while number not in self._reports and time.monotonic() < ends:
                 self._has_report.wait(0.1)
             return self._reports.get(number)
 
-    def answer(self, number: int, why: str, standing: Standing, now: float) -> None:
-        """Say where this rank stands."""
-        self._board.answer(number, standing)
-        self._question = _Question(number, why, now)
+    def answer(self, number: int, why: str, status: RankStatus, now: float) -> None:
+        """Write this rank's status."""
+        self._failure_store.write_status(number, status)
+        self._request = _StatusRequest(number, why, now)
         self._patience *= 2
 
-    def go_on(self, neighbours: Iterable[Peer], now: float) -> None:
-        """Look at neighbours that do not answer; then, on the lowest rank that answered, print the report."""
-        question = self._question
-        if question is None:
+    def advance(self, neighbors: Iterable[Peer], now: float) -> None:
+        """Examine neighbors that do not answer; then, on the lowest rank that answered, print the report."""
+        request = self._request
+        if request is None:
             return
-        is_complete = self._board.count_answers(question.number) >= self._size
-        if not is_complete and not question.has_looked and now >= question.since + _NEIGHBOUR_S:
-            question.has_looked = True
-            self._look_at_silent(neighbours, question)
-        for peer, begin in question.looking.items():
+        is_complete = self._failure_store.count_statuses(request.number) >= self._size
+        if not is_complete and not request.has_looked and now >= request.since + _NEIGHBOUR_S:
+            request.has_looked = True
+            self._look_at_silent(neighbors, request)
+        for peer, begin in request.looking.items():
             stack = peer.read_stack(begin)
-            if stack or now >= question.since + _NEIGHBOUR_S + _STACK_S:
-                self._answer_for(question.number, peer, stack)
-                question.looking = {p: b for p, b in question.looking.items() if p is not peer}
+            if stack or now >= request.since + _NEIGHBOUR_S + _STACK_S:
+                self._write_status_for(request.number, peer, stack)
+                request.looking = {p: b for p, b in request.looking.items() if p is not peer}
                 break
-        if not is_complete and now < question.since + ANSWER_S:
+        if not is_complete and now < request.since + ANSWER_S:
             return
-        self._question = None
-        self._finish(question)
+        self._request = None
+        self._finish(request)
 
-    def _finish(self, question: _Question) -> None:
-        answers = self._board.answers(question.number)
-        lowest = min((rank for rank, standing in answers.items() if not standing.is_silent), default=-1)
-        if lowest != self._rank and question.number not in self._wanted:
+    def _finish(self, request: _StatusRequest) -> None:
+        statuses = self._failure_store.statuses(request.number)
+        lowest = min((rank for rank, status in statuses.items() if not status.is_silent), default=-1)
+        if lowest != self._rank and request.number not in self._requested:
             return
-        report = Report([answers.get(rank) or self._silent(rank) for rank in range(self._size)])
+        report = StallReport([statuses.get(rank) or self._silent(rank) for rank in range(self._size)])
         if lowest == self._rank:
-            self.report = report.text(question.why)
+            self.report = report.text(request.why)
             sys.stderr.write(f"\n{self.report}\n")
             sys.stderr.flush()
         with self._has_report:
-            self._reports[question.number] = report
+            self._reports[request.number] = report
             self._has_report.notify_all()
 
-    def _look_at_silent(self, neighbours: Iterable[Peer], question: _Question) -> None:
-        """Make neighbours that cannot answer write their stack; one rank per machine does so."""
-        neighbours = list(neighbours)
-        silent = [peer for peer in neighbours if not self._board.has_answered(question.number, peer.rank)]
+    def _look_at_silent(self, neighbors: Iterable[Peer], request: _StatusRequest) -> None:
+        """Make neighbors that cannot answer write their stacks; one rank per machine does so."""
+        neighbors = list(neighbors)
+        silent = [peer for peer in neighbors if not self._failure_store.has_status(request.number, peer.rank)]
         quiet = {peer.rank for peer in silent}
-        if any(peer.rank < self._rank and peer.rank not in quiet for peer in neighbours):
+        if any(peer.rank < self._rank and peer.rank not in quiet for peer in neighbors):
             return
-        question.looking = {peer: peer.ask_for_stack() for peer in silent}
+        request.looking = {peer: peer.ask_for_stack() for peer in silent}
 
-    def _answer_for(self, number: int, peer: Peer, stack: list[str]) -> None:
+    def _write_status_for(self, number: int, peer: Peer, stack: list[str]) -> None:
         what = {
             "T": "is stopped (SIGSTOP, or a debugger)",
             "D": "waits for a disk or a device",
-            "R": "computes in C code that does not let Python run",
+            "R": "computes in C code that blocks Python",
             "gone": "has ended",
-        }.get(peer.state(), "is in C code that does not let Python run")
+        }.get(peer.state(), "is in C code that blocks Python")
         where = f", at {stack[-1].strip()}" if stack else ""
-        place = self._board.place_of(peer.rank)
-        standing = Standing(peer.rank, peer.host, peer.pid, place, f"{what}{where}", tuple(stack), is_silent=True)
-        self._board.answer_for(number, standing)
+        place = self._failure_store.place_of(peer.rank)
+        status = RankStatus(peer.rank, peer.host, peer.pid, place, f"{what}{where}", tuple(stack), is_silent=True)
+        self._failure_store.write_status_for(number, status)
 
-    def _silent(self, rank: int) -> Standing:
-        peer = self._board.peer(rank)
+    def _silent(self, rank: int) -> RankStatus:
+        peer = self._failure_store.peer(rank)
         host, pid = (peer.host, peer.pid) if peer is not None else ("?", 0)
-        return Standing(rank, host, pid, self._board.place_of(rank), "does not answer", is_silent=True)
+        return RankStatus(rank, host, pid, self._failure_store.place_of(rank), "does not answer", is_silent=True)
 
 
-class _Question:
-    """A question that is being answered: its number, why it was asked, and when this rank answered."""
+class _StatusRequest:
+    """An open status request: its number, its reason, and when this rank answered."""
 
     __slots__ = ("has_looked", "looking", "number", "since", "why")
 

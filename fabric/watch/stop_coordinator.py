@@ -1,30 +1,32 @@
-"""Agrees with the other ranks on where a run stops, without a collective.
+"""Stop coordinator: the ranks agree on the step after which a run stops, without a collective.
 
-A *segment* is one training window or one evaluation; all ranks go through the same sequence of segments, but not at the
-same time. A request to stop (a signal, `should_stop`) comes on any rank at any moment. A rank that simply stopped would
-leave the others for ever in the next collective; one collective per step that asks costs a round trip each time. So:
+A *phase* is one training window or one evaluation. All ranks go through the same sequence of phases, but not at the
+same time. A stop request (a signal, `should_stop`) comes on any rank at any moment. A rank that stopped immediately
+would leave the others in the next collective; a collective in each step to find out costs a round trip per step. So:
 
-    position   (segment, batch): where a rank's main thread is. It only grows, and it changes under a lock.
-    ask        A rank that wants to stop tells all (one key). It, and each rank that learns of it, writes its position
-               down: its *ack*. From then on its main thread does not go past this position before the cut is known.
-    cut        The last rank to ack sees that it is the last (an atomic counter), and publishes the greatest position of
-               all acks: the cut.
-    go on      Each rank goes on as long as its next position is not past the cut, and stops there.
+    position   (phase, batch): where a rank's main thread is. It only grows, and it changes under a lock.
+    request    A rank that wants to stop notifies all ranks (one key). Each rank that sees the request publishes its
+               position: its *ack*. From then on its main thread does not pass this position until the stop step is
+               known.
+    stop step  The last rank to ack detects that it is the last (an atomic counter), and publishes the greatest position
+               of all acks: the stop step.
+    continue   Each rank continues while its next position is not past the stop step, and stops there.
 
-Why all stop at the same place: an ack is the rank's position at the moment from which it waits, so no rank is past the
-cut when it is published; each goes on up to it, because whatever it needs of others up to there, they do, too; none
-goes further. Why it ends: acks are written by each rank's watch thread, which needs nothing of its main thread but the
-lock. If all ranks ask at the same boundary, that boundary is the cut: no step is added.
+All ranks stop at the same place: an ack is the rank's position at the moment from which it waits, so no rank is past
+the stop step when it is published. Each rank reaches it, because all ranks take part in every collective up to there,
+and none goes further. The protocol terminates: acks are written by each rank's watch thread, which needs nothing from
+its main thread but the lock. If all ranks request a stop at the same boundary, that boundary is the stop step: no step
+is added.
 
-Inside an evaluation the ranks may have different numbers of batches. `within` counts batches, and `end` comes after the
-last: all batches up to the cut are done on the ranks that have them. Whoever runs out of batches before the cut stops
-in front of `end`, since the others do not come to what follows it.
+In an evaluation the ranks may have different numbers of batches. `within` counts batches, and `end` comes after the
+last one. All batches up to the stop step are completed on the ranks that have them. A rank that runs out of batches
+before the stop step stops before `end`, since the others do not reach the code after it.
 
-No rank may enter a collective between the end of a segment and the next `begin`, which may be where the others stop:
-what follows a step (its events, a checkpoint) belongs to its segment, what precedes one belongs after `begin`.
+No rank may enter a collective between the end of a phase and the next `begin`, where the others may stop. What follows
+a step (its events, a checkpoint) belongs to its phase; what precedes one belongs after `begin`.
 
-The main thread never talks to the store: a store that hangs must not make a step hang. A *generation* is one agreement;
-a gate that stopped is used again after `reset`.
+The main thread never accesses the store: a store that hangs must not make a step hang. A *generation* is one agreement;
+a coordinator that has stopped is used again after `reset`.
 """
 
 from __future__ import annotations
@@ -33,36 +35,39 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...errors import RankFailure
 
-__all__ = ["StopGate"]
+if TYPE_CHECKING:
+    from .failure_store import Store
+
+__all__ = ["StopCoordinator"]
 
 _SHIFT = 32
 _END = (1 << _SHIFT) - 1
 _STRENGTH = {"should_stop": 0, "SIGINT": 2, "SIGTERM": 3}
 
 
-class StopGate:
-    """Lets a rank go on to its next segment, or says that the run stops here, on all ranks alike.
+class StopCoordinator:
+    """Decides before each phase whether this rank continues or stops; the decision is the same on all ranks.
 
     Args:
-        store: A torch.distributed store that only this gate's (or its watch's) thread uses; None for one rank.
+        store: A torch.distributed store that only this coordinator's (or its watch's) thread uses; None for one rank.
         rank: This rank.
         size: Number of ranks.
-        wake: Called when there is something to exchange: makes whoever calls `poll` on this rank do so soon.
-        timeout_s: How long `begin` waits for the agreement before it fails.
+        wake: Called when there is something to exchange, so that the thread that calls `poll` does so soon.
+        timeout_s: Seconds that `begin` waits for the agreement before it fails.
 
     Attributes:
-        reason: Why the run stops, equal on all ranks: the strongest of what ranks asked for. None before the agreement.
-        has_stopped: Whether this rank has been told to stop here.
-        ring: Called by `poll` when the other ranks are to poll, too; None: they do anyway.
+        reason: Why the run stops, equal on all ranks: the strongest of the requests. None before the agreement.
+        has_stopped: Whether this rank has stopped.
+        notify: Called by `poll` to make the other ranks poll; None if they poll regularly.
     """
 
     def __init__(
         self,
-        store: Any,  # Any: importing torch.distributed costs time that one process need not pay
+        store: Store | None,
         *,
         rank: int,
         size: int,
@@ -72,8 +77,8 @@ class StopGate:
         self.reason: str | None = None
         self.has_stopped = False
         self.wake = wake
-        self.ring: Callable[[], None] | None = None
-        self._store = store
+        self.notify: Callable[[], None] | None = None
+        self._store: Store = store  # type: ignore[assignment]  # None with one rank, which does not poll
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
@@ -81,44 +86,44 @@ class StopGate:
         self._changed = threading.Condition(self._lock)
         self._generation = 0
         # All below is read and written under the lock. Only the main thread moves; only the thread that polls posts.
-        self._segment = 0
+        self._phase = 0
         self._batch = 0
-        self._is_held = False  # whether the main thread has to look closer: asked, or failed
-        self._is_asked = False
-        self._wanted: str | None = None
+        self._is_held = False  # whether the main thread has to look closer: requested, or failed
+        self._is_requested = False
+        self._requested_reason: str | None = None
         self._ack = 0
         self._has_posted = False
-        self._cut: int | None = None
+        self._stop_step: int | None = None
         self._error: RankFailure | None = None
         self._missing: list[int] = []
         self._next_look_s = 0.0
-        self._has_new_generation = False  # whether a request of this generation may have been overheard
+        self._has_new_generation = False  # whether a request of this generation may have been missed
 
     # --- the main thread ---------------------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Ask to begin the next segment; on every rank, at the same places of the program.
+        """Begin the next phase, unless the run stops here; called on every rank, at the same places of the program.
 
-        Costs a lock and an addition while nobody asks for a stop; afterwards it may wait for the other ranks' threads.
+        Costs a lock and an addition without a stop request; afterwards it may wait for the other ranks' threads.
 
         Returns:
-            Whether to go on; False: the run stops here, before the segment.
+            Whether to continue; False: the run stops here, before the phase.
 
         Raises:
             RankFailure: Another rank failed, or does not answer.
         """
         with self._lock:
             if not self._is_held:
-                self._segment += 1
+                self._phase += 1
                 self._batch = 0
                 return True
-        return self._advance(self._segment + 1, 0)
+        return self._advance(self._phase + 1, 0)
 
     def within(self) -> bool:
-        """Ask to go on with this rank's next batch of the evaluation that is the present segment.
+        """Begin this rank's next batch of the evaluation that is the current phase, unless the run stops here.
 
         Returns:
-            Whether to go on; False: the run stops here, in the evaluation.
+            Whether to continue; False: the run stops here, in the evaluation.
 
         Raises:
             RankFailure: See `begin`.
@@ -127,13 +132,13 @@ class StopGate:
             if not self._is_held:
                 self._batch += 1
                 return True
-        return self._advance(self._segment, self._batch + 1)
+        return self._advance(self._phase, self._batch + 1)
 
     def end(self) -> bool:
-        """Ask to end an evaluation, after this rank's last batch and before what all ranks do together.
+        """End an evaluation, after this rank's last batch and before the next collective, unless the run stops here.
 
         Returns:
-            Whether to go on; False: the run stops here, and the evaluation has no result.
+            Whether to continue; False: the run stops here, and the evaluation has no result.
 
         Raises:
             RankFailure: See `begin`.
@@ -142,14 +147,14 @@ class StopGate:
             if not self._is_held:
                 self._batch = _END
                 return True
-        return self._advance(self._segment, _END)
+        return self._advance(self._phase, _END)
 
-    def _advance(self, segment: int, batch: int) -> bool:
-        """Go there if the cut allows it; wait until there is one."""
+    def _advance(self, phase: int, batch: int) -> bool:
+        """Move to this position if the stop step allows it; wait until there is one."""
         ends = time.monotonic() + self._timeout_s
         while True:
             with self._changed:
-                verdict = self._decide(segment, batch)
+                verdict = self._decide(phase, batch)
                 if verdict is not None:
                     return verdict
                 # Woken by `poll`. Bounded, so that a signal's handler gets to run on any platform.
@@ -157,111 +162,112 @@ class StopGate:
             if time.monotonic() > ends:
                 raise self._no_agreement()
 
-    def _decide(self, segment: int, batch: int) -> bool | None:
-        """Return whether to go there, None while that is not known. The lock is held."""
+    def _decide(self, phase: int, batch: int) -> bool | None:
+        """Return whether to move there; None while the stop step is unknown. The lock is held."""
         if self._error is not None:
             raise self._error
-        if self._is_asked:
-            if self._cut is None:
+        if self._is_requested:
+            if self._stop_step is None:
                 return None
-            if segment << _SHIFT | batch > self._cut:
+            if phase << _SHIFT | batch > self._stop_step:
                 self.has_stopped = True
                 return False
-        self._segment, self._batch = segment, batch
+        self._phase, self._batch = phase, batch
         return True
 
     def _no_agreement(self) -> RankFailure:
         missing = ", ".join(map(str, self._missing)) or "unknown"
         return RankFailure(
-            f"the ranks were to agree on where to stop ({self._wanted or 'another rank asked'}), but some did not "
-            f"answer for {self._timeout_s:.0f} s; missing: {missing}.",
-            fix="look at what those ranks do; their hosts may be down, or a C function may not let Python run.",
+            "Expected an answer of every rank on where to stop "
+            f"({self._requested_reason or 'requested by another rank'}), but some ranks did not answer within "
+            f"{self._timeout_s:.0f} s; missing: {missing}.",
+            fix="check what those ranks do; their hosts may be down, or a C function may block Python.",
         )
 
     # --- any thread; not a signal handler, which might interrupt the holder of the lock ------------------------------
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop, as soon as they can do so together.
+        """Request a stop of all ranks at the earliest common position.
 
         Args:
             reason: "should_stop", "SIGINT", "SIGTERM", or another signal's name; SIGTERM outweighs SIGINT, and signals
                 outweigh all else.
         """
         with self._changed:
-            if self._wanted is None or _strength(reason) > _strength(self._wanted):
-                self._wanted = reason
-            self._ask()
+            if self._requested_reason is None or _strength(reason) > _strength(self._requested_reason):
+                self._requested_reason = reason
+            self._hold()
         if self.wake is not None:
             self.wake()
 
-    def _ask(self) -> None:
-        """Note where this rank is, from where it does not go on by itself. The lock is held."""
-        if self._is_asked:
+    def _hold(self) -> None:
+        """Record this rank's position, which it does not pass without a stop step. The lock is held."""
+        if self._is_requested:
             return
-        self._is_asked = self._is_held = True
-        self._ack = self._segment << _SHIFT | self._batch
+        self._is_requested = self._is_held = True
+        self._ack = self._phase << _SHIFT | self._batch
         if self._size == 1:
-            self._cut, self.reason = self._ack, self._wanted
+            self._stop_step, self.reason = self._ack, self._requested_reason
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Make a gate that has stopped usable again; on every rank, before the next run begins. Else do nothing.
+        """Start a new generation after a stop; called on every rank before the next run. Otherwise do nothing.
 
-        A request that is stronger than the reason for the stop was not answered by it: it is made again.
+        A request stronger than the reason for the stop is still open: it is made again.
         """
         with self._changed:
             if not self.has_stopped:
                 return
-            unanswered = self._wanted
+            unanswered = self._requested_reason
             if unanswered is not None and _strength(unanswered) <= _strength(self.reason):
                 unanswered = None
             self._generation += 1
             self._has_new_generation = True
-            self._is_asked = self._has_posted = self.has_stopped = False
+            self._is_requested = self._has_posted = self.has_stopped = False
             self._is_held = self._error is not None
-            self._cut = self._wanted = self.reason = None
+            self._stop_step = self._requested_reason = self.reason = None
             if unanswered is not None:
-                self._wanted = unanswered
-                self._ask()
+                self._requested_reason = unanswered
+                self._hold()
         if self.wake is not None:
             self.wake()
 
     def fail(self, error: RankFailure) -> None:
-        """Give up: whoever waits for the agreement, or will, gets this error."""
+        """Give up: every present and future wait for the agreement raises this error."""
         with self._changed:
             self._error = error
             self._is_held = True
             self._changed.notify_all()
 
     def revive(self) -> None:
-        """Take back `fail`, after an error that all ranks had alike."""
+        """Withdraw `fail`, after an error that all ranks raised."""
         with self._changed:
             self._error = None
-            self._is_held = self._is_asked
+            self._is_held = self._is_requested
 
     @property
     def position(self) -> tuple[int, int]:
-        """Segments begun, and batches of the present evaluation: tells a rank that moves from one that is stuck."""
-        return self._segment, self._batch
+        """Number of begun phases and of batches in the current evaluation, which shows whether a rank moves."""
+        return self._phase, self._batch
 
     @property
     def is_under_way(self) -> bool:
         """Whether an agreement has begun and has not ended, so that `poll` is to be called often."""
-        return self._is_asked and self._cut is None and self._error is None
+        return self._is_requested and self._stop_step is None and self._error is None
 
     @property
     def needs_poll(self) -> bool:
-        """Whether `poll` is to be called although no other rank rang.
+        """Whether `poll` is to be called although no other rank sent a notification.
 
-        A rank that was reset earlier may have requested a stop and rung while this one was still in the generation
-        before, whose `poll` does not look for it.
+        A rank that was reset earlier may have requested a stop while this one was still in the previous generation,
+        whose `poll` does not look for it.
         """
         return self._has_new_generation or self.is_under_way
 
     # --- the thread that polls ---------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Exchange what there is to exchange; called by one thread again and again.
+        """Exchange requests, acks and the stop step with the store; called repeatedly by one thread.
 
         Returns:
             Whether the agreement is under way, so that the next call should come soon.
@@ -269,59 +275,59 @@ class StopGate:
         if self._size == 1:
             return False
         with self._lock:
-            # A reset comes only after the cut, so that what is read here stays true until there is one.
+            # A reset comes only after the stop step, so that what is read here stays true until there is one.
             key = str(self._generation)
             self._has_new_generation = False
-            if self._cut is not None or self._error is not None:
+            if self._stop_step is not None or self._error is not None:
                 return False
-            asks, has_posted = self._is_asked, self._has_posted
-        if asks and not has_posted:
-            self._store.set(f"{key}/asked", "1")
-            if self.ring is not None:
-                self.ring()
-        elif not has_posted and not self._store.check([f"{key}/asked"]):
+            is_requested, has_posted = self._is_requested, self._has_posted
+        if is_requested and not has_posted:
+            self._store.set(f"{key}/requested", "1")
+            if self.notify is not None:
+                self.notify()
+        elif not has_posted and not self._store.check([f"{key}/requested"]):
             return False
         self._post_ack(key)
-        if not self._store.check([f"{key}/cut"]):
+        if not self._store.check([f"{key}/stop_step"]):
             self._note_missing(key)
             return True
-        cut, reason = json.loads(self._store.get(f"{key}/cut"))
+        stop_step, reason = json.loads(self._store.get(f"{key}/stop_step"))
         with self._changed:
-            self._cut, self.reason, self._missing = cut, reason, []
+            self._stop_step, self.reason, self._missing = stop_step, reason, []
             self._changed.notify_all()
         return False
 
     def close(self) -> None:
-        """Answer for a rank that ends: it goes nowhere any more. Called by the thread that polls, as its last act.
+        """Publish the position of a rank that ends, which does not change any more. The polling thread calls it last.
 
-        It asks nobody to stop: an ack alone does not.
+        It does not request a stop: an ack alone does not.
         """
         if self._size == 1:
             return
         with self._changed:
             key = str(self._generation)
-            self._ask()
+            self._hold()
         self._post_ack(key)
 
     def _post_ack(self, key: str) -> None:
-        """Write this rank's position down, once; the last rank to do so publishes the cut."""
+        """Publish this rank's position, once; the last rank to do so publishes the stop step."""
         with self._changed:
-            self._ask()
+            self._hold()
             if self._has_posted:
                 return
             self._has_posted = True
-            ack, wanted = self._ack, self._wanted
-        self._store.set(f"{key}/ack/{self._rank}", json.dumps([ack, wanted]))
-        # The counter comes after the ack: whoever counts to the end finds all acks there.
+            ack, reason = self._ack, self._requested_reason
+        self._store.set(f"{key}/ack/{self._rank}", json.dumps([ack, reason]))
+        # The counter comes after the ack: the rank that counts to the end finds all acks there.
         if self._store.add(f"{key}/acks", 1) < self._size:
             return
         acks = [json.loads(self._store.get(f"{key}/ack/{rank}")) for rank in range(self._size)]
-        wishes = [wanted for _, wanted in acks if wanted is not None]
-        reason = max(wishes, key=_strength) if wishes else None
-        self._store.set(f"{key}/cut", json.dumps([max(ack for ack, _ in acks), reason]))
+        reasons = [reason for _, reason in acks if reason is not None]
+        reason = max(reasons, key=_strength, default=None)
+        self._store.set(f"{key}/stop_step", json.dumps([max(ack for ack, _ in acks), reason]))
 
     def _note_missing(self, key: str) -> None:
-        """Remember who has not answered, for the message; only now and then, since it asks for each rank."""
+        """Record the ranks that have not answered, for the error; once per second, since each rank is a key."""
         now = time.monotonic()
         if now >= self._next_look_s:
             self._next_look_s = now + 1.0

@@ -1,30 +1,30 @@
-"""Watches the other ranks from a thread of its own, so that no rank waits for ever for one that is gone.
+"""`Watch`: observes the other ranks from a thread, so that no rank waits forever for one that is gone.
 
-A strategy that communicates waits in C++ for its peers: for one that raised, was killed, or hangs in its data loader,
-that is until the process group's time-out, and then it blames the wrong one. Each rank's watch looks at the store some
-times per second (store keys: board.py). The hot path pays nothing.
+A strategy that communicates waits in C++ for its peers. If a peer raised, was killed, or hangs in its data loader, that
+wait lasts until the process group's time-out, whose error then names the wrong rank. Each rank's watch reads the store
+several times per second (store keys: failure_store.py). The hot path pays nothing.
 
-Who is to blame
-    A rank that raises posts its exception with place and traceback before anything of it is torn down. A process that
-    ends without a word is noticed by its neighbours on the same machine (its pid is gone or a zombie; a launcher that
-    started it knows the exit code), a host that is lost by its heartbeats. The first failure that is written down wins,
-    on all ranks: compare_set. A rank that ended regularly has said so before and is no failure.
+Which rank failed
+    A rank that raises publishes its exception with place and traceback before its teardown begins. A process that ends
+    without a report is detected by its neighbors on the same machine (its pid is gone or a zombie; a launcher that
+    started it knows the exit code), a lost host by its heartbeats. The first stored failure wins on all ranks:
+    compare_set. A rank that ended normally has published so before and is not a failure.
 
-What the others do
-    Their main thread mostly gets an error of gloo or NCCL, by the failure of the other. `explain` waits for the failure
-    that is behind it and makes a RankFailure out of it. A main thread that does not come out of C++, or does something
-    else, has a grace of three seconds to raise by itself; then the thread prints the failure and ends the process.
+What the other ranks do
+    Their main thread usually gets an error of gloo or NCCL, caused by the failure of the other rank. `explain` waits
+    for that failure and returns a RankFailure. A main thread that does not return from C++, or does something else, has
+    three seconds to raise by itself; then the watch prints the failure and ends the process.
 
 What is not a failure
-    An exception that all ranks have alike (a NonFiniteError, say, that the program catches to try other settings). Each
-    rank that has an error of its own is in the hands of its own main thread. Runs are counted: a failure belongs to the
-    n-th run that this program began, and when a rank that had an error of its own leaves that run, it is settled.
+    An exception that all ranks raise (a NonFiniteError, say, that the program catches to try other settings). A rank
+    with an error of its own continues in its main thread. Runs are counted: a failure belongs to the n-th run of this
+    program, and is settled when a rank with an error of its own leaves that run.
 
 When nothing moves
-    Whoever sees no progress for `stall_timeout` asks all ranks where they stand (inquiry.py). Nothing is ended by the
-    report: the process group's time-out does that, and `explain` then names the ranks that did not come.
+    A rank without progress for `stall_timeout` requests the status of all ranks (stall_report.py). The report ends
+    nothing: the process group's time-out does that, and `explain` then names the ranks that are missing.
 
-Only the thread speaks with the store; the main thread hands it what it wants to say and waits for a bounded time.
+Only the thread accesses the store. The main thread queues what is to be written and waits for a bounded time.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from ...errors import RankFailure, StopBySignal
 from ..failure import Failure, describe_exit
 from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
 from .errors import is_communication_error, is_timeout
-from .failure_store import Board, Record
+from .failure_store import FailureStore, Record
 from .peers import Peer, StackOnSignal
-from .remote_ranks import FarRanks
-from .signal_wakeup import Guard, HeardSignals
-from .stall import Report, Standing
-from .stall_report import ANSWER_S, Inquiry
-from .stop_coordinator import StopGate
+from .rank_status import RankStatus
+from .remote_ranks import RemoteRanks
+from .signal_wakeup import RunSignals, SignalWakeup
+from .stall_report import ANSWER_S, StallReport, StallReporter
+from .stop_coordinator import StopCoordinator
 
 __all__ = ["Watch"]
 
@@ -65,10 +65,10 @@ _TICK_S = 0.25
 _FAST_S = 0.02
 _SECOND_S = 1.0
 _GRACE_S = 3.0  # for a main thread to raise by itself after another rank's failure
-_SLOW_S = 6.0  # for another rank to find out who is missing
-_UNWIND_S = 60.0  # for a main thread that was told to get out of the run
-_BETTER_WORD_S = 0.5  # for somebody who knows the exit code, before "it ended without a word" is written down
-_NOBODY = -1
+_SLOW_S = 6.0  # for another rank to find out which rank is missing
+_UNWIND_S = 60.0  # for a main thread that was notified to leave the run
+_EXIT_CODE_S = 0.5  # for a rank that knows the exit code, before "it ended without a report" is stored
+_UNKNOWN_RANK = -1
 _LINGER_S = 1.5  # for the others to read a failure from a store that ends with this process
 
 
@@ -79,30 +79,32 @@ class _Launcher(Protocol):
 
 
 class Watch:
-    """One rank's watch over the others. One per process; a second one on the same store needs another `session`.
+    """Observes the other ranks. One per process; a second one on the same store needs another `session`.
 
     Args:
-        store: The store of all ranks; the watch makes a connection of its own.
+        store: The store of all ranks; the watch opens its own connection.
         rank: Global rank of this process.
         size: Number of ranks.
         local_rank: Rank on this host.
-        timeout: Of the process group: how long a collective may take. Seconds or a timedelta.
-        stall_timeout: After so long without progress all ranks say where they stand. None: 300 s, or `timeout` if that
-            is shorter.
-        launcher: Started this machine's processes from this one, and knows their exit codes; None: nobody here did.
-        session: Tells several watches on one store apart; the same on all ranks.
+        timeout: Time-out of the process group's collectives, as seconds or a timedelta.
+        stall_timeout: Time without progress after which all ranks report their status. None: 300 s, or `timeout` if
+            that is shorter.
+        launcher: The launcher that started this machine's processes from this one and knows their exit codes; None
+            without one.
+        session: Distinguishes several watches on one store; the same on all ranks.
 
     Attributes:
-        gate: Agrees with the other ranks on where to stop.
-        describe: Returns where this rank is, as plain values (hook, stage, epoch, step, batch); {} outside of a run.
+        stop_coordinator: Agrees with the other ranks on where to stop.
+        describe: Returns the rank's position as plain values (hook, stage, epoch, step, batch); {} outside of a run.
             Called from the thread at any time.
-        guard: Whose `requested` signal the thread hands to the gate; None outside of a run.
-        stall_timeout_s: After so many seconds without progress all ranks say where they stand.
+        run_signals: The signal handlers of the run, whose `requested` signal the thread forwards; None outside of a
+            run.
+        stall_timeout_s: Seconds without progress after which all ranks report their status.
     """
 
     def __init__(
         self,
-        store: Any,  # Any: importing torch.distributed costs time that one process need not pay
+        store: Any,  # Any: torch's type declares no clone()
         *,
         rank: int,
         size: int,
@@ -114,9 +116,9 @@ class Watch:
     ) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        self.describe: Callable[[], dict[str, Any]] | None = None
-        self.guard: Guard | None = None
-        self._signals = HeardSignals()
+        self.describe: Callable[[], dict[str, object]] | None = None
+        self.run_signals: RunSignals | None = None
+        self._signal_wakeup = SignalWakeup()
         self._rank = rank
         self._size = size
         self._local_rank = local_rank
@@ -128,17 +130,17 @@ class Watch:
         self._shared = store.clone()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         own = PrefixStore(f"loopwright/watch/{attempt}/{session}", self._shared)
-        self._board = Board(own, rank=rank, size=size)
+        self._failure_store = FailureStore(own, rank=rank, size=size)
         self._wake = threading.Event()
-        self.gate = StopGate(
-            PrefixStore("gate", own), rank=rank, size=size, wake=self._wake.set, timeout_s=self._timeout_s
+        self.stop_coordinator = StopCoordinator(
+            PrefixStore("stop", own), rank=rank, size=size, wake=self._wake.set, timeout_s=self._timeout_s
         )
-        self.gate.ring = self._board.ring
+        self.stop_coordinator.notify = self._failure_store.notify
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._at_end: multiprocessing.util.Finalize | None = None
-        self._earlier_hook: Any = None  # Any: what sys.excepthook was
-        self._exit: Callable[[int], Any] = os._exit
+        self._earlier_hook = sys.excepthook
+        self._exit: Callable[[int], object] = os._exit
         self._todo: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         # Shared by both threads, under the lock.
@@ -146,58 +148,62 @@ class Watch:
         self._learned_at = 0.0
         self._is_known = threading.Event()
         self._has_learned = threading.Event()
-        self._told: str | None = None  # what the main thread knows: None, "own" error, or "other" rank's failure
-        self._told_at = 0.0
+        self._notified_of: str | None = (
+            None  # of what the main thread was notified: None, its "own" error, or an "other" rank's failure
+        )
+        self._notified_at = 0.0
         self._run = 0
         self._settled = 0
         self._is_in_run = False
         self._last_error: BaseException | None = None
-        self._has_told_crash = False  # that of a loader worker
+        self._has_reported_crash = False  # that of a loader worker
         self._late: BaseException | None = None  # a time-out that the main thread tries to explain
         self._is_explaining = False
         # The thread's own.
         self._me: Peer | None = None
-        self._neighbours: dict[int, Peer] = {}
+        self._neighbors: dict[int, Peer] = {}
         self._gone: dict[int, float] = {}
         self._next_second = 0.0
         self._beat = 0
-        self._place: dict[str, Any] = {}
-        self._far = FarRanks(self._board, rank=rank, size=size)
+        self._place: dict[str, object] = {}
+        self._remote_ranks = RemoteRanks(self._failure_store, rank=rank, size=size)
         self._rank_zero_is_done = False
-        self._may_have_question = False
+        self._may_have_status_request = False
         self._seen_end = False
-        self._inquiry = Inquiry(self._board, rank=rank, size=size)
+        self._stall_reporter = StallReporter(self._failure_store, rank=rank, size=size)
 
     @property
     def signal_pipe(self) -> int | None:
-        """For `signal.set_wakeup_fd`: signals show there while the main thread is in C++, too. None before `start`."""
-        return self._signals.pipe
+        """File descriptor for `signal.set_wakeup_fd`, which receives signals also while the main thread is in C++.
+
+        None before `start`."""
+        return self._signal_wakeup.pipe
 
     @property
-    def report_of_stall(self) -> str:
-        """The text of the last report on where all ranks stand, on the ranks that made one."""
-        return self._inquiry.report
+    def last_stall_report(self) -> str:
+        """Text of the last stall report that this rank printed."""
+        return self._stall_reporter.report
 
     # --- the main thread: beginning and end --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch. Uncaught exceptions of this process are posted from now on, too."""
+        """Start the thread. From now on uncaught exceptions of this process are published."""
         if self._size == 1 or self._thread is not None:
             return
         self._main = threading.get_ident()
-        self._signals.open()
+        self._signal_wakeup.open()
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         self._is_known.clear()
         self._thread = threading.Thread(target=self._watch, name="loopwright-watch", daemon=True)
         self._thread.start()
-        # A rank that died before it had introduced itself could not be named by its neighbours.
+        # A rank that died before it was published could not be named by its neighbors.
         self._is_known.wait(_GRACE_S)
         atexit.register(self.stop)
         # Processes that multiprocessing starts do not run atexit at their end, but these.
         self._at_end = multiprocessing.util.Finalize(None, self.stop, exitpriority=10)
 
     def stop(self) -> None:
-        """End the watch regularly: the other ranks are told that this one is done. Takes a moment on rank 0."""
+        """Stop the thread and notify the other ranks that this one is done. Takes a moment on rank 0."""
         thread = self._thread
         if thread is None or os.getpid() != self._pid:
             return
@@ -212,61 +218,61 @@ class Watch:
         thread.join(_LINGER_S + _GRACE_S)
         self._thread = None
         if not thread.is_alive():
-            self._signals.close()
+            self._signal_wakeup.close()
 
     def begin_run(self) -> None:
-        """Note that the next run begins; on every rank. Failures of earlier runs that this rank shared are settled.
+        """Begin the next run; called on every rank. Failures of earlier runs in which this rank failed too are settled.
 
         Raises:
-            RankFailure: Another rank failed before; this one went on, but cannot communicate any more.
+            RankFailure: Another rank failed before; this one continued, but cannot communicate any more.
         """
         with self._lock:
             record = self._record
-            if record is not None and self._told == "other":
+            if record is not None and self._notified_of == "other":
                 raise record.failure.to_error()
             self._run += 1
             self._is_in_run = True
-        self.gate.reset()
+        self.stop_coordinator.reset()
 
     def end_run(self) -> None:
-        """Note that the run is over, with or without an error; what happens next is up to the user's program."""
+        """End the run, with or without an error; the user's program decides what follows."""
         with self._lock:
             self._is_in_run = False
-            if self._told != "own":
+            if self._notified_of != "own":
                 return
-            # An error of this rank's own: whoever failed in the same run did so on their own account as well.
+            # This rank has an error of its own: failures of other ranks in the same run are settled with it.
             self._settled = self._run
-            self._told = self._last_error = self._late = None
+            self._notified_of = self._last_error = self._late = None
             self._is_explaining = False
             if self._record is not None and self._record.run <= self._settled:
                 self._record = None
                 self._has_learned.clear()
-        self.gate.revive()
+        self.stop_coordinator.revive()
 
     # --- the main thread: failures -----------------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
-        """Tell all ranks that this one failed, before anything is torn down. The first failure of all ranks wins.
+        """Notify all ranks that this one failed, before teardown. The first failure of all ranks wins.
 
-        Agreed stops are no failures, and neither is what follows from another rank's: they are left out here.
+        Coordinated stops, and errors caused by another rank's failure, are not failures and are not published.
         """
         if self._thread is None or os.getpid() != self._pid:
             return
-        if isinstance(error, StopBySignal | KeyboardInterrupt) and self.gate.has_stopped:
+        if isinstance(error, StopBySignal | KeyboardInterrupt) and self.stop_coordinator.has_stopped:
             return
         with self._lock:
             if error is self._last_error:
                 return
             self._last_error = error
             if isinstance(error, RankFailure):
-                self._tell("other")
+                self._note_notified("other")
                 return
-            self._tell("own")
+            self._note_notified("own")
             run = max(self._run, self._settled + 1)
         try:
             self._post_own(error, run)
         except RuntimeError as late:
-            # torch raises it for a loader worker that died, from the handler of SIGCHLD: wherever this thread is.
+            # torch raises it from its SIGCHLD handler for a loader worker that died, anywhere in this thread.
             error.add_note(str(late))
             self._post_own(error, run)
 
@@ -277,34 +283,34 @@ class Watch:
             failure = replace(failure, trace=f"{failure.trace.rstrip()}\n{crashed}")
             error.add_note(crashed)
         failure = replace(failure, exit_code=_exit_code(error))
-        self._do(lambda: self._post(failure, run), wait_s=2.0)
+        self._run_on_thread(lambda: self._post(failure, run), wait_s=2.0)
 
     def _crash_of_worker(self) -> str:
-        """Return the stack of a process of this rank that crashed, such as a loader worker; "" without one."""
+        """Return the stack of a crashed child process of this rank, such as a loader worker; "" without one."""
         me = self._me
         text = crash_text(me.crash_file) if me is not None else ""
-        if not text or self._has_told_crash:
+        if not text or self._has_reported_crash:
             return ""
-        self._has_told_crash = True
+        self._has_reported_crash = True
         how, stack = describe_crash(text, self._main)
         return f"A process of rank {self._rank}, such as a loader worker, crashed: {how}\n{stack}"
 
     def first_failure(self, wait_s: float = 0.0) -> Failure | None:
-        """Return the first failure of all ranks, waiting for one at most so long; None if there is none."""
+        """Return the first failure of all ranks, waiting up to `wait_s` for one; None without one."""
         self._has_learned.wait(wait_s)
         record = self._record
         return record.failure if record is not None else None
 
     def explain(self, error: BaseException) -> RankFailure | None:
-        """Return the failure of another rank that this error only follows from.
+        """Return the failure of another rank that caused this error.
 
-        Called by the main thread with an error that it caught; waits a few seconds at most.
+        Runs on the main thread; waits a few seconds at most.
 
         Args:
-            error: An error of any kind; only those of communication are asked about.
+            error: The caught error; only communication errors are examined.
 
         Returns:
-            What to raise instead. None: the error is this rank's own, and `report` is to be called.
+            The error to raise instead. None if the error is this rank's own: then call `report`.
         """
         if self._thread is None or os.getpid() != self._pid:
             return None
@@ -317,33 +323,35 @@ class Watch:
         failure = self.first_failure(0.0)
         if failure is None:
             failure = self._blame_the_missing() if self._late is not None else self.first_failure(_GRACE_S)
-        explained = self._someone_left() if failure is None else None
+        explained = self._explain_normal_end() if failure is None else None
         if failure is None and explained is None and self._late is None:
-            # Another rank whose operation timed out may still be finding out who is missing.
+            # Another rank whose operation timed out may still be looking for the missing rank.
             failure = self.first_failure(_SLOW_S)
-        if self._told == "own":
+        if self._notified_of == "own":
             return None
         if failure is not None:
             explained = failure.to_error()
         if explained is not None:
             with self._lock:
                 self._last_error = explained
-                self._tell("other")
+                self._note_notified("other")
         return explained
 
-    def places(self) -> dict[int, dict[str, Any]]:
-        """Return where the other ranks are, as they said within the last second or so; called by the main thread."""
-        found: dict[int, dict[str, Any]] = {}
+    def places(self) -> dict[int, dict[str, object]]:
+        """Return the positions of the other ranks, about a second old; runs on the main thread."""
+        found: dict[int, dict[str, object]] = {}
 
         def look() -> None:
-            found.update({rank: self._board.place_of(rank) for rank in range(self._size) if rank != self._rank})
+            found.update({rank: self._failure_store.place_of(rank) for rank in range(self._size) if rank != self._rank})
 
-        self._do(look, wait_s=_SECOND_S)
+        self._run_on_thread(look, wait_s=_SECOND_S)
         return found
 
     def _blame_the_missing(self) -> Failure | None:
-        """Ask all ranks where they stand after a time-out, and write down the first that did not come."""
-        report = self._ask_all(f"the process group of rank {self._rank} timed out after {self._timeout_s:g} s")
+        """Request a stall report after a time-out, and store the first missing rank as the failure."""
+        report = self._request_stall_report(
+            f"the process group of rank {self._rank} timed out after {self._timeout_s:g} s"
+        )
         failure = self.first_failure(0.0)
         if failure is not None or report is None or report.culprit is None:
             return failure
@@ -359,45 +367,45 @@ class Watch:
             when=time.time(),
         )
         run = max(self._run, self._settled + 1)
-        self._do(lambda: self._post(failure, run), wait_s=2.0)
+        self._run_on_thread(lambda: self._post(failure, run), wait_s=2.0)
         return self.first_failure(0.0) or failure
 
-    def _someone_left(self) -> RankFailure | None:
-        """Return an error that names the ranks that ended regularly, while this one still needed them."""
+    def _explain_normal_end(self) -> RankFailure | None:
+        """Return an error that names ranks that ended normally while this one still communicates with them."""
         ended: list[int] = []
 
         def look() -> None:
-            ended.extend(rank for rank in range(self._size) if rank != self._rank and self._board.is_done(rank))
+            ended.extend(rank for rank in range(self._size) if rank != self._rank and self._failure_store.is_done(rank))
 
-        self._do(look, wait_s=2.0)
+        self._run_on_thread(look, wait_s=2.0)
         if not ended:
             return None
         names = ", ".join(map(str, ended))
         one = len(ended) == 1
         return RankFailure(
-            f"rank{'' if one else 's'} {names} ended regularly, while rank {self._rank} still communicates with "
-            f"{'it' if one else 'them'}: the ranks did not do the same.",
-            fix="look for a collective (barrier, all_reduce, a save, a fit) that only some ranks call, or a rank that "
+            f"rank{'' if one else 's'} {names} ended normally, while rank {self._rank} still communicates with "
+            f"{'it' if one else 'them'}: the ranks did not run the same code.",
+            fix="look for a collective (barrier, all_reduce, save, fit) that only some ranks call, or a rank that "
             "leaves a loop early.",
         )
 
-    def _ask_all(self, why: str) -> Report | None:
-        """Return where all ranks stand, as of now; None if the thread cannot find out."""
-        asked: list[int] = []
+    def _request_stall_report(self, why: str) -> StallReport | None:
+        """Return the current status of all ranks; None if the thread cannot collect it."""
+        requested: list[int] = []
 
-        def ask() -> None:
-            asked.append(self._inquiry.ask_for_report(why))
+        def request() -> None:
+            requested.append(self._stall_reporter.request_report(why))
 
-        self._do(ask, wait_s=2.0)
-        return self._inquiry.wait_for_report(asked[0], wait_s=2 * ANSWER_S) if asked else None
+        self._run_on_thread(request, wait_s=2.0)
+        return self._stall_reporter.wait_for_report(requested[0], wait_s=2 * ANSWER_S) if requested else None
 
-    def _tell(self, what: str) -> None:
-        """Note what the main thread knows. The lock is held."""
-        if self._told is None:
-            self._told, self._told_at = what, time.monotonic()
+    def _note_notified(self, what: str) -> None:
+        """Record of what the main thread was notified. The lock is held."""
+        if self._notified_of is None:
+            self._notified_of, self._notified_at = what, time.monotonic()
 
-    def _do(self, what: Callable[[], None], *, wait_s: float) -> None:
-        """Let the thread do something, and wait for it, but not for ever."""
+    def _run_on_thread(self, what: Callable[[], None], *, wait_s: float) -> None:
+        """Run a function on the watch's thread and wait for it, at most `wait_s`."""
         is_done = threading.Event()
 
         def do() -> None:
@@ -409,7 +417,7 @@ class Watch:
         is_done.wait(wait_s)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Post an exception that ends this program, where no run did it: what `sys.excepthook` calls."""
+        """Publish an uncaught exception that no run has published; installed as `sys.excepthook`."""
         explained = None
         if os.getpid() == self._pid and error is not self._last_error:
             explained = self.explain(error)
@@ -419,13 +427,13 @@ class Watch:
         if explained is not None:
             self._earlier_hook(type(explained), explained, None)
 
-    def _where(self) -> dict[str, Any]:
-        """Return where this rank is, as the trainer says."""
+    def _where(self) -> dict[str, object]:
+        """Return this rank's position, from the trainer."""
         if self.describe is None:
             return {}
         try:
             return dict(self.describe())
-        # It reads attributes of a trainer that is at work in another thread: one may be missing for a moment.
+        # It reads attributes of a trainer that runs in another thread: one may be missing for a moment.
         except (AttributeError, RuntimeError, KeyError, TypeError):
             return self._place
 
@@ -455,56 +463,56 @@ class Watch:
             thread=self._main,
         )
         self._me = replace(me, crash_file=open_crash_file())
-        self._board.beat(0, {})
-        self._board.introduce(self._me)
+        self._failure_store.beat(0, {})
+        self._failure_store.introduce(self._me)
 
     def _tick(self) -> bool:
-        """Do what there is to do, and return whether to come back soon."""
+        """Do the work that is due, and return whether the next call should come soon."""
         now = time.monotonic()
         while self._todo:
             self._todo.popleft()()
-        if self._signals.hand_on(self.guard, self.gate, now) and self._told is None:
+        if self._signal_wakeup.forward(self.run_signals, self.stop_coordinator, now) and self._notified_of is None:
             self._interrupt()
-        has_rung = self._board.has_rung()
-        if has_rung or self.gate.needs_poll:
-            self.gate.poll()
-        if has_rung:
-            for record in self._board.new_failures():
+        was_notified = self._failure_store.was_notified()
+        if was_notified or self.stop_coordinator.needs_poll:
+            self.stop_coordinator.poll()
+        if was_notified:
+            for record in self._failure_store.new_failures():
                 self._learn(record)
-            self._may_have_question = True
+            self._may_have_status_request = True
             self._note_end_of_rank_zero()
-        if self._may_have_question and not self._inquiry.is_open:
-            # One after the other: two may have come with one ring, and each gets its report.
-            question = self._board.new_question()
-            self._may_have_question = question is not None
-            if question is not None:
-                self._answer(*question, now=now)
-        self._look_at_neighbours(now)
+        if self._may_have_status_request and not self._stall_reporter.is_open:
+            # One after the other: two may have come with one notification, and each gets its report.
+            request = self._failure_store.new_status_request()
+            self._may_have_status_request = request is not None
+            if request is not None:
+                self._answer(*request, now=now)
+        self._look_at_neighbors(now)
         if now >= self._next_second:
             self._next_second = now + _SECOND_S
             self._each_second(now)
-        self._inquiry.go_on(self._neighbours.values(), now)
+        self._stall_reporter.advance(self._neighbors.values(), now)
         self._look_at_deadline(now)
-        return self.gate.is_under_way or self._inquiry.is_open or bool(self._todo)
+        return self.stop_coordinator.is_under_way or self._stall_reporter.is_open or bool(self._todo)
 
     def _each_second(self, now: float) -> None:
         self._place = self._where()
         self._beat += 1
-        self._board.beat(self._beat, self._place)
-        for peer in self._board.new_neighbours():
-            self._neighbours[peer.rank] = peer
-        silent = self._far.find_silent(self._me, now, after_s=self.stall_timeout_s)
-        if silent is not None and self._record is None and not self._board.is_done(silent.rank):
+        self._failure_store.beat(self._beat, self._place)
+        for peer in self._failure_store.new_neighbors():
+            self._neighbors[peer.rank] = peer
+        silent = self._remote_ranks.find_silent(self._me, now, after_s=self.stall_timeout_s)
+        if silent is not None and self._record is None and not self._failure_store.is_done(silent.rank):
             self._post_for(silent, f"host {silent.host} has not answered for {self.stall_timeout_s:.0f} s")
         self._look_for_progress(now)
 
     def _interrupt(self) -> None:
-        """End this process, which got Ctrl-C twice and does not come out of C++."""
+        """End this process, which received Ctrl-C twice and does not return from C++."""
         me = self._me
         assert me is not None
-        standing = Standing.of_this_process(self._rank, host=me.host, pid=me.pid, thread=self._main, place={})
-        how = f"KeyboardInterrupt: Ctrl-C came twice, and this rank {standing.doing}"
-        place, trace = self._where(), "".join(standing.stack)
+        status = RankStatus.of_this_process(self._rank, host=me.host, pid=me.pid, thread=self._main, place={})
+        how = f"KeyboardInterrupt: Ctrl-C was pressed twice, and this rank {status.doing}"
+        place, trace = self._where(), "".join(status.stack)
         failure = Failure(self._rank, me.host, me.pid, how, place, trace, time.time(), exit_code=130)
         self._post(failure, max(self._run, self._settled + 1))
         self._die(failure)
@@ -512,48 +520,48 @@ class Watch:
     # --- the thread: failures ----------------------------------------------------------------------------------------
 
     def _post(self, failure: Failure, run: int) -> None:
-        """Write a failure down, unless another came first."""
-        record = self._board.write_failure(Record(run, self._rank, failure))
-        # For those who do not watch: a launcher, and ranks that still wait for all to be there.
+        """Store a failure, unless another came first."""
+        record = self._failure_store.write_failure(Record(run, self._rank, failure))
+        # For readers without a watch: a launcher, and ranks that still wait for all to connect.
         self._shared.compare_set("failure", "", record.failure.to_json())
         self._learn(record)
 
     def _learn(self, record: Record) -> None:
-        """Take notice of the first failure that is not settled."""
+        """Record the first failure that is not settled."""
         with self._lock:
             if record.run <= self._settled or self._record is not None:
                 return
             self._record, self._learned_at = record, time.monotonic()
             self._has_learned.set()
-            is_own = self._told == "own"
-        self._board.note_seen("failure")
+            is_own = self._notified_of == "own"
+        self._failure_store.note_seen("failure")
         if not is_own:
-            self.gate.fail(record.failure.to_error())
+            self.stop_coordinator.fail(record.failure.to_error())
 
-    def _look_at_neighbours(self, now: float) -> None:
-        """Notice processes of this machine that have ended."""
-        for rank, peer in list(self._neighbours.items()):
+    def _look_at_neighbors(self, now: float) -> None:
+        """Detect processes of this machine that have ended."""
+        for rank, peer in list(self._neighbors.items()):
             if rank in self._gone or peer.state() != "gone":
                 continue
             self._gone[rank] = now
-            # What it said last may not have been read yet.
-            for record in self._board.new_failures():
+            # Its last messages may not have been read yet.
+            for record in self._failure_store.new_failures():
                 self._learn(record)
         for rank, since in list(self._gone.items()):
-            ended = self._neighbours.get(rank)
+            ended = self._neighbors.get(rank)
             if ended is None:
                 continue
-            if self._record is not None or self._board.is_done(rank):
-                del self._neighbours[rank]
+            if self._record is not None or self._failure_store.is_done(rank):
+                del self._neighbors[rank]
                 continue
             crash, trace = read_crash(ended.crash_file, ended.thread)
             how = self._exit_of(ended)
             if crash:
                 how = crash if how is None else f"{how}: {crash}"
-            if how is None and now < since + _BETTER_WORD_S:
+            if how is None and now < since + _EXIT_CODE_S:
                 continue
-            del self._neighbours[rank]
-            how = how or "the process ended without a word (killed, out of memory, or os._exit)"
+            del self._neighbors[rank]
+            how = how or "the process ended without a report (killed, out of memory, or os._exit)"
             self._post_for(ended, f"{how}, before the run was over", trace)
 
     def _exit_of(self, peer: Peer) -> str | None:
@@ -563,37 +571,37 @@ class Watch:
         return None if code is None else describe_exit(code)
 
     def _post_for(self, peer: Peer, how: str, trace: str = "") -> None:
-        """Write down the failure of a rank that cannot do so any more."""
-        place = self._board.place_of(peer.rank)
+        """Store the failure of a rank that cannot do so any more."""
+        place = self._failure_store.place_of(peer.rank)
         known = ", ".join(f"{name} {value}" for name, value in place.items() if value not in (None, ""))
-        if known:  # it said so up to a second before
+        if known:  # up to a second old
             how += f" (about {known})"
         failure = Failure(peer.rank, peer.host, peer.pid, how, trace=trace, when=time.time())
         self._post(failure, max(self._run, self._settled + 1))
 
     def _look_at_deadline(self, now: float) -> None:
-        """End the process whose main thread does not take notice of another rank's failure."""
+        """End the process if its main thread does not react to another rank's failure."""
         with self._lock:
-            record, told, is_in_run = self._record, self._told, self._is_in_run
-            if record is None or told == "own" or (record.by == record.failure.rank == self._rank):
+            record, notified_of, is_in_run = self._record, self._notified_of, self._is_in_run
+            if record is None or notified_of == "own" or (record.by == record.failure.rank == self._rank):
                 return
-            if told is None:
-                # Python code gets the failure from the gate, C++ code an error: both take a moment.
+            if notified_of is None:
+                # Python code gets the failure from the stop coordinator, C++ code an error: both take a moment.
                 is_late = now > self._learned_at + _GRACE_S
             else:
-                is_late = is_in_run and now > self._told_at + _UNWIND_S
+                is_late = is_in_run and now > self._notified_at + _UNWIND_S
         if is_late:
             self._die(record.failure)
 
     def _die(self, failure: Failure) -> None:
-        """Say why, and end this process without its main thread, which may never come back from C++."""
-        text = f"\nLoopwright: rank {self._rank} ends, because {failure.describe()}\n"
+        """Print the reason, and end this process without its main thread, which may never return from C++."""
+        text = f"\nLoopwright: rank {self._rank} ends because {failure.describe()}\n"
         if failure.trace:
             text += f"--- traceback of rank {failure.rank} ---\n{failure.trace.rstrip()}\n"
         # Not through sys.stderr, whose lock the main thread may hold.
         os.write(2, text.encode(errors="replace"))
         self._linger("failure", self._size)
-        for child in multiprocessing.active_children():  # loader workers: nobody else ends them
+        for child in multiprocessing.active_children():  # loader workers: nothing else ends them
             child.kill()
         if self._launcher is not None:
             self._launcher.kill(signal.SIGTERM)
@@ -603,49 +611,49 @@ class Watch:
         self._exit(failure.exit_code or 1)
 
     def _linger(self, what: str, count: int) -> None:
-        """Wait a moment for the others to read something, if the store may end with this process: on rank 0."""
+        """Wait a moment on rank 0, whose process may host the store, until the others have read something."""
         if self._rank != 0:
             return
         ends = time.monotonic() + _LINGER_S
         try:
-            while time.monotonic() < ends and self._board.count_seen(what) < count - len(self._gone):
+            while time.monotonic() < ends and self._failure_store.count_seen(what) < count - len(self._gone):
                 self._look_at_gone()
                 time.sleep(_FAST_S)
         except RuntimeError:
             logger.debug("the store is gone")
 
     def _look_at_gone(self) -> None:
-        for rank, peer in self._neighbours.items():
+        for rank, peer in self._neighbors.items():
             if rank not in self._gone and peer.state() == "gone":
                 self._gone[rank] = time.monotonic()
 
     # --- the thread: the end -----------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Tell the others that this rank is done."""
+        """Notify the others that this rank is done."""
         while self._todo:
             self._todo.popleft()()
-        self.gate.close()
-        for record in self._board.new_failures():
+        self.stop_coordinator.close()
+        for record in self._failure_store.new_failures():
             self._learn(record)
         if self._record is not None:
             self._linger("failure", self._size)
             return
-        self._board.write_done()
+        self._failure_store.write_done()
         self._note_end_of_rank_zero()
         self._linger("end", self._size - 1)
 
     def _note_end_of_rank_zero(self) -> None:
-        """Note that the store may go from now on, which is no failure any more."""
+        """Record that the store may close from now on, which is not a failure any more."""
         if self._rank == 0 or self._seen_end:
             return
-        self._rank_zero_is_done = self._rank_zero_is_done or self._board.is_done(0)
+        self._rank_zero_is_done = self._rank_zero_is_done or self._failure_store.is_done(0)
         if self._rank_zero_is_done or self._is_stopping:
             self._seen_end = True
-            self._board.note_seen("end")
+            self._failure_store.note_seen("end")
 
     def _without_store(self, error: RuntimeError) -> None:
-        """Go on without a store: its host is gone, which is a failure unless rank 0 was done."""
+        """Continue without a store: its host is gone, which is a failure unless rank 0 was done."""
         if self._is_stopping or (self._record is None and self._rank_zero_is_done):
             return
         if self._record is None:
@@ -656,37 +664,40 @@ class Watch:
             self._wake.clear()
 
     def _learn_alone(self, error: RuntimeError) -> None:
-        peer = self._neighbours.get(0) or self._far.peer(0)
+        peer = self._neighbors.get(0) or self._remote_ranks.peer(0)
         host, pid = (peer.host, peer.pid) if peer is not None else ("?", 0)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         how = f"it, or the process that launched it, ended or cannot be reached: the store does not answer ({first})"
         crash, trace = read_crash(peer.crash_file, peer.thread) if peer is not None else ("", "")
         failure = Failure(0, host, pid, crash or how, trace=trace, when=time.time())
-        record = Record(max(self._run, self._settled + 1), _NOBODY, failure)
+        record = Record(max(self._run, self._settled + 1), _UNKNOWN_RANK, failure)
         with self._lock:
             self._record, self._learned_at = record, time.monotonic()
             self._has_learned.set()
-            is_own = self._told == "own"
+            is_own = self._notified_of == "own"
         if not is_own:
-            self.gate.fail(record.failure.to_error())
+            self.stop_coordinator.fail(record.failure.to_error())
 
-    # --- the thread: where everybody stands --------------------------------------------------------------------------
+    # --- the thread: rank statuses --------------------------------------------------------------------------
 
     def _look_for_progress(self, now: float) -> None:
-        """Ask where everybody stands when this rank has been at the same place of a run for long."""
-        progress = (self.gate.position, tuple(sorted((key, str(value)) for key, value in self._place.items())))
+        """Request a stall report when this rank has not moved within a run for too long."""
+        progress = (
+            self.stop_coordinator.position,
+            tuple(sorted((key, str(value)) for key, value in self._place.items())),
+        )
         if not self._place or self._record is not None or self._is_explaining:
-            self._inquiry.moved(progress, now)
+            self._stall_reporter.moved(progress, now)
         else:
-            self._inquiry.look_for_progress(progress, now, stall_timeout_s=self.stall_timeout_s)
+            self._stall_reporter.look_for_progress(progress, now, stall_timeout_s=self.stall_timeout_s)
 
     def _answer(self, number: int, why: str, *, now: float) -> None:
         me = self._me
         assert me is not None
-        standing = Standing.of_this_process(
+        status = RankStatus.of_this_process(
             self._rank, host=me.host, pid=me.pid, thread=self._main, place=self._where(), late=self._late
         )  # fmt: skip
-        self._inquiry.answer(number, why, standing, now)
+        self._stall_reporter.answer(number, why, status, now)
 
 
 def _seconds(value: float | timedelta) -> float:

@@ -1,8 +1,8 @@
 """Lets all ranks of a run stop at the same point, without a collective per step.
 
-A segment is a training window, an evaluation, or the end of an epoch. All ranks go through the same
+A phase is a training window, an evaluation, or the end of an epoch. All ranks go through the same
 sequence of them. A signal at one rank, or `should_stop` set on one, becomes a request; fabric/watch/stop_coordinator.py
-says how the ranks agree on the segment after which they stop. Where nobody asks, a segment costs one lock and one
+says how the ranks agree on the phase after which they stop. Where nobody asks, a phase costs one lock and one
 addition.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from .run_signals import FAILED_SAVE
 
 if TYPE_CHECKING:
-    from ...fabric.watch import StopGate
+    from ...fabric.watch import StopCoordinator
     from ..trainer import Trainer
     from .run_signals import Guard
 
@@ -27,25 +27,25 @@ class Agreement:
     Args:
         trainer: Its `should_stop` becomes a request, and is set where another rank's was.
         guard: Ends the run after a signal.
-        gate: Speaks with the other ranks.
+        coordinator: Agrees with the other ranks on where to stop.
 
     Attributes:
         is_to_stop: Whether all ranks know that `should_stop` was asked for; the fit loop acts on it.
     """
 
-    def __init__(self, trainer: Trainer, guard: Guard, gate: StopGate) -> None:
+    def __init__(self, trainer: Trainer, guard: Guard, coordinator: StopCoordinator) -> None:
         self._trainer = trainer
         self._guard = guard
-        self._gate = gate
+        self._stop_coordinator = coordinator
         self.is_to_stop = False
 
     @property
     def is_by_signal(self) -> bool:
         """Whether all ranks stopped here because of a signal."""
-        return self._gate.has_stopped and self._gate.reason not in ("should_stop", FAILED_SAVE)
+        return self._stop_coordinator.has_stopped and self._stop_coordinator.reason not in ("should_stop", FAILED_SAVE)
 
     def begin_segment(self, *, may_stop: bool = False) -> None:
-        """Begin the next segment, or find out that all ranks stop here. On every rank.
+        """Begin the next phase, or find out that all ranks stop here. On every rank.
 
         Args:
             may_stop: Whether `should_stop` counts now; equal on all ranks.
@@ -58,21 +58,21 @@ class Agreement:
             return
         if self._guard.is_called:  # sooner than the watch's thread would see it
             requested = self._guard.requested
-            self._gate.request(FAILED_SAVE if requested is None else requested.name)
+            self._stop_coordinator.request(FAILED_SAVE if requested is None else requested.name)
         elif may_stop and self._trainer.should_stop:
-            self._gate.request("should_stop")
-        if not self._gate.begin():
-            self._stop(self._gate.begin)
+            self._stop_coordinator.request("should_stop")
+        if not self._stop_coordinator.begin():
+            self._stop(self._stop_coordinator.begin)
 
     def within_segment(self) -> None:
-        """Find out whether all ranks stop within the present segment; called between two batches of an evaluation.
+        """Find out whether all ranks stop within the present phase; called between two batches of an evaluation.
 
         Raises:
             KeyboardInterrupt, StopBySignal: As `begin_segment`.
         """
         # After should_stop, _stop returns: an evaluation is finished before it takes effect.
-        if not self.is_to_stop and not self._gate.within():
-            self._stop(self._gate.within)
+        if not self.is_to_stop and not self._stop_coordinator.within():
+            self._stop(self._stop_coordinator.within)
 
     def end_evaluation(self) -> None:
         """Find out whether all ranks stop before the present evaluation has a result; called after its last batch.
@@ -82,17 +82,17 @@ class Agreement:
         Raises:
             KeyboardInterrupt, StopBySignal: As `begin_segment`.
         """
-        if not self.is_to_stop and not self._gate.end():
-            self._stop(self._gate.end)
+        if not self.is_to_stop and not self._stop_coordinator.end():
+            self._stop(self._stop_coordinator.end)
 
     def _stop(self, go_on: Callable[[], bool]) -> None:
         if self.is_by_signal:
             self._guard.stop()
-        if self._gate.reason == FAILED_SAVE:
+        if self._stop_coordinator.reason == FAILED_SAVE:
             self._trainer.wait_for_save()
             # Nothing was raised: all ranks know of the failure already, from a place that came before this one.
             self._guard.is_called = self._guard.requested is not None
-            self._gate.reset()
+            self._stop_coordinator.reset()
             if not go_on():
                 self._stop(go_on)
             return

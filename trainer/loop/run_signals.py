@@ -4,8 +4,8 @@ Entered by the Trainer around each fit, validate, test and predict. The signal h
 at it at step boundaries. A second Ctrl-C interrupts at once.
 
 With several ranks a signal comes to any of them at any moment, and all have to stop at the same step: then the flag is
-read by the rank's watch (fabric/watch/), which brings it to the gate, where the ranks agree; the loops ask the gate
-instead of the flag. Still no handler communicates.
+read by the rank's watch (fabric/watch/), which passes it to the stop coordinator, where the ranks agree; the loops ask
+it instead of the flag. Still no handler communicates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ...errors import StopBySignal
 
 if TYPE_CHECKING:
-    from ...fabric.watch import StopGate, Watch
+    from ...fabric.watch import StopCoordinator, Watch
 
 __all__ = ["FAILED_SAVE", "Guard"]
 
@@ -43,7 +43,7 @@ class Guard:
         is_called: Whether there is anything to look at between two steps: a signal, or a save in the background that
             failed. The only thing that a step asks.
         watch: Looks after the other ranks; None with one process.
-        gate: Where the ranks agree on where to stop; None with one process.
+        stop_coordinator: Agrees with the other ranks on where to stop; None with one process.
         heard: How many signals the handler got to see: less than came, while the main thread is in C++.
     """
 
@@ -53,7 +53,7 @@ class Guard:
         self.requested_at_s: float | None = None
         self.is_called = False
         self.watch: Watch | None = None
-        self.gate: StopGate | None = None
+        self.stop_coordinator: StopCoordinator | None = None
         self.heard = 0
         self._has_pipe = False
         self._earlier: dict[signal.Signals, Any] = {}  # Any: what signal.signal returns
@@ -103,14 +103,14 @@ class Guard:
         return set(self._earlier)
 
     def connect(self, watch: Watch) -> None:
-        """Let the ranks agree on where this run stops; on every rank, before the run's first segment.
+        """Let the ranks agree on where this run stops; on every rank, before the run's first phase.
 
         Raises:
             RankFailure: Another rank failed in an earlier run.
         """
         watch.begin_run()
-        self.watch, self.gate = watch, watch.gate
-        watch.guard = self
+        self.watch, self.stop_coordinator = watch, watch.stop_coordinator
+        watch.run_signals = self
         if self._earlier and watch.signal_pipe is not None:
             self._has_pipe = _write_signals_to(watch.signal_pipe)
 
@@ -118,18 +118,18 @@ class Guard:
         """Take this run's place in the ranks' agreement again, after a run within it had it; on every rank."""
         assert self.watch is not None
         self.watch.begin_run()
-        self.watch.guard = self
+        self.watch.run_signals = self
 
     def _disconnect(self) -> None:
-        watch, gate = self.watch, self.gate
-        if watch is None or gate is None:
+        watch, coordinator = self.watch, self.stop_coordinator
+        if watch is None or coordinator is None:
             return
         if self._has_pipe:
             _write_signals_nowhere()
-        watch.guard = None
+        watch.run_signals = None
         if self.requested is not None:
-            # If it came after the last segment, then the next run of all ranks stops where it begins.
-            gate.request(self.requested.name)
+            # If it came after the last phase, then the next run of all ranks stops where it begins.
+            coordinator.request(self.requested.name)
         watch.end_run()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -165,8 +165,8 @@ class Guard:
             KeyboardInterrupt: After Ctrl-C.
             StopBySignal: After SIGTERM; the exit code is 143.
         """
-        assert self.gate is not None
-        logger.warning("%s: all ranks end the run here, between two steps", self.gate.reason)
+        assert self.stop_coordinator is not None
+        logger.warning("%s: all ranks end the run here, between two steps", self.stop_coordinator.reason)
         raise self.stop_error()
 
     @property
@@ -174,12 +174,13 @@ class Guard:
         """Whether the run ended because the cluster asked for that, and not because of another signal."""
         if self._requeue is None:
             return False
-        return self.requested is self._requeue if self.gate is None else self.gate.reason == self._requeue.name
+        coordinator = self.stop_coordinator
+        return self.requested is self._requeue if coordinator is None else coordinator.reason == self._requeue.name
 
     def stop_error(self) -> BaseException:
         """Return the error that ends a run on which all ranks agreed."""
-        assert self.gate is not None
-        return KeyboardInterrupt() if self.gate.reason == "SIGINT" else StopBySignal()
+        assert self.stop_coordinator is not None
+        return KeyboardInterrupt() if self.stop_coordinator.reason == "SIGINT" else StopBySignal()
 
 
 _has_fork_hook = False  # what is registered at fork stays; it is registered when a run first needs it

@@ -343,7 +343,7 @@ def test_a_rank_killed_during_a_save_is_named_and_the_run_goes_on_from_the_save_
         assert ended[victim].code == -signal.SIGKILL, case
         assert other.code not in (0, None), case
         assert f"rank {victim}" in other.said, case
-        assert "without a word" in other.said, case
+        assert "without a report" in other.said, case
         # Committed, or not begun: the one before is removed only when the new one is whole.
         found = [name for name in names(root) if not name.startswith(".")]
         assert found == (["step=2.ckpt", "step=4.ckpt"] if stage == "cleaned" else ["step=2.ckpt"]), case

@@ -62,7 +62,7 @@ def test_kill_9_is_seen_at_once() -> None:
     assert ended[1].code == -signal.SIGKILL
     for one in (ended[0], ended[2]):
         assert "rank 1" in one.said
-        assert "without a word" in one.said
+        assert "without a report" in one.said
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -98,7 +98,7 @@ def test_a_dead_rank_is_noticed_by_one_that_does_not_communicate() -> None:
 
     ended = Ranks(train, 2, fault).wait()
     all_end(ended, 9)
-    assert "Loopwright: rank 0 ends, because rank 1" in ended[0].said
+    assert "Loopwright: rank 0 ends because rank 1" in ended[0].said
 
 
 def test_an_exception_ends_a_rank_that_is_stuck_in_its_loader() -> None:
@@ -262,7 +262,7 @@ def test_a_host_that_falls_silent_is_named(lost: int) -> None:
     ranks.line(other, "has not answered for 2 s")
     ended = ranks.wait(20, {other})
     assert ended[other].code == 1
-    assert f"rank {other} ends, because rank {lost}" in ended[other].said
+    assert f"rank {other} ends because rank {lost}" in ended[other].said
 
 
 @pytest.mark.parametrize("seed", range(4))

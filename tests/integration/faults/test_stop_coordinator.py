@@ -25,7 +25,7 @@ def say(**values: Any) -> None:
 
 
 def fit(rank: int, size: int, store: Any, *, seed: int = 0, steps: int = 100_000, watch: Watch | None = None) -> None:
-    """Do what fit does: steps and evaluations with a collective each, asking the gate before each segment."""
+    """Do what fit does: steps and evaluations with a collective each, asking the coordinator before each phase."""
     is_own = watch is None
     if watch is None:
         timeout = datetime.timedelta(seconds=30)
@@ -40,32 +40,32 @@ def fit(rank: int, size: int, store: Any, *, seed: int = 0, steps: int = 100_000
     try:
         with guard:
             guard.connect(watch)
-            gate = watch.gate
+            coordinator = watch.stop_coordinator
             say(ready=rank)
             try:
                 for step in range(steps):
-                    if not gate.begin():
+                    if not coordinator.begin():
                         guard.stop()
                     time.sleep(rng.random() * 0.003)
                     dist.all_reduce(torch.ones(1))
                     collectives += 1
                     done += 1
                     if step % 7 == 3:  # an evaluation: batches of one's own, then a collective
-                        if not gate.begin():
+                        if not coordinator.begin():
                             guard.stop()
                         for _ in range(rng.randrange(6)):
-                            if not gate.within():
+                            if not coordinator.within():
                                 guard.stop()
                             batches += 1
                             time.sleep(0.001)
-                        if not gate.end():
+                        if not coordinator.end():
                             guard.stop()
                         dist.all_reduce(torch.ones(1))
                         collectives += 1
-                if not gate.begin():
+                if not coordinator.begin():
                     guard.stop()
             finally:
-                say(done=done, collectives=collectives, reason=gate.reason, position=gate.position)
+                say(done=done, collectives=collectives, reason=coordinator.reason, position=coordinator.position)
     finally:
         if is_own:
             watch.stop()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import loopwright as lw
-from loopwright.fabric.watch.stall import last_collective
+from loopwright.fabric.watch.rank_status import last_collective
 
 FIRST, STEPS = 5, 20
 MOST_CALLS = 45

@@ -11,61 +11,61 @@ import pytest
 import torch.distributed as dist
 
 from loopwright.errors import RankFailure
-from loopwright.fabric.watch import StopGate
+from loopwright.fabric.watch import StopCoordinator
 
 
-def gates(size: int, timeout_s: float = 30.0) -> list[StopGate]:
+def coordinators(size: int, timeout_s: float = 30.0) -> list[StopCoordinator]:
     store = dist.HashStore() if size > 1 else None
-    return [StopGate(store, rank=rank, size=size, timeout_s=timeout_s) for rank in range(size)]
+    return [StopCoordinator(store, rank=rank, size=size, timeout_s=timeout_s) for rank in range(size)]
 
 
-def poll_all(group: list[StopGate], times: int = 4) -> None:
+def poll_all(group: list[StopCoordinator], times: int = 4) -> None:
     for _ in range(times):
-        for gate in group:
-            gate.poll()
+        for coordinator in group:
+            coordinator.poll()
 
 
 # --- one rank, and by hand --------------------------------------------------------------------------------------------
 
 
 def test_one_rank_stops_at_once() -> None:
-    (gate,) = gates(1)
-    assert gate.begin()
-    gate.request("SIGTERM")
-    assert not gate.begin()
-    assert gate.reason == "SIGTERM"
-    assert gate.position == (1, 0)
+    (coordinator,) = coordinators(1)
+    assert coordinator.begin()
+    coordinator.request("SIGTERM")
+    assert not coordinator.begin()
+    assert coordinator.reason == "SIGTERM"
+    assert coordinator.position == (1, 0)
 
 
 def test_without_a_request_nothing_is_said() -> None:
-    group = gates(2)
-    for gate in group:
-        assert all(gate.begin() and gate.within() and gate.end() for _ in range(5))
+    group = coordinators(2)
+    for coordinator in group:
+        assert all(coordinator.begin() and coordinator.within() and coordinator.end() for _ in range(5))
     poll_all(group)
-    assert not any(gate.is_under_way or gate.has_stopped for gate in group)
+    assert not any(coordinator.is_under_way or coordinator.has_stopped for coordinator in group)
 
 
 def test_all_stop_after_the_segment_of_the_one_that_is_furthest() -> None:
-    group = gates(3)
-    for gate, segments in zip(group, (4, 6, 5), strict=True):
-        assert all(gate.begin() for _ in range(segments))
+    group = coordinators(3)
+    for coordinator, phases in zip(group, (4, 6, 5), strict=True):
+        assert all(coordinator.begin() for _ in range(phases))
     group[0].request("SIGTERM")
     poll_all(group)
-    assert [[gate.begin() for _ in range(3)] for gate in group] == [
+    assert [[coordinator.begin() for _ in range(3)] for coordinator in group] == [
         [True, True, False], [False, False, False], [True, False, False],
     ]  # fmt: skip
-    assert [gate.position for gate in group] == [(6, 0)] * 3
-    assert [gate.reason for gate in group] == ["SIGTERM"] * 3
+    assert [coordinator.position for coordinator in group] == [(6, 0)] * 3
+    assert [coordinator.reason for coordinator in group] == ["SIGTERM"] * 3
 
 
 def test_a_request_of_all_at_one_boundary_adds_no_step() -> None:
-    group = gates(3)
-    for gate in group:
-        gate.begin()
-        gate.request("should_stop")
+    group = coordinators(3)
+    for coordinator in group:
+        coordinator.begin()
+        coordinator.request("should_stop")
     poll_all(group)
-    assert [gate.begin() for gate in group] == [False] * 3
-    assert [gate.position for gate in group] == [(1, 0)] * 3
+    assert [coordinator.begin() for coordinator in group] == [False] * 3
+    assert [coordinator.position for coordinator in group] == [(1, 0)] * 3
 
 
 @pytest.mark.parametrize(
@@ -78,91 +78,91 @@ def test_a_request_of_all_at_one_boundary_adds_no_step() -> None:
     ],
 )
 def test_the_strongest_reason_holds_on_all_ranks(wishes: list[str], reason: str) -> None:
-    group = gates(2)
-    for gate, wish in zip(group, wishes, strict=True):
-        gate.begin()
-        gate.request(wish)
+    group = coordinators(2)
+    for coordinator, wish in zip(group, wishes, strict=True):
+        coordinator.begin()
+        coordinator.request(wish)
     poll_all(group)
-    assert [gate.begin() for gate in group] == [False, False]
-    assert [gate.reason for gate in group] == [reason] * 2
+    assert [coordinator.begin() for coordinator in group] == [False, False]
+    assert [coordinator.reason for coordinator in group] == [reason] * 2
 
 
 def test_a_gate_is_used_again_after_reset() -> None:
-    group = gates(2)
+    group = coordinators(2)
     for _ in range(3):
-        for gate in group:
-            gate.reset()
-            assert gate.begin()
+        for coordinator in group:
+            coordinator.reset()
+            assert coordinator.begin()
         group[1].request("should_stop")
         poll_all(group)
-        assert [gate.begin() for gate in group] == [False, False]
-        assert [gate.reason for gate in group] == ["should_stop"] * 2
-    assert [gate.position for gate in group] == [(3, 0)] * 2
+        assert [coordinator.begin() for coordinator in group] == [False, False]
+        assert [coordinator.reason for coordinator in group] == ["should_stop"] * 2
+    assert [coordinator.position for coordinator in group] == [(3, 0)] * 2
 
 
 def test_a_request_that_came_before_this_rank_was_reset_is_heard_after_it() -> None:
-    group = gates(2)
-    for gate in group:
-        assert gate.begin()
-        gate.request("failed save")
+    group = coordinators(2)
+    for coordinator in group:
+        assert coordinator.begin()
+        coordinator.request("failed save")
     poll_all(group)
-    assert [gate.begin() for gate in group] == [False, False]
+    assert [coordinator.begin() for coordinator in group] == [False, False]
     group[0].reset()
     assert group[0].begin()
     group[0].request("SIGTERM")
     group[0].poll()
     group[1].poll()  # because rank 0 rang; it rings once
     group[1].reset()
-    for _ in range(4):  # from now on as a watch does it: who was not rung for polls only where the gate needs it
-        for gate in group:
-            if gate.needs_poll:
-                gate.poll()
+    for _ in range(4):  # from now on as a watch does it: who was not rung for polls only where the coordinator needs it
+        for coordinator in group:
+            if coordinator.needs_poll:
+                coordinator.poll()
     assert group[1].begin()  # as far as rank 0 had come
-    assert [gate.begin() for gate in group] == [False, False]
-    assert [gate.reason for gate in group] == ["SIGTERM"] * 2
+    assert [coordinator.begin() for coordinator in group] == [False, False]
+    assert [coordinator.reason for coordinator in group] == ["SIGTERM"] * 2
 
 
 def test_reset_of_a_gate_that_did_not_stop_changes_nothing() -> None:
-    group = gates(2)
-    for gate in group:
-        gate.begin()
+    group = coordinators(2)
+    for coordinator in group:
+        coordinator.begin()
     group[0].request("SIGTERM")
     poll_all(group)  # agreed on, but the run ended here anyway
-    for gate in group:
-        gate.reset()
-    assert [gate.begin() for gate in group] == [False, False]
+    for coordinator in group:
+        coordinator.reset()
+    assert [coordinator.begin() for coordinator in group] == [False, False]
 
 
 def test_a_signal_that_came_too_late_for_one_stop_makes_the_next() -> None:
-    group = gates(2)
-    for gate in group:
-        gate.begin()
-        gate.request("should_stop")
+    group = coordinators(2)
+    for coordinator in group:
+        coordinator.begin()
+        coordinator.request("should_stop")
     poll_all(group)
     group[1].request("SIGTERM")
-    assert [gate.begin() for gate in group] == [False, False]
-    for gate in group:
-        gate.reset()
+    assert [coordinator.begin() for coordinator in group] == [False, False]
+    for coordinator in group:
+        coordinator.reset()
     poll_all(group)
-    assert [gate.begin() for gate in group] == [False, False]
-    assert [gate.reason for gate in group] == ["SIGTERM"] * 2
+    assert [coordinator.begin() for coordinator in group] == [False, False]
+    assert [coordinator.reason for coordinator in group] == ["SIGTERM"] * 2
 
 
 def test_a_signal_that_was_answered_is_not_made_again() -> None:
-    group = gates(2)
+    group = coordinators(2)
     group[0].request("SIGINT")
     group[1].request("SIGINT")
     poll_all(group)
-    for gate in group:
-        assert not gate.begin()
-        gate.reset()
+    for coordinator in group:
+        assert not coordinator.begin()
+        coordinator.reset()
     poll_all(group)
-    assert [gate.begin() for gate in group] == [True, True]
+    assert [coordinator.begin() for coordinator in group] == [True, True]
 
 
 def test_ranks_with_fewer_batches_stop_in_front_of_the_end() -> None:
-    group = gates(2)
-    assert all(gate.begin() for gate in group)
+    group = coordinators(2)
+    assert all(coordinator.begin() for coordinator in group)
     assert group[0].within()
     assert group[0].within()
     assert group[0].within()
@@ -175,20 +175,20 @@ def test_ranks_with_fewer_batches_stop_in_front_of_the_end() -> None:
 
 
 def test_a_rank_that_ended_the_evaluation_takes_the_others_with_it() -> None:
-    group = gates(2)
-    for gate in group:
-        assert gate.begin()
-        assert gate.within()
+    group = coordinators(2)
+    for coordinator in group:
+        assert coordinator.begin()
+        assert coordinator.within()
     assert group[0].end()
     group[1].request("SIGTERM")
     poll_all(group)
     assert group[1].within()
     assert group[1].end()
-    assert [gate.begin() for gate in group] == [False, False]
+    assert [coordinator.begin() for coordinator in group] == [False, False]
 
 
 def test_a_rank_that_ended_is_not_waited_for() -> None:
-    group = gates(2)
+    group = coordinators(2)
     assert group[0].begin()
     group[1].close()
     poll_all(group[:1])
@@ -199,28 +199,28 @@ def test_a_rank_that_ended_is_not_waited_for() -> None:
 
 
 def test_a_failure_ends_the_waiting() -> None:
-    group = gates(2)
+    group = coordinators(2)
     group[0].request("SIGTERM")
     threading.Timer(0.05, group[0].fail, [RankFailure("rank 1 failed.", fix="look there.")]).start()
     with pytest.raises(RankFailure, match="rank 1 failed"):
         group[0].begin()
     group[0].revive()
     poll_all(group)
-    assert [gate.begin() for gate in group] == [False, False]
+    assert [coordinator.begin() for coordinator in group] == [False, False]
 
 
 def test_a_gate_that_failed_and_was_revived_lets_go_on() -> None:
-    group = gates(2)
+    group = coordinators(2)
     group[0].fail(RankFailure("rank 1 failed.", fix="look there."))
     group[0].revive()
     assert group[0].begin()
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:
-    group = gates(3, timeout_s=0.2)
-    for gate in (group[1], group[0]):
-        gate.request("SIGTERM")
-        gate.poll()
+    group = coordinators(3, timeout_s=0.2)
+    for coordinator in (group[1], group[0]):
+        coordinator.request("SIGTERM")
+        coordinator.poll()
     with pytest.raises(RankFailure, match="missing: 2"):
         group[0].begin()
 
@@ -229,24 +229,24 @@ def test_ranks_that_do_not_answer_are_named() -> None:
 
 
 def program(rng: random.Random, size: int) -> list[list[int] | None]:
-    """Return segments that all ranks go through: None for a step, batches of each rank for an evaluation."""
+    """Return phases that all ranks go through: None for a step, batches of each rank for an evaluation."""
     return [
         [rng.randrange(4) for _ in range(size)] if rng.random() < 0.3 else None for _ in range(rng.randrange(2, 12))
     ]
 
 
-def walk(segments: list[list[int] | None], rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def walk(phases: list[list[int] | None], rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield what a rank asks for, and the position that it is then at."""
-    for number, batches in enumerate(segments, 1):
+    for number, batches in enumerate(phases, 1):
         yield "begin", (number, 0)
         if batches is not None:
             yield from (("within", (number, batch)) for batch in range(1, batches[rank] + 1))
             yield "end", (number, 2**32 - 1)
 
 
-def at_or_before(segments: list[list[int] | None], rank: int, cut: tuple[int, int]) -> tuple[int, int]:
+def at_or_before(phases: list[list[int] | None], rank: int, cut: tuple[int, int]) -> tuple[int, int]:
     """Return the last position of a rank that is not past the cut."""
-    return max([(0, 0), *(position for _, position in walk(segments, rank) if position <= cut)])
+    return max([(0, 0), *(position for _, position in walk(phases, rank) if position <= cut)])
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -254,71 +254,71 @@ def test_any_order_of_moves_requests_and_polls_ends_at_one_cut(block: int) -> No
     for seed in range(block * 250, block * 250 + 250):
         rng = random.Random(seed)
         size = rng.randrange(2, 5)
-        segments, group = program(rng, size), gates(size)
-        todo = [walk(segments, rank) for rank in range(size)]
+        phases, group = program(rng, size), coordinators(size)
+        todo = [walk(phases, rank) for rank in range(size)]
         following = [next(steps, None) for steps in todo]
         reached = [(0, 0)] * size
         furthest_at_request: tuple[int, int] | None = None
         for _ in range(400):
             rank = rng.randrange(size)
-            gate = group[rank]
+            coordinator = group[rank]
             what = rng.random()
             if what < 0.03:
                 if furthest_at_request is None:
                     furthest_at_request = max(reached)
-                gate.request(rng.choice(["SIGTERM", "SIGINT", "should_stop"]))
+                coordinator.request(rng.choice(["SIGTERM", "SIGINT", "should_stop"]))
             elif what < 0.35:
-                gate.poll()
+                coordinator.poll()
             elif (move := following[rank]) is not None:
-                segment, batch = move[1]
-                with gate._lock:
-                    verdict = gate._decide(segment, batch)
+                phase, batch = move[1]
+                with coordinator._lock:
+                    verdict = coordinator._decide(phase, batch)
                 if verdict:
                     reached[rank] = move[1]
-                    assert gate.position == move[1]
+                    assert coordinator.position == move[1]
                     following[rank] = next(todo[rank], None)
         asked = furthest_at_request is not None
         poll_all(group, times=5)
-        for rank, gate in enumerate(group):
+        for rank, coordinator in enumerate(group):
             while following[rank] is not None:
                 kind, position = following[rank]  # type: ignore[misc]
-                if not getattr(gate, kind)():
+                if not getattr(coordinator, kind)():
                     break
                 reached[rank] = position
                 following[rank] = next(todo[rank], None)
         if not asked:
             assert all(step is None for step in following)
             continue
-        cuts = {gate._cut for gate in group}
-        assert len(cuts) == 1, seed
-        assert len({gate.reason for gate in group}) == 1
-        number = cuts.pop()
+        stop_steps = {coordinator._stop_step for coordinator in group}
+        assert len(stop_steps) == 1, seed
+        assert len({coordinator.reason for coordinator in group}) == 1
+        number = stop_steps.pop()
         assert number is not None
         cut = (number >> 32, number & (2**32 - 1))
         assert furthest_at_request is not None
         assert cut >= furthest_at_request  # never back before what was done
-        assert reached == [at_or_before(segments, rank, cut) for rank in range(size)], seed
+        assert reached == [at_or_before(phases, rank, cut) for rank in range(size)], seed
 
 
 class Rank(threading.Thread):
     """A rank: its main thread is this one; a second one polls. Barriers stand for collectives."""
 
     def __init__(
-        self, gate: StopGate, rank: int, segments: list[list[int] | None], all_here: threading.Barrier
+        self, coordinator: StopCoordinator, rank: int, phases: list[list[int] | None], all_here: threading.Barrier
     ) -> None:
         super().__init__(daemon=True)
-        self.gate, self.rank, self.segments, self.all_here = gate, rank, segments, all_here
-        self.rng = random.Random(rank * 7919 + len(segments))
+        self.stop_coordinator, self.rank, self.phases, self.all_here = coordinator, rank, phases, all_here
+        self.rng = random.Random(rank * 7919 + len(phases))
         self.ends_at: tuple[str, int] | None = None
         self.problem: BaseException | None = None
         self.wants_at: int | None = None
         self.is_over = threading.Event()
-        gate.wake = (ringing := threading.Event()).set
+        coordinator.wake = (ringing := threading.Event()).set
         self.ringing = ringing
 
     def poll(self) -> None:
         while not self.is_over.is_set():
-            self.gate.poll()
+            self.stop_coordinator.poll()
             self.ringing.wait(self.rng.random() * 0.002)
             self.ringing.clear()
 
@@ -333,18 +333,18 @@ class Rank(threading.Thread):
         self.all_here.wait(timeout=20)
 
     def go(self) -> tuple[str, int]:
-        for number, batches in enumerate(self.segments, 1):
+        for number, batches in enumerate(self.phases, 1):
             if self.wants_at == number:
-                self.gate.request("should_stop")
-            if not self.gate.begin():
+                self.stop_coordinator.request("should_stop")
+            if not self.stop_coordinator.begin():
                 return "begin", number
             if batches is None:
                 self.collective()
                 continue
             for _ in range(batches[self.rank]):
-                if not self.gate.within():
+                if not self.stop_coordinator.within():
                     return "evaluation", number
-            if not self.gate.end():
+            if not self.stop_coordinator.end():
                 return "evaluation", number
             self.collective()
         return "over", 0
@@ -354,11 +354,11 @@ class Rank(threading.Thread):
 def test_threads_with_collectives_never_hang_and_stop_together(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randrange(2, 5)
-    segments: list[list[int] | None] = [
+    phases: list[list[int] | None] = [
         [rng.randrange(5) for _ in range(size)] if rng.random() < 0.3 else None for _ in range(60)
     ]
-    group, barrier = gates(size), threading.Barrier(size)
-    ranks = [Rank(gate, rank, segments, barrier) for rank, gate in enumerate(group)]
+    group, barrier = coordinators(size), threading.Barrier(size)
+    ranks = [Rank(coordinator, rank, phases, barrier) for rank, coordinator in enumerate(group)]
     if seed % 2:
         at = rng.randrange(1, 60)
         for rank in ranks:

@@ -16,7 +16,7 @@ from loopwright.errors import RankFailure, StopBySignal
 from loopwright.fabric.failure import Failure
 from loopwright.fabric.watch import Watch
 from loopwright.fabric.watch.errors import is_communication_error, is_timeout
-from loopwright.fabric.watch.failure_store import Board, Record
+from loopwright.fabric.watch.failure_store import FailureStore, Record
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
 
@@ -128,26 +128,26 @@ def test_a_main_thread_that_does_not_take_notice_is_ended(ranks: Any, capfd: pyt
         time.sleep(0.05)
     assert group.exits == {0: 1}
     said = capfd.readouterr().err
-    assert "rank 0 ends, because rank 1" in said
+    assert "rank 0 ends because rank 1" in said
     assert "bad sample" in said
 
 
 def test_the_gate_gives_the_failure_to_whoever_waits(ranks: Any) -> None:
     group = ranks(2)
-    group[1].gate._has_posted = group[1].gate._is_asked = True  # it never answers
-    group[0].gate.request("SIGTERM")
+    group[1].stop_coordinator._has_posted = group[1].stop_coordinator._is_requested = True  # it never answers
+    group[0].stop_coordinator.request("SIGTERM")
     threading.Timer(0.1, group[1].report, [error_of("bad sample")]).start()
     with pytest.raises(RankFailure, match="bad sample"):
-        group[0].gate.begin()
+        group[0].stop_coordinator.begin()
     group[0].report(RankFailure("rank 1.", fix="look."))  # what the trainer does; then it is out of the run
     group[0].end_run()
 
 
 def test_agreed_stops_are_no_failures(ranks: Any) -> None:
     group = ranks(2)
-    group[0].gate.request("SIGTERM")
+    group[0].stop_coordinator.request("SIGTERM")
     for watch in group.watches:
-        assert not watch.gate.begin()
+        assert not watch.stop_coordinator.begin()
         watch.report(StopBySignal())
     assert group[1].first_failure(0.6) is None
 
@@ -163,7 +163,7 @@ def test_what_all_ranks_have_alike_is_settled(ranks: Any) -> None:
         for watch in group.watches:
             watch.begin_run()
             assert watch.first_failure() is None
-            assert watch.gate.begin()
+            assert watch.stop_coordinator.begin()
     group[2].report(error_of("for good"))
     assert "for good" in group[0].first_failure(5.0).how
 
@@ -192,7 +192,7 @@ def test_ranks_that_ended_regularly_are_named(ranks: Any) -> None:
     group = ranks(2)
     group[1].stop()
     explained = group[0].explain(GLOO)
-    assert "rank 1 ended regularly" in str(explained)
+    assert "rank 1 ended normally" in str(explained)
 
 
 def test_uncaught_exceptions_are_posted(ranks: Any) -> None:
@@ -229,27 +229,27 @@ def test_an_error_raised_from_one_of_communication_is_one() -> None:
     assert is_communication_error(outer)
 
 
-# --- the board --------------------------------------------------------------------------------------------------------
+# --- the failure store ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_failures_are_in_one_order_for_all(seed: int) -> None:
     rng = random.Random(seed)
     store = dist.HashStore()
-    boards = [Board(store, rank=rank, size=4) for rank in range(4)]
+    stores = [FailureStore(store, rank=rank, size=4) for rank in range(4)]
     start = threading.Barrier(4)
 
     def write(rank: int) -> None:
         start.wait()
         for run in sorted(rng.sample(range(5), 3)):
-            boards[rank].write_failure(Record(run, rank, Failure(rank, "h", 1, f"{run} by {rank}")))
+            stores[rank].write_failure(Record(run, rank, Failure(rank, "h", 1, f"{run} by {rank}")))
 
     threads = [threading.Thread(target=write, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seen = [[record.failure.how for record in Board(store, rank=9, size=4).new_failures()] for _ in range(2)]
+    seen = [[record.failure.how for record in FailureStore(store, rank=9, size=4).new_failures()] for _ in range(2)]
     assert seen[0] == seen[1]
     runs = [int(how.split()[0]) for how in seen[0]]
     assert runs == sorted(set(runs))  # one for each run at most
@@ -257,24 +257,26 @@ def test_failures_are_in_one_order_for_all(seed: int) -> None:
 
 def test_the_bell_is_heard_once() -> None:
     store = dist.HashStore()
-    one, other = Board(store, rank=0, size=2), Board(store, rank=1, size=2)
-    one.ring()
-    assert other.has_rung()
-    assert not other.has_rung()
+    one, other = FailureStore(store, rank=0, size=2), FailureStore(store, rank=1, size=2)
+    one.notify()
+    assert other.was_notified()
+    assert not other.was_notified()
 
 
-def test_two_questions_that_come_with_one_ring_are_both_reported(ranks: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_status_requests_in_one_notification_are_both_reported(
+    ranks: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     group = ranks(2)
-    board = group[0]._board
+    failure_store = group[0]._failure_store
 
     def ask_twice() -> None:
         for number, why in enumerate(("the first reason", "the second reason")):
-            board.store.set(f"stall/{number}", json.dumps([1, why]))
-        board.ring()
+            failure_store.store.set(f"stall/{number}", json.dumps([1, why]))
+        failure_store.notify()
 
-    group[0]._do(ask_twice, wait_s=5.0)
+    group[0]._run_on_thread(ask_twice, wait_s=5.0)
     ends = time.monotonic() + 20.0
-    while "the second reason" not in group[0].report_of_stall and time.monotonic() < ends:
+    while "the second reason" not in group[0].last_stall_report and time.monotonic() < ends:
         time.sleep(0.02)
     said = capfd.readouterr().err
     assert said.count("the first reason") == said.count("the second reason") == 1

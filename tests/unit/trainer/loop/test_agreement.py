@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from loopwright.errors import CheckpointError
-from loopwright.fabric.watch import StopGate
+from loopwright.fabric.watch import StopCoordinator
 from loopwright.trainer.loop.agreement import Agreement
 from loopwright.trainer.loop.run_signals import Guard
 
 
 def agreement(wait_for_save: Any) -> tuple[Agreement, Guard]:
     guard = Guard()
-    guard.gate = gate = StopGate(None, rank=0, size=1)
+    guard.stop_coordinator = coordinator = StopCoordinator(None, rank=0, size=1)
     trainer: Any = SimpleNamespace(wait_for_save=wait_for_save, should_stop=False)
-    return Agreement(trainer, guard, gate), guard
+    return Agreement(trainer, guard, coordinator), guard
 
 
 def test_a_failed_save_is_raised_where_all_ranks_stop() -> None:
@@ -37,10 +37,10 @@ def test_a_failure_that_was_raised_before_stops_nothing(where: str) -> None:
     run, guard = agreement(lambda: None)
     run.begin_segment()
     guard.note_failed_save()
-    run.begin_segment() if where == "begin_segment" else run._gate.request("failed save")
+    run.begin_segment() if where == "begin_segment" else run._stop_coordinator.request("failed save")
     for _ in range(3):
         getattr(run, where)()
     run.begin_segment()
-    run._gate.request("SIGTERM")  # a signal is heard all the same
+    run._stop_coordinator.request("SIGTERM")  # a signal is heard all the same
     with pytest.raises(SystemExit):
         run.begin_segment()

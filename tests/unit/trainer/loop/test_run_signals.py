@@ -85,13 +85,13 @@ class Two:
 def test_a_signal_at_one_rank_stops_both() -> None:
     with Two() as (watch, other), Guard() as guard:
         guard.connect(watch)
-        assert guard.gate is watch.gate
-        assert guard.gate.begin()
+        assert guard.stop_coordinator is watch.stop_coordinator
+        assert guard.stop_coordinator.begin()
         send(signal.SIGTERM)
-        wait_until(lambda: other.gate.reason is not None)
-        assert other.gate.begin()  # it has not begun the segment that the first is in
-        assert not other.gate.begin()
-        assert not guard.gate.begin()
+        wait_until(lambda: other.stop_coordinator.reason is not None)
+        assert other.stop_coordinator.begin()  # it has not begun the phase that the first is in
+        assert not other.stop_coordinator.begin()
+        assert not guard.stop_coordinator.begin()
         assert isinstance(guard.stop_error(), StopBySignal)
         with pytest.raises(StopBySignal):
             guard.stop()
@@ -102,11 +102,11 @@ def test_a_signal_after_the_last_segment_stops_the_next_run() -> None:
         with Guard() as guard:
             guard.connect(watch)
             send(signal.SIGINT)
-        wait_until(lambda: other.gate.reason is not None)
+        wait_until(lambda: other.stop_coordinator.reason is not None)
         with Guard() as guard:
             guard.connect(watch)
-            assert guard.gate is not None
-            assert not guard.gate.begin()
+            assert guard.stop_coordinator is not None
+            assert not guard.stop_coordinator.begin()
             with pytest.raises(KeyboardInterrupt):
                 guard.stop()
 
@@ -119,7 +119,7 @@ def test_signals_reach_the_watch_and_the_pipe_is_given_back() -> None:
             assert fd == watch.signal_pipe
             signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
         assert signal.set_wakeup_fd(-1) == -1
-        assert other.gate.reason is None
+        assert other.stop_coordinator.reason is None
 
 
 def test_ctrl_c_in_a_forked_loader_worker_is_not_taken_for_a_second_one() -> None:

@@ -12,69 +12,72 @@ import traceback
 import pytest
 
 from loopwright.fabric.watch.peers import Peer, StackOnSignal, stack_of
-from loopwright.fabric.watch.stall import Collective, Report, Standing, phrase
+from loopwright.fabric.watch.rank_status import Collective, RankStatus, phrase
+from loopwright.fabric.watch.stall_report import StallReport
 
 
-def stands(rank: int, number: int, name: str = "all_reduce", doing: str = "waits", group: str = "") -> Standing:
+def stands(rank: int, number: int, name: str = "all_reduce", doing: str = "waits", group: str = "") -> RankStatus:
     place = {"hook": "training_step", "step": 3}
-    return Standing(rank, "h", 100 + rank, place, doing, (f"line of {doing}",), Collective(name, number, group))
+    return RankStatus(rank, "h", 100 + rank, place, doing, (f"line of {doing}",), Collective(name, number, group))
 
 
 def test_ranks_behind_the_others_are_missing() -> None:
-    report = Report([stands(0, 17), stands(1, 16, doing="is in the data loader"), stands(2, 17)])
+    report = StallReport([stands(0, 17), stands(1, 16, doing="is in the data loader"), stands(2, 17)])
     assert report.missing == [1]
     assert report.summary() == "rank 1 did not come to all_reduce #17, where ranks 0, 2 wait"
-    assert report.culprit is report.standings[1]
+    assert report.culprit is report.statuses[1]
 
 
 def test_silent_ranks_are_missing() -> None:
-    report = Report([stands(0, 17), Standing(1, is_silent=True, doing="does not answer")])
+    report = StallReport([stands(0, 17), RankStatus(1, is_silent=True, doing="does not answer")])
     assert report.missing == [1]
 
 
 def test_another_operation_of_the_same_number_is_named() -> None:
-    report = Report([stands(0, 5), stands(1, 5, "barrier"), stands(2, 5)])
+    report = StallReport([stands(0, 5), stands(1, 5, "barrier"), stands(2, 5)])
     assert report.missing == []
     assert report.mismatched == {"all_reduce #5": [0, 2], "barrier #5": [1]}
-    assert report.culprit is report.standings[1]
+    assert report.culprit is report.statuses[1]
     assert "rank 1 called barrier #5" in report.summary()
 
 
 def test_gathered_inputs_may_differ_in_shape_and_reduced_ones_may_not() -> None:
-    def of(name: str) -> Report:
+    def of(name: str) -> StallReport:
         shapes = ("[3] Float", "[4] Float")
-        return Report([Standing(r, collective=Collective(name, 5, "", shape)) for r, shape in enumerate(shapes)])
+        return StallReport([RankStatus(r, collective=Collective(name, 5, "", shape)) for r, shape in enumerate(shapes)])
 
     assert not of("all_gather").mismatched
     assert len(of("all_reduce").mismatched) == 2
 
 
 def test_another_group_is_no_reason() -> None:
-    report = Report([stands(0, 5), stands(1, 5), stands(2, 900, group="checkpoints")])
+    report = StallReport([stands(0, 5), stands(1, 5), stands(2, 900, group="checkpoints")])
     assert report.furthest == Collective("all_reduce", 5)
     assert report.missing == []
 
 
 def test_where_nobody_is_behind_nobody_is_blamed() -> None:
-    report = Report([stands(0, 5), stands(1, 5)])
+    report = StallReport([stands(0, 5), stands(1, 5)])
     assert report.culprit is None
     assert report.summary() == "no rank is behind the others"
 
 
 def test_the_smallest_group_comes_first_and_each_stack_once() -> None:
-    text = Report([stands(0, 7), stands(1, 6, doing="hangs"), stands(2, 7), stands(3, 7)]).text("no progress for 9 s")
+    text = StallReport([stands(0, 7), stands(1, 6, doing="hangs"), stands(2, 7), stands(3, 7)]).text(
+        "no progress for 9 s"
+    )
     assert text.index("rank 1 (hook training_step, step 3): hangs") < text.index("ranks 0, 2, 3 (")
     assert text.count("line of waits") == 1
 
 
 def test_a_standing_survives_the_way_through_the_store() -> None:
-    standing = Standing.of_this_process(
+    status = RankStatus.of_this_process(
         3, host="h", pid=1, thread=threading.get_ident(), place={"step": 4}
     )  # fmt: skip
-    again = Standing.from_json(standing.to_json())
+    again = RankStatus.from_json(status.to_json())
     assert again.place == {"step": 4}
     assert "test_a_standing_survives" in again.doing
-    assert Standing.from_json(stands(1, 2).to_json()).collective == Collective("all_reduce", 2)
+    assert RankStatus.from_json(stands(1, 2).to_json()).collective == Collective("all_reduce", 2)
 
 
 @pytest.mark.parametrize(
