@@ -5,4 +5,7 @@ from __future__ import annotations
 from .stop_coordinator import StopCoordinator
 from .watch import Watch
 
-__all__ = ["StopCoordinator", "Watch"]
+__all__ = ["StopCoordinator", "StopGate", "Watch"]
+
+StopGate = StopCoordinator
+"""The class's name in version 0.1."""
