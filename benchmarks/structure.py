@@ -156,7 +156,7 @@ def _components(edges: dict[str, set[str]]) -> list[list[str]]:
             elif other in stack:
                 low[node] = min(low[node], index[other])
         if low[node] == index[node]:
-            group = []
+            group: list[str] = []
             while not group or group[-1] != node:
                 group.append(stack.pop())
             found.append(group)
