@@ -1,8 +1,8 @@
-"""Prints through which files five things walk: `python benchmarks/walks.py [WALK ...]`. Counted by calls, without clocks.
+"""Prints through which files five things walk: `python benchmarks/walks.py [WALK ...]`. Counts calls; uses no clocks.
 
     batch      from the end of one training_step to the beginning of the next
     log        a logged value, from self.log to the logger
-    fsdp       strategy="fsdp" on rank 0 of two: the Trainer's constructor, then what fit() runs that it does not with "ddp"
+    fsdp       strategy="fsdp" on rank 0 of two: the Trainer's constructor, then what fit() runs only with "fsdp"
     ckpt_path  what fit(ckpt_path=) runs that fit() does not, up to the first training_step
     exception  an exception in training_step of rank 1 of two, from there to the end of its process
 
