@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
-from .file.digest import read_seal
+from .file.digest import read_file_digest
 from .file.remote import Remote, as_local
 from .verified import is_folder_checkpoint
 
@@ -26,13 +26,13 @@ def identify(path: str | Path, storage_options: dict[str, Any] | None = None) ->
     """
     try:
         if is_folder_checkpoint(path, storage_options):
-            from .sharded.backends import place_of
+            from .sharded.backends import backend_of
             from .sharded.manifest import MANIFEST, read_digest
 
-            with closing(place_of(path, storage_options).open(MANIFEST)) as file:
+            with closing(backend_of(path, storage_options).open(MANIFEST)) as file:
                 return read_digest(file)
         with closing(_open(path, storage_options)) as file:
-            return read_seal(file)
+            return read_file_digest(file)
     except OSError:
         return None
 

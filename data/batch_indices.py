@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .distributed.evaluation import EvalShard
-from .persistent_workers import SteadyLoader
+from .persistent_workers import PersistentWorkersLoader
 from .sources.indexed import is_indexed
 from .worker import Numbered
 
@@ -58,13 +58,14 @@ def record_indices(loader: Any) -> tuple[Any, IndexRecord | None]:  # Any: what 
     """Return a loader that gives the same batches, and the record of their indices in the data set.
 
     Args:
-        loader: What `shard_eval` or `steady` returned; of a DataLoader the copy is recorded, not the user's own.
+        loader: What `shard_eval` or `with_persistent_workers` returned. A DataLoader is copied first: the copy
+            records.
 
     Returns:
         The loader to read from, and None where indices cannot be known: of an iterable data set, of batches in a list,
         of a DataLoader that gives batches in another order than it asked for them.
     """
-    is_ours = isinstance(loader, SteadyLoader | EvalShard)
+    is_ours = isinstance(loader, PersistentWorkersLoader | EvalShard)
     read = loader._copy if is_ours else loader
     if not isinstance(read, DataLoader) or not is_indexed(loader.loader if is_ours else read):
         return loader, None

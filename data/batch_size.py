@@ -76,7 +76,7 @@ class BatchSizes:
         if self._are_lists and isinstance(batch, list | tuple):
             return len(batch)
         if self._dim:
-            return _agreed(batch, self._dim)
+            return _common_size(batch, self._dim)
         is_rest = found is not None and found < full and self._rest in (None, found)
         if isinstance(batch, list | tuple) and len(batch) == full and (not is_rest or _are_alike(batch)):
             # Each entry is a sample, not a field: the length counts, in the last batch, too.
@@ -84,7 +84,7 @@ class BatchSizes:
             return full
         if is_rest:
             return found
-        dim = next((dim for dim in (1, 2) if _agreed(batch, dim) == full), 0)
+        dim = next((dim for dim in (1, 2) if _common_size(batch, dim) == full), 0)
         if dim:
             self._dim, self.expected = dim, None
         self._warn(
@@ -113,7 +113,7 @@ class BatchSizes:
             )
 
 
-def _agreed(batch: Any, dim: int) -> int | None:
+def _common_size(batch: Any, dim: int) -> int | None:
     """Return the size of a dimension on which all tensors of a batch agree; None where they do not."""
     sizes = {tensor.size(dim) if tensor.ndim > dim else None for tensor in find_tensors(batch)}
     return sizes.pop() if len(sizes) == 1 else None

@@ -168,17 +168,17 @@ def find_batch_size(batch: Any) -> int | None:
         size = None
         for item in batch:
             if type(item) is not Tensor:
-                return _agreed_size(batch)
+                return _common_size(batch)
             if item.ndim:
                 if size is None:
                     size = item.size(0)
                 elif size != item.size(0):
                     return None
         return size
-    return _agreed_size(batch)
+    return _common_size(batch)
 
 
-def _agreed_size(batch: Any) -> int | None:
+def _common_size(batch: Any) -> int | None:
     sizes = set()
     for leaf in _leaves(batch):
         if isinstance(leaf, PackedSequence):

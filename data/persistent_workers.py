@@ -1,7 +1,7 @@
-"""A loader for evaluation whose workers live on: each pass over it is as if it were the first.
+"""Evaluation loaders with persistent workers whose passes do not depend on each other.
 
-Workers that persist go on with the random numbers of the pass before; a resumed run has new workers. Here each batch
-has random numbers of its own, as in training, which depend on the global generators when the pass begins only.
+Persistent workers continue with the random numbers of the previous pass; a resumed run has new workers. Here each batch
+has random numbers of its own, as in training, that depend only on the global generators at the beginning of the pass.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .sources.indexed import is_indexed
 from .sources.reread import without_persistent_workers
 from .worker import Numbered, SeedingDataset, WorkerInit
 
-__all__ = ["SteadyLoader", "steady"]
+__all__ = ["PersistentWorkersLoader", "with_persistent_workers"]
 
 
-def steady(loader: Any) -> Any:  # Any: whatever the user evaluates with
-    """Return the loader, in a form whose passes do not depend on those before if it has workers that persist."""
+def with_persistent_workers(loader: Any) -> Any:  # Any: whatever the user evaluates with
+    """Return the loader; with persistent workers, one whose passes do not depend on previous ones."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or not loader.persistent_workers:
         return loader
-    return SteadyLoader(loader) if is_indexed(loader) else without_persistent_workers(loader)
+    return PersistentWorkersLoader(loader) if is_indexed(loader) else without_persistent_workers(loader)
 
 
-class SteadyLoader:
-    """Stands for a DataLoader with a map-style data set and workers that persist.
+class PersistentWorkersLoader:
+    """Stands for a DataLoader with a map-style data set and persistent workers.
 
     Args:
-        loader: The user's loader, which is left alone.
+        loader: The user's loader; it is not changed.
 
     Attributes:
         loader: The same.

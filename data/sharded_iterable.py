@@ -30,8 +30,8 @@ class ShardedIterable(IterableDataset[Any]):
     """Split an iterable data set over ranks and DataLoader workers, so that each sample is read by one of them.
 
     Pass it to a DataLoader: `DataLoader(ShardedIterable(dataset), batch_size=32, num_workers=2)`. The Trainer and
-    Fabric then deal out the batches: with 4 ranks, rank 1 gets the batches 1, 5, 9, ... of those that one process would
-    read. A checkpoint counts samples, so a run resumes after those it has read, also on another number of ranks.
+    Fabric then distribute the batches: with 4 ranks, rank 1 gets the batches 1, 5, 9, ... of those that one process
+    would read. A checkpoint counts samples, so a run resumes after those it has read, also on another number of ranks.
 
     Every rank and worker iterates over the whole data set and keeps its share. That needs the same order everywhere: an
     order that is drawn may depend on `set_epoch`, the global generators, or generators in attributes. The data set must
@@ -133,12 +133,12 @@ class IterableShare(IterableDataset[Any]):
 
     Attributes:
         dataset: Read to its end by everyone.
-        rank: Which batch of a round is given.
-        size: Batches of a round.
-        uneven: What the last, incomplete round is: see `Shard`.
+        rank: Which batch of a global batch is yielded.
+        size: Batches in a global batch.
+        uneven: What happens to an incomplete last global batch: see `Shard`.
         batch_size: Samples of a batch; None: a sample is a batch.
         drop_last: Whether a short last batch is left out.
-        start: Samples before the first round.
+        start: Samples before the first global batch.
         key: Of the random numbers with which the data set is read: equal on all ranks.
     """
 
@@ -165,7 +165,7 @@ class IterableShare(IterableDataset[Any]):
     def _rounds(self, *, is_in_worker: bool) -> Iterator[Any]:
         course = _Course(self.key, keeps_numpy=is_in_worker)
         per_batch = self.batch_size or 1
-        head: list[list[Any]] = []  # the epoch's first batches, to fill a round with
+        head: list[list[Any]] = []  # the epoch's first batches, to fill a global batch with
         with course:
             stream = iter(self.dataset)
             first = list(islice(stream, per_batch))
@@ -252,7 +252,7 @@ class Collate:
     Attributes:
         function: The user's `collate_fn`.
         key: Of this rank's random numbers.
-        first: Number of the first round.
+        first: Number of the first global batch.
     """
 
     function: Callable[[Any], Any]

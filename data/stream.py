@@ -1,4 +1,4 @@
-"""The training data as one stream that can stop after any batch and go on exactly; called by the fit loop."""
+"""`BatchStream`: the training data as one stream that can stop after any batch and continue exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchStream:
-    """Batches of a loader, epoch by epoch, with a position that can be saved and found again.
+    """Batches of a loader, epoch by epoch, with a position that can be saved and restored.
 
     After `open(epoch)`, the caller alternates `has_next` and `next_batch`; `has_next` right before `next_batch` asks a
     sampler for its next indices at the moment when a hand-written loop would. State may be taken between any two
@@ -31,10 +31,10 @@ class BatchStream:
     bit, for loaders with a map-style data set and no workers, and for lists.
 
     With several processes, each has a stream of its own with its `Shard`. DataLoaders with a map-style data set and
-    lists of batches are dealt out batch by batch, with any sampler. Other loaders, and those whose sampler knows its
+    lists of batches are distributed batch by batch, with any sampler. Other loaders, and those whose sampler knows its
     rank, are read by each process as they are. All processes call `open`, `reopen` and `remaining` at the same points
     and get the same answers there and from `has_next`, `position` and `num_batches`, which count the batches of *one*
-    process. So does the limit. States count the batches of all, so that another number of processes can go on.
+    process. So does the limit. States count the batches of all, so that another number of processes can continue.
 
     Args:
         loader: A DataLoader, any other object that can be iterated again and again, a `CombinedLoader`, or nested
@@ -43,14 +43,14 @@ class BatchStream:
         name: What errors call the limit.
         shard: What part of the data this process reads; None: all.
         agree: Returns the smallest (with `uneven="stop_all"`) or largest number that any process calls it with. All
-            processes call it equally often: not at all for data that is dealt out, once per epoch for loaders whose
+            processes call it equally often: not at all for data that is distributed, once per epoch for loaders whose
             length can be trusted (and once when the stream is made), in most calls of `remaining` for others. None:
             each process decides alone.
 
     Attributes:
-        num_batches: Batches that an epoch has, the limit applied; `math.inf` when nobody knows.
+        num_batches: Batches that an epoch has, the limit applied; `math.inf` when unknown.
         is_sized_exactly: Whether the loader says how many batches it has.
-        is_dealt: Whether all of the data is dealt out; where it is not, each process reads its loaders as they are.
+        is_sharded: Whether all of the data is distributed; where it is not, each process reads its loaders as they are.
         next_batch: Returns the next batch, or `NO_BATCH`; called after `has_next` returned True.
 
     Raises:
@@ -69,7 +69,7 @@ class BatchStream:
     ) -> None:
         self.loader = loader
         self._shard = shard
-        self.is_dealt = False
+        self.is_sharded = False
         if shard is None or shard.size == 1:
             from .sources.choose import make_source  # a program that only makes a Trainer reads no data
 
@@ -77,7 +77,7 @@ class BatchStream:
         else:
             from .distributed.choose import make_shared_source
 
-            self._source, self.is_dealt = make_shared_source(loader, shard, agree)
+            self._source, self.is_sharded = make_shared_source(loader, shard, agree)
         self._limit = limit
         self._name = name
         self.num_batches: int | float = self._source.apply_limit(limit, name)
@@ -100,7 +100,7 @@ class BatchStream:
 
         Args:
             epoch: Its number.
-            shared_rng: Where data is dealt out: the `capture_rng` of rank 0, taken right before this call. Samplers
+            shared_rng: Where data is distributed: the `capture_rng` of rank 0, taken right before this call. Samplers
                 then draw the same on all ranks; the global generators of ranks other than 0 stay as they are. None:
                 those of all ranks are equal anyway.
 
@@ -159,10 +159,10 @@ class BatchStream:
         return upto if source.ends_at_length else source.at_most(upto)
 
     def describe_order(self) -> int | None:
-        """Return a number that depends on the order of samples: the same on all ranks if they deal out the same.
+        """Return a number that depends on the order of samples: equal on all ranks if they distribute the same.
 
         Ranks whose samplers disagree would read samples twice and others never. Called after `open` or `reopen`, when
-        at least one round is known; None where nothing is dealt out.
+        at least one global batch is known; None where nothing is distributed.
         """
         return self._source.describe_order()
 

@@ -32,7 +32,7 @@ _DATA, _END = "data", "end"
 
 
 class FabricDataLoader:
-    """A loader whose batches are dealt out to the processes and moved to the device.
+    """A loader whose batches are distributed over the processes and moved to the device.
 
     Where gradients are computed, a pass over it is one of training: all processes get equally many batches. Where they
     are not (within `torch.no_grad` or `torch.inference_mode`), it is one of evaluation: every batch is given once, to
@@ -46,7 +46,7 @@ class FabricDataLoader:
     Args:
         fabric: The machine.
         loader: The user's loader, which is left alone.
-        is_dealt: Whether the batches are shared out; False gives every process all of its own loader.
+        is_dealt: Whether the batches are distributed; False gives every process all of its own loader.
         moves: Whether batches are moved to the device.
         uneven: One of "stop_all", "cycle" and "keep"; None decides for each pass.
 
@@ -81,11 +81,11 @@ class FabricDataLoader:
         if count is None:
             raise TypeError(f"{type(self.loader).__name__} does not say how many batches it has")
         shard = self._shard
-        if shard is None or not self._stream.is_dealt:
+        if shard is None or not self._stream.is_sharded:
             return count
         if self._is_evaluation():
             return len(range(shard.rank, count, shard.size))
-        return shard.count_rounds(count)
+        return shard.count_global_batches(count)
 
     def __iter__(self) -> Iterator[Any]:
         return self._evaluation() if self._is_evaluation() else self._training()
@@ -214,8 +214,8 @@ class FabricDataLoader:
             fabric._evaluation = previous
 
     def _count(self) -> int | None:
-        """Return how many batches all processes have together, where they are dealt out; None if nobody knows."""
-        return find_length(self.loader) if self._stream.is_dealt else None
+        """Return how many batches all processes have together, where they are distributed; None if nobody knows."""
+        return find_length(self.loader) if self._stream.is_sharded else None
 
 
 def _batches_of(loader: Any) -> Iterator[Any]:

@@ -441,7 +441,7 @@ class Fabric:
 
         The loader is not made anew, and its sampler, batch sampler, collation and workers stay: of every `world_size`
         batches that it has, each process gets one, so `batch_size` counts the samples of one process. Loaders whose
-        sampler knows its rank, and iterables that cannot be dealt out, are left alone. `set_epoch` is called with the
+        sampler knows its rank, and iterables that cannot be distributed, are left alone. `set_epoch` is called with the
         number of passes that were begun.
 
         Args:

@@ -18,7 +18,7 @@ from typing import IO
 
 from .archive import END, Damaged, Directory, Record, payloads, read_directory
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Audit", "audit", "is_sealed", "read_seal", "seal"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "Audit", "audit", "is_sealed", "read_file_digest", "seal"]
 
 FORMAT = "loopwright-checkpoint"
 FORMAT_VERSION = 1
@@ -112,7 +112,7 @@ def is_sealed(file: IO[bytes], size: int) -> bool:
     return file.read(_SEAL_SIZE).startswith(FORMAT.encode())
 
 
-def read_seal(file: IO[bytes]) -> str | None:
+def read_file_digest(file: IO[bytes]) -> str | None:
     """Return the digest in the seal at the end of a file, which nobody has compared; None without a seal."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _SEAL_SIZE))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..sharded.shard_file import NAMES, Part, encode_header, write_tensor
 from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
-from .streamed import FileSink, write_whole
+from .streamed import FileSink, write_atomically
 
 __all__ = ["TIED_KEY", "SafetensorsTensor", "read_weights", "write_weights"]
 
@@ -119,7 +119,7 @@ def write_weights(
         for name in kept:
             write_tensor(read_tensor(weights[name]), sink)
 
-    write_whole(path, layout.size_bytes, write, storage_options)
+    write_atomically(path, layout.size_bytes, write, storage_options)
 
 
 def _find_tied(weights: Mapping[str, AnyTensor]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from .disk import cannot_write
 from .record_names import read_storages
 from .remote import Remote, as_local
 
-__all__ = ["FileSink", "save_streaming", "write_whole"]
+__all__ = ["FileSink", "save_streaming", "write_atomically"]
 
 Advance = Callable[[int], object]
 
@@ -99,10 +99,10 @@ def save_streaming(
 
     tree = map_tensors(checkpoint, make_room)
     require_plain(tree)
-    write_whole(path, _size_bytes(checkpoint), lambda file: _write(tree, sources, file, advance), storage_options)
+    write_atomically(path, _size_bytes(checkpoint), lambda file: _write(tree, sources, file, advance), storage_options)
 
 
-def write_whole(
+def write_atomically(
     path: str | Path,
     size: int,
     write: Callable[[FileIO], object],
@@ -124,7 +124,7 @@ def write_whole(
         remote = Remote(str(path), storage_options)
         with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
             made = Path(folder, "written")
-            write_whole(made, size, write)
+            write_atomically(made, size, write)
             try:
                 remote.send(made)
             except Exception as error:  # each remote store has errors of its own, which share no base class

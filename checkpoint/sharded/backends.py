@@ -17,10 +17,10 @@ from typing import IO, Any
 from ..file import disk
 from ..file.disk import cannot_remove
 from ..file.remote import Remote, as_local
-from .manifest import MANIFEST, SEAL_DIGEST_SIZE, FileEntry
+from .manifest import FILE_DIGEST_SIZE, MANIFEST, FileEntry
 from .shard_file import Sink
 
-__all__ = ["OWN_NAME", "LocalPlace", "RemotePlace", "is_folder_checkpoint", "place_of", "remove", "state_entry"]
+__all__ = ["OWN_NAME", "LocalBackend", "RemoteBackend", "backend_of", "is_folder_checkpoint", "remove", "state_entry"]
 
 # A file of a save; its token tells of which.
 OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.(?:ckpt|safetensors)")
@@ -28,7 +28,7 @@ OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[
 _BUFFER = 1 << 20
 
 
-class LocalPlace:
+class LocalBackend:
     """A folder on disk.
 
     Args:
@@ -96,7 +96,7 @@ class LocalPlace:
             disk.remove_quietly(self.folder / name)
 
 
-class RemotePlace:
+class RemoteBackend:
     """A folder at a URL, through fsspec.
 
     Args:
@@ -188,20 +188,20 @@ class RemotePlace:
             self._store.rm_file(self._path(name))
 
 
-def place_of(
+def backend_of(
     path: str | Path, storage_options: dict[str, Any] | None = None
-) -> LocalPlace | RemotePlace:  # Any: fsspec
+) -> LocalBackend | RemoteBackend:  # Any: fsspec
     """Return the folder that a path or URL names."""
     local = as_local(path)
-    return RemotePlace(str(path), storage_options) if local is None else LocalPlace(local)
+    return RemoteBackend(str(path), storage_options) if local is None else LocalBackend(local)
 
 
-def state_entry(place: LocalPlace | RemotePlace, name: str) -> FileEntry:
+def state_entry(backend: LocalBackend | RemoteBackend, name: str) -> FileEntry:
     """Return the manifest's entry of a state file that was written."""
-    size = place.size(name)
-    with place.open(name) as file:
-        file.seek(size - SEAL_DIGEST_SIZE)
-        return FileEntry(size, file.read(SEAL_DIGEST_SIZE).decode())
+    size = backend.size(name)
+    with backend.open(name) as file:
+        file.seek(size - FILE_DIGEST_SIZE)
+        return FileEntry(size, file.read(FILE_DIGEST_SIZE).decode())
 
 
 def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own
@@ -225,7 +225,7 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
     try:
         if local is None:
             if is_folder_checkpoint(path, storage_options):
-                RemotePlace(str(path), storage_options).remove_folder()
+                RemoteBackend(str(path), storage_options).remove_folder()
         elif local.is_symlink():
             local.unlink()
         elif is_folder_checkpoint(local):

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .backends import OWN_NAME, LocalPlace
+from .backends import OWN_NAME, LocalBackend
 from .manifest import MANIFEST, Chunk, Manifest, decode
 from .target import LocalTarget, target_of
 
@@ -23,15 +23,15 @@ def copy(source: str | Path, path: str | Path) -> None:
         CheckpointError: Something is at the path that a folder cannot replace.
         OSError: The system does not let us read or write.
     """
-    place = LocalPlace(Path(source).resolve())
-    manifest = decode(place.read(MANIFEST), str(source))
+    backend = LocalBackend(Path(source).resolve())
+    manifest = decode(backend.read(MANIFEST), str(source))
     target = target_of(path, None)
     assert isinstance(target, LocalTarget), "only local folders are copied"
     try:
         target.prepare()
         names = {name: _renamed(name, target.token) for name in manifest.files}
         for old, new in names.items():
-            with closing(place.open(old)) as original, target.place.create(new) as file:
+            with closing(backend.open(old)) as original, target.backend.create(new) as file:
                 while piece := original.read(_PIECE):
                     file.write(memoryview(piece))
         target.commit(_with_names(manifest, names))

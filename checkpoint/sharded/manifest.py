@@ -23,10 +23,10 @@ from ...errors import CheckpointError
 from ..tensors import AnyTensor
 
 __all__ = [
+    "FILE_DIGEST_SIZE",
     "FORMAT",
     "FORMAT_VERSION",
     "MANIFEST",
-    "SEAL_DIGEST_SIZE",
     "Chunk",
     "FileEntry",
     "Manifest",
@@ -43,7 +43,7 @@ __all__ = [
 FORMAT = "loopwright-sharded-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-SEAL_DIGEST_SIZE = 64  # the last bytes of a sealed file are its digest in hexadecimal digits
+FILE_DIGEST_SIZE = 64  # the last bytes of a sealed file are its digest in hexadecimal digits
 
 _FIX = "use an older checkpoint (ckpt_path='last' skips damaged ones), or copy this one again from where it came."
 _MAX_NAMED = 5

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from .. import storage, verified
 from ..tensors import AnyTensor, StoredTensor
-from .backends import LocalPlace, RemotePlace, place_of
+from .backends import LocalBackend, RemoteBackend, backend_of
 from .manifest import MANIFEST, Manifest, damaged, decode
 from .shard_files import ShardFiles, call_in_threads
 from .stored import ShardedTensor
@@ -26,7 +26,7 @@ __all__ = ["load", "read_manifest", "read_to", "verify", "verify_share"]
 # A save may replace the files while they are read: then the new checkpoint is read, so often at most.
 _MOST_ATTEMPTS = 5
 
-_Place = LocalPlace | RemotePlace
+Backend = LocalBackend | RemoteBackend
 ResultT = TypeVar("ResultT")
 
 
@@ -75,7 +75,7 @@ def _load(
     weights_only: bool | None,
     verify: bool,
 ) -> dict[str, Any]:
-    place, manifest = files.place, files.manifest
+    backend, manifest = files.backend, files.manifest
     problems = list(files.frame_problems().values())
     if verify and not problems and (lazy or map_location is not None):  # then not all is read below
         problems = files.content_problems(files.not_compared())
@@ -85,7 +85,7 @@ def _load(
         for name in {chunk.file for entry in manifest.tensors.values() for chunk in entry.chunks}:
             files.mapped(name)
     state = storage.load(
-        place.address(manifest.state),
+        backend.address(manifest.state),
         map_location=map_location,
         weights_only=weights_only,
         mmap=lazy,
@@ -123,22 +123,22 @@ def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = Non
     return _read_manifest(_resolved(path, storage_options), str(path))
 
 
-def _resolved(path: str | Path, storage_options: dict[str, Any] | None) -> _Place:  # Any: fsspec's own
+def _resolved(path: str | Path, storage_options: dict[str, Any] | None) -> Backend:  # Any: fsspec's own
     """Return the folder; of a link, what it leads to now: it may lead to a newer checkpoint soon."""
-    place = place_of(path, storage_options)
-    return LocalPlace(place.folder.resolve()) if isinstance(place, LocalPlace) else place
+    backend = backend_of(path, storage_options)
+    return LocalBackend(backend.folder.resolve()) if isinstance(backend, LocalBackend) else backend
 
 
-def _read_manifest(place: _Place, shown: str) -> Manifest:
+def _read_manifest(backend: Backend, shown: str) -> Manifest:
     try:
-        content = place.read(MANIFEST)
+        content = backend.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise verified.CheckpointNotFound(
             f"there is no sharded checkpoint at {shown!r}: no {MANIFEST} in a folder of that name.",
             fix="pass the path of a checkpoint folder whose save has finished.",
         ) from error
     except OSError as error:
-        raise verified.cannot_read(place.address(MANIFEST), error) from error
+        raise verified.cannot_read(backend.address(MANIFEST), error) from error
     return decode(content, shown)
 
 
@@ -163,7 +163,7 @@ def verify(
     def compare(files: ShardFiles) -> verified.Verified:
         entries = _verify_files(files, str(path), storage_options, advance=advance)
         entries += sum(len(entry.chunks) for entry in files.manifest.tensors.values())
-        size_bytes = sum(entry.size for entry in files.manifest.files.values()) + files.place.size(MANIFEST)
+        size_bytes = sum(entry.size for entry in files.manifest.files.values()) + files.backend.size(MANIFEST)
         return verified.Verified(sealed=True, size_bytes=size_bytes, entries=entries)
 
     return _with_manifest(path, storage_options, compare)
@@ -218,7 +218,7 @@ def _verify_files(
     entries = 0
     if state in names:
         try:
-            entries = verified.verify(files.place.address(state), storage_options, advance=advance).entries
+            entries = verified.verify(files.backend.address(state), storage_options, advance=advance).entries
         except CheckpointError as error:
             problems.append(error.what)
     if problems:
@@ -237,10 +237,10 @@ def _with_manifest(
         CheckpointError: What the function says of files that nobody has replaced; or they were, again and again.
     """
     for _ in range(_MOST_ATTEMPTS):
-        place = _resolved(path, storage_options)
-        manifest = _read_manifest(place, str(path))
+        backend = _resolved(path, storage_options)
+        manifest = _read_manifest(backend, str(path))
         try:
-            return function(ShardFiles(place, manifest))
+            return function(ShardFiles(backend, manifest))
         except (CheckpointError, FileNotFoundError) as error:
             if not _is_replaced(path, storage_options, manifest):
                 raise

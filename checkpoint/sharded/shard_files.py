@@ -14,8 +14,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, TypeVar
 
-from .backends import LocalPlace, RemotePlace
-from .manifest import SEAL_DIGEST_SIZE, Chunk, Manifest, digest_of
+from .backends import LocalBackend, RemoteBackend
+from .manifest import FILE_DIGEST_SIZE, Chunk, Manifest, digest_of
 from .mapping import MappedFile, map_file
 from .slices import fill, read_bytes
 
@@ -41,15 +41,15 @@ class ShardFiles:
     """The files of a folder, as its manifest has them. Threads may share it.
 
     Attributes:
-        place: The folder.
+        backend: The folder.
         manifest: Its manifest.
         least_run_bytes: Bytes in a row that are worth a read of their own.
     """
 
-    def __init__(self, place: LocalPlace | RemotePlace, manifest: Manifest) -> None:
-        self.place = place
+    def __init__(self, backend: LocalBackend | RemoteBackend, manifest: Manifest) -> None:
+        self.backend = backend
         self.manifest = manifest
-        self.least_run_bytes = _LOCAL_RUN if isinstance(place, LocalPlace) else _REMOTE_RUN
+        self.least_run_bytes = _LOCAL_RUN if isinstance(backend, LocalBackend) else _REMOTE_RUN
         self._mapped: dict[str, tuple[tuple[int, ...] | None, MappedFile | None]] = {}  # with what it was then
         self._lock = threading.Lock()
 
@@ -59,15 +59,15 @@ class ShardFiles:
         with self._lock:
             known, mapped = self._mapped.get(name, (None, None))
             # One that was removed is there as long as it is mapped; one that somebody has written to is looked at anew.
-            if isinstance(self.place, LocalPlace) and identity is not None and identity != known:
-                mapped = map_file(self.place.folder / name, self.manifest.files[name].size)
+            if isinstance(self.backend, LocalBackend) and identity is not None and identity != known:
+                mapped = map_file(self.backend.folder / name, self.manifest.files[name].size)
                 self._mapped[name] = (identity, mapped)
             return mapped
 
     def is_compared(self, name: str) -> bool:
         """Return whether this process has compared all content of a file, and it is the same file still."""
         identity = self._identity(name) or self._mapped.get(name, (None, None))[0]
-        return identity is not None and _compared.get(self.place.address(name)) == identity
+        return identity is not None and _compared.get(self.backend.address(name)) == identity
 
     def not_compared(self) -> set[str]:
         """Return the names of the files whose content this process has not compared."""
@@ -118,14 +118,14 @@ class ShardFiles:
     def _frame_problem(self, name: str, header_end: int) -> str | None:
         entry = self.manifest.files[name]
         try:
-            size = self.place.size(name)
+            size = self.backend.size(name)
             if size != entry.size:
                 word = "truncated" if size < entry.size else "too long"
                 return f"{name} is {word}: it has {size} bytes of {entry.size}{self._held(name)}"
-            with closing(self.place.open(name)) as file:
+            with closing(self.backend.open(name)) as file:
                 if name == self.manifest.state:
-                    file.seek(max(0, size - SEAL_DIGEST_SIZE))
-                    if read_bytes(file, min(size, SEAL_DIGEST_SIZE)) != entry.digest.encode():
+                    file.seek(max(0, size - FILE_DIGEST_SIZE))
+                    if read_bytes(file, min(size, FILE_DIGEST_SIZE)) != entry.digest.encode():
                         return f"{name} is altered, or is not the one of this save"
                 elif digest_of(read_bytes(file, header_end)) != entry.digest:
                     return f"{name} has an altered header{self._held(name)}"
@@ -169,7 +169,7 @@ class ShardFiles:
                 if mapped is not None:
                     crc_of = mapped.crc32
                 else:
-                    crc_of = partial(_crc_of, stack.enter_context(closing(self.place.open(name))))
+                    crc_of = partial(_crc_of, stack.enter_context(closing(self.backend.open(name))))
                 for path, chunk, size in items:
                     if crc_of(chunk.start, size) != chunk.crc32:
                         problems.append(wrong_content(path, chunk))
@@ -181,19 +181,19 @@ class ShardFiles:
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
         """Return what changes when somebody writes to a file; None if it cannot be told."""
-        if not isinstance(self.place, LocalPlace):
+        if not isinstance(self.backend, LocalBackend):
             return None
         try:
-            found = os.stat(self.place.folder / name)
+            found = os.stat(self.backend.folder / name)
         except OSError:
             return None
         return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def _note_compared(self, name: str, identity: tuple[int, ...]) -> None:
-        addresses = {self.place.address(name) for name in self.manifest.files}
+        addresses = {self.backend.address(name) for name in self.manifest.files}
         for other in [address for address in _compared if address not in addresses]:
             _compared.pop(other, None)  # another thread may have done so
-        _compared[self.place.address(name)] = identity
+        _compared[self.backend.address(name)] = identity
 
 
 def wrong_content(path: str, chunk: Chunk) -> str:

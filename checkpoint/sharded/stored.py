@@ -68,21 +68,21 @@ class ShardedTensor(StoredTensor):
             part.copy_(mapped)
             return
         try:
-            with closing(self._files.place.open(chunk.file)) as file:
+            with closing(self._files.backend.open(chunk.file)) as file:
                 crc = read_slice(file, chunk, within, part, self._files.least_run_bytes)
         except FileNotFoundError as error:
             raise self._missing(chunk) from error
         except EOFError as error:
             raise damaged(self._shown, [f"{chunk.file} is truncated, in {self.path}"]) from error
         except OSError as error:
-            raise verified.cannot_read(self._files.place.address(chunk.file), error) from error
+            raise verified.cannot_read(self._files.backend.address(chunk.file), error) from error
         if sizes == chunk.sizes and crc != chunk.crc32:
             raise damaged(self._shown, [wrong_content(self.path, chunk)])
 
     def _missing(self, chunk: Chunk) -> CheckpointError:
-        place = self._files.place
+        backend = self._files.backend
         try:
-            is_replaced = chunk.file not in decode(place.read(MANIFEST), self._shown).files
+            is_replaced = chunk.file not in decode(backend.read(MANIFEST), self._shown).files
         except (OSError, CheckpointError):
             is_replaced = False
         if not is_replaced:
@@ -108,7 +108,7 @@ class ShardedTensor(StoredTensor):
             part = narrow(full, within, sizes)
             mapped.bring_in(part)
         except OSError as error:
-            raise verified.cannot_read(self._files.place.address(chunk.file), error) from error
+            raise verified.cannot_read(self._files.backend.address(chunk.file), error) from error
         return part
 
 

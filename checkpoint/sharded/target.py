@@ -19,7 +19,7 @@ from ..file import disk
 from ..file.disk import cannot_write
 from ..file.remote import as_local
 from . import stages
-from .backends import OWN_NAME, LocalPlace, RemotePlace
+from .backends import OWN_NAME, LocalBackend, RemoteBackend
 from .manifest import MANIFEST, Manifest, decode, encode
 
 __all__ = ["LocalTarget", "RemoteTarget", "target_of"]
@@ -38,15 +38,15 @@ def target_of(path: str | Path, options: dict[str, Any] | None) -> LocalTarget |
     local = as_local(path)
     if local is None:
         remote = RemoteTarget(str(path), options)
-        if remote.place.remote.exists():
+        if remote.backend.remote.exists():
             raise _in_the_way(str(path), "a file")
-        _refuse_foreign(str(path), remote.place.names())
+        _refuse_foreign(str(path), remote.backend.names())
         return remote
     target = LocalTarget(local.absolute())
     if target.is_new and target.path.exists() and not target.path.is_symlink():
         raise _in_the_way(str(path), "a file")
     if not target.is_new:
-        _refuse_foreign(str(path), target.place.names())
+        _refuse_foreign(str(path), target.backend.names())
     return target
 
 
@@ -70,7 +70,7 @@ class LocalTarget:
     Attributes:
         path: Where the folder shall be.
         token: Of this save; "" before `prepare`.
-        place: Where the ranks write: the folder itself if it is there, else a temporary one beside it.
+        backend: Where the ranks write: the folder itself if it is there, else a temporary one beside it.
         is_committed: Whether the new checkpoint is at the path.
     """
 
@@ -80,7 +80,7 @@ class LocalTarget:
         self.is_committed = False
         # A link is replaced, not followed: what it leads to is another checkpoint.
         self.is_new = path.is_symlink() or not path.is_dir()
-        self.place = LocalPlace(path)
+        self.backend = LocalBackend(path)
         self._lock: FileIO | None = None
         self._lock_path = path
 
@@ -91,7 +91,7 @@ class LocalTarget:
         disk.remove_stale(parent)
         self._lock, self._lock_path = disk.open_temporary(self.path)
         if self.is_new:
-            self.place = LocalPlace(parent / (self._lock_path.name + _FOLDER))
+            self.backend = LocalBackend(parent / (self._lock_path.name + _FOLDER))
         self.token = self._lock_path.name.rpartition(".tmp-")[2]
         for name in os.listdir(parent):
             is_temporary = name.startswith(".") and ".tmp-" in name and name.endswith(_FOLDER)
@@ -99,17 +99,17 @@ class LocalTarget:
                 shutil.rmtree(parent / name, ignore_errors=True)  # another save may be at it as well
                 logger.info("removed %s, which an interrupted save had left", parent / name)
         if self.is_new:
-            self.place.folder.mkdir()
+            self.backend.folder.mkdir()
             return
         disk.remove_stale(self.path)
-        old = _read_manifest(self.place)
-        if old is not None or MANIFEST not in self.place.names():
+        old = _read_manifest(self.backend)
+        if old is not None or MANIFEST not in self.backend.names():
             self._remove_unlocked(set(old.files) if old is not None else set())
 
     def commit(self, manifest: Manifest) -> None:
         """Make the folder a checkpoint: its manifest takes the place of the old one, or the folder its name."""
-        old = _read_manifest(self.place)
-        folder = self.place.folder
+        old = _read_manifest(self.backend)
+        folder = self.backend.folder
         disk.sync_folder(folder)
         file, temporary = disk.open_temporary(folder / MANIFEST)
         try:
@@ -131,11 +131,11 @@ class LocalTarget:
                 self.path.unlink()  # what it led to stays
             os.rename(folder, self.path)
             self.is_committed = True
-            self.place = LocalPlace(self.path)
+            self.backend = LocalBackend(self.path)
             stages.reached("folder-renamed")
             disk.sync_folder(self.path.parent)
         if old is not None:
-            self.place.remove({name for name in old.files if OWN_NAME.fullmatch(name)} - set(manifest.files))
+            self.backend.remove({name for name in old.files if OWN_NAME.fullmatch(name)} - set(manifest.files))
         if not self.is_new:
             self._remove_unlocked(set(manifest.files))
         stages.reached("cleaned")
@@ -145,9 +145,9 @@ class LocalTarget:
         if self.is_committed or not self.token:
             return
         if self.is_new:
-            shutil.rmtree(self.place.folder, ignore_errors=True)
+            shutil.rmtree(self.backend.folder, ignore_errors=True)
         else:
-            self.place.remove({name for name in self.place.names() if f"-{self.token}" in name})
+            self.backend.remove({name for name in self.backend.names() if f"-{self.token}" in name})
 
     def close(self) -> None:
         """Give up the lock."""
@@ -163,11 +163,11 @@ class LocalTarget:
     def _remove_unlocked(self, keep: set[str]) -> None:
         """Remove files of saves that no process holds the lock of."""
         stale = set()
-        for name in self.place.names() - keep:
+        for name in self.backend.names() - keep:
             own = OWN_NAME.fullmatch(name)
             if own and not self._lock_path.with_name(self._lock_path.name.replace(self.token, own["token"])).exists():
                 stale.add(name)
-        self.place.remove(stale)
+        self.backend.remove(stale)
 
 
 class RemoteTarget:
@@ -177,7 +177,7 @@ class RemoteTarget:
         self.path = url
         self.token = ""
         self.is_committed = False
-        self.place = RemotePlace(url, options)
+        self.backend = RemoteBackend(url, options)
 
     def prepare(self) -> None:
         """Choose a token. What a killed save has left stays until the commit: there are no locks to ask."""
@@ -186,18 +186,18 @@ class RemoteTarget:
     def commit(self, manifest: Manifest) -> None:
         """Put the manifest over the old one, then remove all files of ours that it does not name."""
         content = encode(manifest)
-        old = self.place.read(MANIFEST) if MANIFEST in self.place.names() else None
+        old = self.backend.read(MANIFEST) if MANIFEST in self.backend.names() else None
         stages.reached("manifest-synced")
         try:
-            self.place.put(MANIFEST, content)
+            self.backend.put(MANIFEST, content)
         except BaseException:
             self._put_back(old)
             raise
         self.is_committed = True
         stages.reached("manifest-renamed")
-        stale = {name for name in self.place.names() if OWN_NAME.fullmatch(name)} - set(manifest.files)
+        stale = {name for name in self.backend.names() if OWN_NAME.fullmatch(name)} - set(manifest.files)
         try:
-            self.place.remove(stale)
+            self.backend.remove(stale)
         except Exception as error:  # each remote store has errors of its own; the checkpoint is whole without this
             logger.warning("cannot remove the files of an older save from %s: %s", self.path, error)
         stages.reached("cleaned")
@@ -207,7 +207,7 @@ class RemoteTarget:
         if self.is_committed or not self.token:
             return
         try:
-            self.place.remove({name for name in self.place.names() if f"-{self.token}" in name})
+            self.backend.remove({name for name in self.backend.names() if f"-{self.token}" in name})
         except Exception as error:  # as in commit; another error is on its way
             logger.warning("cannot remove the files of an unfinished save from %s: %s", self.path, error)
 
@@ -217,9 +217,9 @@ class RemoteTarget:
     def _put_back(self, manifest: bytes | None) -> None:
         try:
             if manifest is None:
-                self.place.remove({MANIFEST})
+                self.backend.remove({MANIFEST})
             else:
-                self.place.put(MANIFEST, manifest)
+                self.backend.put(MANIFEST, manifest)
         except Exception as error:  # as in commit; another error is on its way
             logger.warning("cannot put back the manifest of the older checkpoint %s: %s", self.path, error)
 
@@ -232,10 +232,10 @@ class RemoteTarget:
         )
 
 
-def _read_manifest(place: LocalPlace) -> Manifest | None:
+def _read_manifest(backend: LocalBackend) -> Manifest | None:
     """Return the manifest of what is there now; None if there is none, or a damaged one."""
     try:
-        return decode(place.read(MANIFEST), str(place.folder))
+        return decode(backend.read(MANIFEST), str(backend.folder))
     except (OSError, CheckpointError) as error:
-        logger.debug("no manifest of an older save in %s: %s", place.folder, error)
+        logger.debug("no manifest of an older save in %s: %s", backend.folder, error)
         return None

@@ -30,7 +30,7 @@ from ...errors import CheckpointError
 from .. import storage
 from ..plain import require_plain
 from . import stages
-from .backends import LocalPlace, RemotePlace, place_of, state_entry
+from .backends import LocalBackend, RemoteBackend, backend_of, state_entry
 from .manifest import Chunk, FileEntry, Mesh, digest_of, manifest_of
 from .planning import Planner, first_names, path_of, unfit, with_first_names
 from .shard_file import Part, lay_out, write_tensor
@@ -174,8 +174,8 @@ class _Writer(StorageWriter):
             self.target = target_of(self._path, self._options)
             self.target.prepare()
         stages.reached("locked")
-        place, token = self.target.place, self.target.token
-        folder = str(place.folder) if isinstance(place, LocalPlace) else place.url
+        backend, token = self.target.backend, self.target.token
+        folder = str(backend.folder) if isinstance(backend, LocalBackend) else backend.url
         return [
             dataclasses.replace(
                 plan,
@@ -192,10 +192,10 @@ class _Writer(StorageWriter):
         written = _Written()
         size_bytes = sum(_volume(item) * _dtype_of(item).itemsize for item in plan.items)
         with self._explained(size_bytes):
-            place = place_of(order.folder, self._options)
+            backend = backend_of(order.folder, self._options)
             if plan.items:
-                self._refuse_unseen(place)
-                self._write_shard(plan, planner, place, order.shard, written)
+                self._refuse_unseen(backend)
+                self._write_shard(plan, planner, backend, order.shard, written)
         if self.target is not None:
             self._write_state(written)
         future: Future[list[WriteResult]] = Future()
@@ -226,12 +226,12 @@ class _Writer(StorageWriter):
             self.target.commit(manifest)
 
     def _write_shard(
-        self, plan: SavePlan, planner: SavePlanner, place: LocalPlace | RemotePlace, name: str, written: _Written
+        self, plan: SavePlan, planner: SavePlanner, backend: LocalBackend | RemoteBackend, name: str, written: _Written
     ) -> None:
         items = {path_of(item): item for item in plan.items}
         assert len(items) == len(plan.items), "a rank holds one chunk of a tensor"
         layout = lay_out([Part(path, _dtype_of(item), _sizes_of(item)) for path, item in items.items()])
-        with place.create(name) as file:
+        with backend.create(name) as file:
             stages.reached("shard-opened")
             file.write(memoryview(layout.header))
             for part, start in layout.starts:
@@ -252,11 +252,11 @@ class _Writer(StorageWriter):
 
     def _write_state(self, written: _Written) -> None:
         assert self.target is not None
-        place, name = self.target.place, self._state_name()
+        backend, name = self.target.backend, self._state_name()
         rest = with_first_names(self.split)
-        storage.save(rest, place.address(name), self._options)
+        storage.save(rest, backend.address(name), self._options)
         with self._explained(0):
-            written.files[name] = state_entry(place, name)
+            written.files[name] = state_entry(backend, name)
         stages.reached("state-saved")
 
     def _state_name(self) -> str:
@@ -266,21 +266,21 @@ class _Writer(StorageWriter):
     def _saved_paths(self) -> set[str]:
         return set(first_names(self.split.tensors).values())
 
-    def _refuse_unseen(self, place: LocalPlace | RemotePlace) -> None:
-        if isinstance(place, LocalPlace) and not place.folder.is_dir():
+    def _refuse_unseen(self, backend: LocalBackend | RemoteBackend) -> None:
+        if isinstance(backend, LocalBackend) and not backend.folder.is_dir():
             raise CheckpointError(
-                f"the folder {str(place.folder)!r}, which rank 0 has made, is not there on this rank.",
+                f"the folder {str(backend.folder)!r}, which rank 0 has made, is not there on this rank.",
                 fix="save to a file system that all hosts share, or to a URL.",
             )
 
     def _compare(self, files: dict[str, FileEntry]) -> None:
         """Refuse to commit unless rank 0 sees what the others have written: they may be on another file system."""
         assert self.target is not None
-        place = self.target.place
-        if isinstance(place, RemotePlace):
-            place.names()  # drops what the store has in its cache
+        backend = self.target.backend
+        if isinstance(backend, RemoteBackend):
+            backend.names()  # drops what the store has in its cache
         for name, entry in files.items():
-            found = place.size(name)
+            found = backend.size(name)
             if found != entry.size:
                 raise OSError(f"{name} has {found} bytes where {entry.size} were written")
 
@@ -303,8 +303,8 @@ class _Writer(StorageWriter):
 
 
 def _shown_target(path: str | Path, options: dict[str, Any] | None) -> LocalTarget | RemoteTarget:  # Any: fsspec's own
-    place = place_of(path, options)
-    return LocalTarget(place.folder) if isinstance(place, LocalPlace) else RemoteTarget(place.url, options)
+    backend = backend_of(path, options)
+    return LocalTarget(backend.folder) if isinstance(backend, LocalBackend) else RemoteTarget(backend.url, options)
 
 
 def _sizes_of(item: WriteItem) -> tuple[int, ...]:

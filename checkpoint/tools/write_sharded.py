@@ -66,7 +66,7 @@ def save_split(
                 continue
             name = f"shard-{target.token}-{number:05d}-of-{num_shards:05d}.safetensors"
             layout = lay_out([Part(path, tensors[path].dtype, sizes) for path, (_, sizes) in shards.items()])
-            with target.place.create(name) as file:
+            with target.backend.create(name) as file:
                 file.write(memoryview(layout.header))
                 for part, start in layout.starts:
                     offsets, sizes = shards[part.name]
@@ -76,8 +76,8 @@ def save_split(
                         advance(part.size_bytes)
             files[name] = FileEntry(layout.size_bytes, digest_of(layout.header))
         state = f"state-{target.token}.ckpt"
-        storage.save(rest, target.place.address(state))
-        files[state] = state_entry(target.place, state)
+        storage.save(rest, target.backend.address(state))
+        files[state] = state_entry(target.backend, state)
         target.commit(manifest_of(tensors, chunks, files, state=state, world_size=num_shards))
     except OSError as error:
         target.abort()

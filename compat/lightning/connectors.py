@@ -140,7 +140,7 @@ class _AcceleratorConnector:
 
     @property
     def use_distributed_sampler(self) -> bool:
-        """Whether loaders are dealt out over ranks."""
+        """Whether loaders are distributed over ranks."""
         return bool(self._trainer.use_distributed_sampler)
 
     @property

@@ -1,4 +1,4 @@
-"""What `BatchStream` reads from where there are several processes: sources that deal out, and those that agree."""
+"""What `BatchStream` reads from where there are several processes: sources that distribute, and those that agree."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..sources.combined import CombinedSource
 from ..sources.indexed import is_indexed
 from ..sources.stateful import is_stateful
 from ..tree import is_collection, unflatten
-from .indexed import DealtListSource, DealtSource, borrowed_rng
-from .iterable import DealtIterableSource, is_dealt_iterable, of_rank
+from .indexed import ShardedListSource, ShardedSource, borrowed_rng
+from .iterable import ShardedIterableSource, is_sharded_iterable, of_rank
 from .shard import NO_BATCH, Shard, find_samplers, is_rank_aware
-from .synchronized import AgreedSource
+from .synchronized import SynchronizedSource
 
 __all__ = ["advise_smaller_batches", "make_shared_source"]
 
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 
 
 def make_shared_source(loader: Any, shard: Shard, agree: Callable[[int], int] | None) -> tuple[Source, bool]:
-    """Return the source that reads this process's share of a loader, and whether all of it is dealt out.
+    """Return the source that reads this process's share of a loader, and whether all of it is distributed.
 
     Args:
         loader: Whatever the user trains with.
         shard: What part this process reads.
         agree: As `BatchStream` has it.
     """
-    source, is_dealt = _make(loader, shard)
-    return (source if is_dealt else AgreedSource(source, shard, agree)), is_dealt
+    source, is_sharded = _make(loader, shard)
+    return (source if is_sharded else SynchronizedSource(source, shard, agree)), is_sharded
 
 
 def _make(loader: Any, shard: Shard) -> tuple[Source, bool]:
@@ -45,8 +45,8 @@ def _make(loader: Any, shard: Shard) -> tuple[Source, bool]:
         loader = CombinedLoader(loader, mode="max_size_cycle")
     if isinstance(loader, CombinedLoader):
         return _make_combined(loader, shard)
-    if is_dealt_iterable(loader):
-        return (DealtIterableSource(loader, shard), True) if shard.splits else (make_source(loader), False)
+    if is_sharded_iterable(loader):
+        return (ShardedIterableSource(loader, shard), True) if shard.splits else (make_source(loader), False)
     if hasattr(loader, "dataset"):
         loader = of_rank(loader, shard)
     if not shard.splits or is_stateful(loader):
@@ -55,9 +55,9 @@ def _make(loader: Any, shard: Shard) -> tuple[Source, bool]:
         _check_replicas(loader, shard)
         return make_source(loader), False
     if is_indexed(loader):
-        return DealtSource(loader, shard), True
+        return ShardedSource(loader, shard), True
     if isinstance(loader, (list, tuple)):
-        return DealtListSource(loader, shard), True
+        return ShardedListSource(loader, shard), True
     return make_source(loader, is_placed=True), False
 
 
@@ -78,13 +78,13 @@ def _make_combined(loader: CombinedLoader, shard: Shard) -> tuple[Source, bool]:
         mode=loader.mode,
         limits=all_limits,
         shard=shard,
-        are_dealt=[is_dealt for _, is_dealt in pairs],
+        are_sharded=[is_sharded for _, is_sharded in pairs],
     )
-    return source, all(is_dealt for _, is_dealt in pairs)
+    return source, all(is_sharded for _, is_sharded in pairs)
 
 
 class SharedCombinedSource(CombinedSource):
-    """A collection of which each loader is dealt out by itself, or read by each process as it is.
+    """A collection of which each loader is distributed by itself, or read by each process as it is.
 
     Positions and lengths are this process's, for the collection and its members; so modes mean what they mean with one
     process. What a loader draws when it is begun in the middle of an epoch, it draws from random numbers that are
@@ -93,7 +93,7 @@ class SharedCombinedSource(CombinedSource):
     Args:
         loaders, sources, mode, limits: As in `CombinedSource`.
         shard: What part this process reads.
-        are_dealt: For each source, whether it is dealt out.
+        are_sharded: For each source, whether it is distributed.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class SharedCombinedSource(CombinedSource):
         mode: str,
         limits: Sequence[int | float | None],
         shard: Shard,
-        are_dealt: Sequence[bool],
+        are_sharded: Sequence[bool],
     ) -> None:
         super().__init__(loaders, sources, mode=mode, limits=limits)
         self._shard = shard
-        self._are_dealt = are_dealt
+        self._are_sharded = are_sharded
         self._passes = [0] * len(sources)
         self._key = b""
 
@@ -124,9 +124,9 @@ class SharedCombinedSource(CombinedSource):
         self._key = derive_key(shared_rng, epoch, "collection")
         numbers = range(min(1, len(self._sources)) if self._mode == "sequential" else len(self._sources))
         # Those that draw on one rank only come last, so that the others draw the same one after the other.
-        for number in sorted(numbers, key=lambda number: not self._are_dealt[number]):
+        for number in sorted(numbers, key=lambda number: not self._are_sharded[number]):
             source = self._sources[number]
-            if not self._are_dealt[number]:
+            if not self._are_sharded[number]:
                 source.begin_shared(epoch, shared_rng)
             elif self._shard.rank == 0:
                 source.begin(epoch)
@@ -139,7 +139,7 @@ class SharedCombinedSource(CombinedSource):
     @override
     def _begin(self, number: int) -> None:
         self._passes[number] += 1
-        rank = 0 if self._are_dealt[number] else self._shard.rank
+        rank = 0 if self._are_sharded[number] else self._shard.rank
         with RngStream(self._key + repr((number, self._passes[number], rank)).encode()):
             self._sources[number].begin(self._epoch)
 
@@ -157,7 +157,7 @@ class SharedCombinedSource(CombinedSource):
     @override
     def describe_order(self) -> int | None:
         orders = [source.describe_order() for source in self._sources]
-        return hash(tuple(-1 if order is None else order for order in orders)) if any(self._are_dealt) else None
+        return hash(tuple(-1 if order is None else order for order in orders)) if any(self._are_sharded) else None
 
     @override
     def resume(self, epoch: int) -> None:
@@ -173,7 +173,7 @@ class SharedCombinedSource(CombinedSource):
             return state
         return {
             **state,
-            "is_dealt": all(self._are_dealt),
+            "is_dealt": all(self._are_sharded),
             "is_per_rank": any(source.get("is_per_rank", True) for source in state["sources"]),
             "data_size": self._shard.size,
             "rounds": state["position"],
@@ -188,7 +188,7 @@ def _check_replicas(loader: Any, shard: Shard) -> None:
         if replicas is not None and (replicas, getattr(sampler, "rank", None)) != (shard.size, shard.rank):
             log.warning(
                 "%s has num_replicas=%s and rank=%s on rank %d of %d processes: it is left as it is, so samples may be "
-                "read twice or not at all. Without it, batches are dealt out to all processes.",
+                "read twice or not at all. Without it, batches are distributed over all processes.",
                 type(sampler).__name__,
                 replicas,
                 getattr(sampler, "rank", None),

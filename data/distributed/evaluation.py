@@ -1,7 +1,6 @@
-"""One process's share of an evaluation loader: every sample is read once, by one process, and nothing is padded.
+"""One process's shard of an evaluation loader: every sample is read once, by one process, without padding.
 
-Processes may have different numbers of batches, and none at all: whoever loops over a share must not communicate per
-batch.
+Processes may have different numbers of batches, or none: a loop over a shard must not communicate per batch.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ..combined import CombinedLoader
 from ..limit import find_length
-from ..persistent_workers import SteadyLoader, steady
+from ..persistent_workers import PersistentWorkersLoader, with_persistent_workers
 from ..rng import KINDS, capture_rng, derive_key, restore_rng, seed_global_generators
 from ..sources.combined import combined_length
 from ..sources.indexed import is_indexed
 from ..sources.stateful import is_stateful
 from ..tree import map_loaders
 from ..worker import SeedingDataset, WorkerInit
-from .indexed import DealtIndexStream, borrowed_rng
-from .iterable import EvalIterableShard, is_dealt_iterable, of_rank
+from .indexed import ShardedIndexStream, borrowed_rng
+from .iterable import EvalIterableShard, is_sharded_iterable, of_rank
 from .shard import Shard, interleave, is_rank_aware
 
 __all__ = ["EvalShard", "count_eval_rounds", "in_loader_order", "shard_eval"]
@@ -37,7 +36,7 @@ def shard_eval(
 
     Of a DataLoader with a map-style data set or a `ShardedIterable`, and of a list or tuple of batches, process `rank`
     reads the batches `rank`, `rank + size` and so on; of a `CombinedLoader`, those of its members. Anything else, and
-    what knows its rank by itself, is returned as `steady` returns it: each process reads it as it is.
+    what knows its rank by itself, is returned as `with_persistent_workers` returns it: each process reads it as it is.
 
     Args:
         loader: One loader, or a `CombinedLoader`.
@@ -47,20 +46,20 @@ def shard_eval(
             pass only.
     """
     if shard.size == 1 or not shard.splits:
-        return loader if isinstance(loader, CombinedLoader) else steady(loader)
+        return loader if isinstance(loader, CombinedLoader) else with_persistent_workers(loader)
     if isinstance(loader, CombinedLoader):
         return _share_combined(loader, shard, share)
-    if isinstance(loader, SteadyLoader):
+    if isinstance(loader, PersistentWorkersLoader):
         loader = loader.loader
-    if is_dealt_iterable(loader):
+    if is_sharded_iterable(loader):
         return EvalIterableShard(loader, shard)
     if hasattr(loader, "dataset"):
         loader = of_rank(loader, shard)
     if is_rank_aware(loader) or is_stateful(loader):
-        return steady(loader)
+        return with_persistent_workers(loader)
     if is_indexed(loader):
         return EvalShard(loader, shard, share)
-    return EvalListShard(loader, shard) if isinstance(loader, (list, tuple)) else steady(loader)
+    return EvalListShard(loader, shard) if isinstance(loader, (list, tuple)) else with_persistent_workers(loader)
 
 
 def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[Any], Any] | None) -> CombinedLoader:
@@ -69,7 +68,7 @@ def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[Any],
 
     def share_one(one: Any) -> Any:
         length = find_length(one)
-        # A process without any batch of a loader that is to begin again and again could not go on: it reads all of it.
+        # A process without any batch of a loader that starts over could not continue: it reads all of it.
         is_whole = loader.mode == "max_size_cycle" and length is not None and length < min(longest, shard.size)
         return one if is_whole else shard_eval(one, shard, share=share)
 
@@ -81,10 +80,10 @@ def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[Any],
 def count_eval_rounds(loader: Any) -> int | None:
     """Return how many batches the process with the most has, for what `shard_eval` returned: equal on all ranks.
 
-    Limits are to be resolved with it (`resolve_limit`), so that all processes have the same; None if nobody knows.
+    Limits are to be resolved with it (`resolve_limit`), so that all processes have the same; None if unknown.
     """
     if not isinstance(loader, CombinedLoader):
-        return getattr(loader, "num_rounds", find_length(loader))
+        return getattr(loader, "num_global_batches", find_length(loader))
     counts = [count_eval_rounds(one) for one in loader.flattened]
     limits = loader.limits if isinstance(loader.limits, list) else [loader.limits] * len(counts)
     if None in counts:
@@ -104,10 +103,10 @@ def in_loader_order(loader: Any, parts: Sequence[Sequence[Any]]) -> list[Any]:  
         parts: For each rank, in order, one item per batch that it read.
 
     Returns:
-        One item per batch. Of a loader that was not dealt out, the batches of rank 0 first, then those of rank 1.
+        One item per batch. Of a loader that was not distributed, the batches of rank 0 first, then those of rank 1.
     """
-    is_dealt = isinstance(loader, (EvalShard, EvalListShard, EvalIterableShard))
-    return interleave(parts) if is_dealt else list(chain.from_iterable(parts))
+    is_sharded = isinstance(loader, (EvalShard, EvalListShard, EvalIterableShard))
+    return interleave(parts) if is_sharded else list(chain.from_iterable(parts))
 
 
 class EvalListShard:
@@ -115,7 +114,7 @@ class EvalListShard:
 
     Attributes:
         loader: The list.
-        num_rounds: Batches of the process that has the most.
+        num_global_batches: Batches of the process that has the most.
     """
 
     def __init__(self, loader: Sequence[Any], shard: Shard) -> None:
@@ -123,7 +122,7 @@ class EvalListShard:
         self._shard = shard
 
     @property
-    def num_rounds(self) -> int:
+    def num_global_batches(self) -> int:
         """Batches of the process that has the most."""
         return -(-len(self.loader) // self._shard.size)
 
@@ -155,24 +154,24 @@ class EvalShard:
 
     def __init__(self, loader: DataLoader[Any], shard: Shard, share: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
-        self._shard = shard.with_policy("zero_weight")  # the last round may be incomplete
+        self._shard = shard.with_policy("zero_weight")  # the last global batch may be incomplete
         self._share = share
         self._passes = 0
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        self._is_steady = loader.num_workers > 0 and loader.persistent_workers
-        self._draws = self._is_steady or not _is_sequential(sampler)
-        self._index = DealtIndexStream(sampler, 1, self._shard, first_number=0)
+        self._has_persistent_workers = loader.num_workers > 0 and loader.persistent_workers
+        self._draws = self._has_persistent_workers or not _is_sequential(sampler)
+        self._index = ShardedIndexStream(sampler, 1, self._shard, first_number=0)
         self._copy = copy.copy(loader)
         changes: dict[str, Any] = {name: self._index, "_iterator": None}
-        if self._is_steady:
+        if self._has_persistent_workers:
             changes["dataset"] = SeedingDataset(loader.dataset)
             changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
         for attribute, value in changes.items():
             object.__setattr__(self._copy, attribute, value)  # DataLoader refuses plain assignment
 
     @property
-    def num_rounds(self) -> int | None:
+    def num_global_batches(self) -> int | None:
         """Batches of the process that has the most; None if the loader does not say how many it has."""
         length = find_length(self.loader)
         return None if length is None else -(-length // self._shard.size)
@@ -209,8 +208,8 @@ class EvalShard:
             return self._begin(shared)
 
     def _begin(self, rng: dict[str, Any]) -> Iterator[Any]:
-        self._index.prepare(0, derive_key(rng, "evaluation"), is_numbered=self._is_steady)
-        if self._is_steady:  # only some passes start workers, which draws
+        self._index.prepare(0, derive_key(rng, "evaluation"), is_numbered=self._has_persistent_workers)
+        if self._has_persistent_workers:  # only some passes start workers, which draws
             self._index.skip(0, {}, lambda: restore_rng({kind: rng[kind] for kind in KINDS if kind in rng}))
         iterator = iter(self._copy)
         self._index.look_ahead(0)  # draws what the sampler draws

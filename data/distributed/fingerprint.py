@@ -1,4 +1,4 @@
-"""A number that tells whether two batches hold the same values; asked once, of batches that nobody deals out."""
+"""A number that tells whether two batches hold the same values; asked once, of batches that nobody distributes."""
 
 from __future__ import annotations
 

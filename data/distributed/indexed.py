@@ -1,6 +1,6 @@
-"""Reading one process's share of a DataLoader with a map-style data set, or of a list of batches.
+"""One process's shard of a DataLoader with a map-style data set, or of a list of batches.
 
-Each process reads all indices of the epoch, in the same order, and fetches the data of every `size`-th batch of them.
+Each process reads all indices of the epoch in the same order, and fetches the data of every `size`-th batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..sources.indexed import IndexedSource
 from ..worker import Numbered
 from .shard import NO_BATCH, Shard
 
-__all__ = ["DealtIndexStream", "DealtListSource", "DealtSource", "borrowed_rng", "drawn_alike"]
+__all__ = ["ShardedIndexStream", "ShardedListSource", "ShardedSource", "borrowed_rng", "drawn_alike"]
 
 log = logging.getLogger(__name__)
 
@@ -50,36 +50,36 @@ def drawn_alike(rank: int, data_rank: int, rng: dict[str, Any]) -> AbstractConte
     return borrowed_rng(rng) if rank and not data_rank else nullcontext()
 
 
-class DealtIndexStream(IndexStream):
-    """An `IndexStream` that hands on every `size`-th batch of indices. Its positions count rounds of this pass.
+class ShardedIndexStream(IndexStream):
+    """An `IndexStream` that yields every `size`-th batch of indices. Its positions count global batches of this pass.
 
-    A round is taken from the sampler as a whole, on each rank: so the ranks' samplers, and generators that these hold,
-    are always at the same place, and whether a round is complete is known before any of it is handed on.
+    Each rank takes a full global batch from its sampler. So the ranks' samplers, and the generators in them, are
+    always at the same position, and whether a global batch is complete is known before any of it is used.
 
     Attributes:
-        empty_round: The round of this pass in which other ranks get a batch and this one does not; -1 for none.
+        empty_global_batch: The global batch of this pass of which only other ranks get a batch; -1 for none.
     """
 
     def __init__(self, sampler: Any, most_in_flight: int, shard: Shard, *, first_number: int = 1) -> None:
         super().__init__(sampler, most_in_flight)
         self._shard = shard
         self._first_number = first_number
-        self._dealt = 0  # rounds handed to the loader in this pass
+        self._given = 0  # global batches handed to the loader in this pass
         self._skipped = 0  # batches of the epoch before this pass
         self._marks: deque[tuple[int, int]] = deque(maxlen=most_in_flight + _MOST_BACK)
-        self._head: list[Any] = []  # the epoch's first batches of indices, to fill a round with
+        self._head: list[Any] = []  # the epoch's first batches of indices, to fill a global batch with
         self._watches_numpy = False
-        self.empty_round = -1
+        self.empty_global_batch = -1
 
     @override
     def __iter__(self) -> Iterator[Any]:
         hand_out = super().__iter__()
-        self._dealt = self._skipped = 0
+        self._given = self._skipped = 0
         self._watches_numpy = False
         self._head.clear()
         self._marks.clear()
-        self._marks.append((0, 0))  # batches of the epoch, and their digest, after each round
-        self.empty_round = -1
+        self._marks.append((0, 0))  # batches of the epoch, and their digest, after each global batch
+        self.empty_global_batch = -1
         return hand_out
 
     @override
@@ -87,19 +87,19 @@ class DealtIndexStream(IndexStream):
         if self._to_skip:
             self._skip()
         while True:
-            index = self._deal()
+            index = self._take_local()
             if index is _END:
                 return
             if self._is_numbered:
                 # By the batch's number in the epoch: augmentation does not depend on the number of ranks.
-                place = self._skipped + (self._dealt - 1) * self._shard.size + self._shard.rank
+                place = self._skipped + (self._given - 1) * self._shard.size + self._shard.rank
                 number = self._first_number + place
                 yield Numbered(index, self._epoch, self._key + number.to_bytes(8, "little"))
             else:
                 yield index
 
-    def _deal(self) -> Any:
-        """Take the next round and return this rank's batch of indices."""
+    def _take_local(self) -> Any:
+        """Take the next global batch and return this rank's batch of indices."""
         rank, size, uneven = self._shard.rank, self._shard.size, self._shard.uneven
         ahead = self._ahead
         while len(ahead) < size:
@@ -115,28 +115,28 @@ class DealtIndexStream(IndexStream):
         for index in batches:
             digest = _fold(digest, index)
         self._marks.append((place + count, digest))
-        self._dealt += 1
+        self._given += 1
         if rank < count:
             return batches[rank]
         if uneven == "cycle":
             return self._head[(rank - count) % len(self._head)]
-        self.empty_round = self._dealt - 1
+        self.empty_global_batch = self._given - 1
         return _END
 
     @override
     def look_ahead(self, position: int, count: int = 1) -> int:
         if self._to_skip:
             self._skip()
-        while (known := self._dealt - position + self._rounds_ahead()) < count:
+        while (known := self._given - position + self._global_batches_ahead()) < count:
             index = self._pull()
             if index is _END:
-                return min(count, self._dealt - position + self._rounds_ahead())
+                return min(count, self._given - position + self._global_batches_ahead())
             self._ahead.append(index)
         return min(count, known)
 
-    def _rounds_ahead(self) -> int:
+    def _global_batches_ahead(self) -> int:
         ahead, size = len(self._ahead), self._shard.size
-        return self._shard.count_rounds(ahead) if self._has_ended else ahead // size
+        return self._shard.count_global_batches(ahead) if self._has_ended else ahead // size
 
     @override
     def fingerprint(self, position: int) -> dict[str, Any]:
@@ -144,17 +144,17 @@ class DealtIndexStream(IndexStream):
         return {"digest": None if mark is None else mark[1], "hash_check": _HASH_CHECK}
 
     def count_consumed(self, position: int) -> int:
-        """Return how many batches of the epoch all ranks together had been given after so many rounds of this pass."""
+        """Return how many batches of the epoch all ranks had read after this many global batches of this pass."""
         mark = self._find_mark(position)
         return self._skipped + position * self._shard.size if mark is None else mark[0]
 
     def _find_mark(self, position: int) -> tuple[int, int] | None:
-        place = len(self._marks) - 1 - (self._dealt - position)
+        place = len(self._marks) - 1 - (self._given - position)
         return self._marks[place] if place >= 0 else None
 
     @override
     def has_ended(self, position: int) -> bool:
-        return self._has_ended and not self._ahead and position >= self._dealt
+        return self._has_ended and not self._ahead and position >= self._given
 
     def describe_order(self) -> int:
         """Return a number that depends on the indices taken so far: equal on all ranks if their order is."""
@@ -195,7 +195,7 @@ class DealtIndexStream(IndexStream):
         self._marks[-1] = (self._folded, self._digest)
 
 
-class DealtSource(IndexedSource):
+class ShardedSource(IndexedSource):
     """The share of one process of a DataLoader with a map-style data set.
 
     Args:
@@ -212,8 +212,8 @@ class DealtSource(IndexedSource):
 
     @override
     def _make_index(self, sampler: Any, most_in_flight: int) -> IndexStream:
-        self._dealt = DealtIndexStream(sampler, most_in_flight, self._shard)
-        return self._dealt
+        self._index_stream = ShardedIndexStream(sampler, most_in_flight, self._shard)
+        return self._index_stream
 
     @override
     def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
@@ -231,11 +231,11 @@ class DealtSource(IndexedSource):
             self._tell()
 
     def _tell(self) -> None:
-        """Say once what is dealt out, and what is left out of each epoch."""
+        """Log once what is distributed, and what is left out of each epoch."""
         loader, shard = self.loader, self._shard
         sampler = self._index.sampler
         log.info(
-            "The batches of %s (%s) are dealt to %d processes.",
+            "The batches of %s (%s) are distributed over %d processes.",
             type(loader).__name__,
             type(getattr(sampler, "sampler", sampler)).__name__,
             shard.size,
@@ -243,7 +243,7 @@ class DealtSource(IndexedSource):
         batches = find_length(loader)
         if batches is None or not self.ends_at_length:
             return
-        read = shard.count_rounds(batches) * shard.size
+        read = shard.count_global_batches(batches) * shard.size
         if read >= batches or not read:
             return
         samples = self._num_samples()
@@ -253,7 +253,7 @@ class DealtSource(IndexedSource):
             used = len(self._index) * self._index.sampler.batch_size
             left_out = f"{min(samples, used) - read * self._index.sampler.batch_size} of {samples} samples are"
         log.warning(
-            "%s left out of each epoch: %d batches do not go round %d processes. To use them, pass "
+            "%s left out of each epoch: %d batches are not divisible by %d processes. To use them, pass "
             "uneven='cycle' to the strategy, or 'zero_weight' where it has that (ddp).",
             left_out,
             batches,
@@ -268,24 +268,26 @@ class DealtSource(IndexedSource):
     @override
     def _find_length(self) -> int | None:
         length = find_length(self.loader)
-        return None if length is None else self.first + self._shard.count_rounds(max(0, length - self._consumed))
+        return (
+            None if length is None else self.first + self._shard.count_global_batches(max(0, length - self._consumed))
+        )
 
     @override
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         length = find_length(self.loader)
-        everything = None if length is None else self._shard.count_rounds(length)
-        rounds = resolve_limit(limit, everything, name)
-        if self._is_at_end or rounds == resolve_limit(None, everything, name):
+        everything = None if length is None else self._shard.count_global_batches(length)
+        limited = resolve_limit(limit, everything, name)
+        if self._is_at_end or limited == resolve_limit(None, everything, name):
             return resolve_limit(None, self.length, name)
         # An epoch ends at the batch at which it would, had as many processes read it from its beginning.
-        return self.first + self._shard.count_rounds(max(0, int(rounds) * self._shard.size - self._consumed))
+        return self.first + self._shard.count_global_batches(max(0, int(limited) * self._shard.size - self._consumed))
 
     @override
     def take(self) -> Any:
         try:
             batch = self._fetch()
         except StopIteration:
-            if self._dealt.empty_round != self.position + self.shift:
+            if self._index_stream.empty_global_batch != self.position + self.shift:
                 raise
             batch = NO_BATCH
         self.position += 1
@@ -293,7 +295,7 @@ class DealtSource(IndexedSource):
 
     @override
     def _count_consumed(self, place: int) -> int:
-        return self._dealt.count_consumed(place)
+        return self._index_stream.count_consumed(place)
 
     @override
     def state_dict(self, back: int = 0) -> dict[str, Any]:
@@ -309,7 +311,7 @@ class DealtSource(IndexedSource):
         if state.get("is_dealt") is False and state["is_open"] and not state["is_at_end"]:
             raise DataError(
                 f"The checkpoint was made in the middle of an epoch in which each process read its own "
-                f"{type(self.loader).__name__}; now its batches are dealt out to the processes.",
+                f"{type(self.loader).__name__}; now its batches are distributed over the processes.",
                 fix="resume with the sampler and the use_distributed_sampler=... of that run, or from a checkpoint "
                 "made at the end of an epoch.",
             )
@@ -317,10 +319,10 @@ class DealtSource(IndexedSource):
 
     @override
     def describe_order(self) -> int | None:
-        return self._dealt.describe_order()
+        return self._index_stream.describe_order()
 
 
-class DealtListSource(Source):
+class ShardedListSource(Source):
     """The share of one process of a list or tuple of batches.
 
     Args:
@@ -337,7 +339,7 @@ class DealtListSource(Source):
         self._is_open = False
         self._epoch = 0
         self._loaded: dict[str, Any] | None = None
-        self.length = shard.count_rounds(len(loader))
+        self.length = shard.count_global_batches(len(loader))
 
     @override
     def begin(self, epoch: int) -> None:
@@ -353,16 +355,16 @@ class DealtListSource(Source):
     def _start(self, epoch: int, *, consumed: int, given: int) -> None:
         self._epoch, self._is_open, self.ends_at_length = epoch, True, True
         self._consumed, self.first, self.position = consumed, given, given
-        self.length = given + self._shard.count_rounds(max(0, len(self.loader) - consumed))
+        self.length = given + self._shard.count_global_batches(max(0, len(self.loader) - consumed))
 
     @override
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         assert self.length is not None
-        everything = self._shard.count_rounds(len(self.loader))
-        rounds = resolve_limit(limit, everything, name)
-        if rounds == everything:
+        everything = self._shard.count_global_batches(len(self.loader))
+        limited = resolve_limit(limit, everything, name)
+        if limited == everything:
             return self.length
-        return self.first + self._shard.count_rounds(max(0, int(rounds) * self._shard.size - self._consumed))
+        return self.first + self._shard.count_global_batches(max(0, int(limited) * self._shard.size - self._consumed))
 
     @override
     def has_next(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reading one process's share of a DataLoader with a `ShardedIterable`: its batches are dealt out to the processes."""
+"""One process's shard of a DataLoader with a `ShardedIterable`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..sources.base import Source
 from ..worker import WorkerInit
 from .shard import Shard
 
-__all__ = ["DealtIterableSource", "EvalIterableShard", "is_dealt_iterable", "of_rank"]
+__all__ = ["EvalIterableShard", "ShardedIterableSource", "is_sharded_iterable", "of_rank"]
 
 log = logging.getLogger(__name__)
 _END: Any = object()
 
 
-def is_dealt_iterable(loader: Any) -> bool:
-    """Return whether this is a DataLoader with a `ShardedIterable` whose batches can be dealt out."""
+def is_sharded_iterable(loader: Any) -> bool:
+    """Return whether this is a DataLoader with a `ShardedIterable` whose batches can be distributed."""
     return (
         isinstance(loader, DataLoader)
         and isinstance(loader.dataset, ShardedIterable)
@@ -40,7 +40,7 @@ def of_rank(loader: Any, shard: Shard) -> Any:
 
     Args:
         loader: Of a `ShardedIterable` with `split`, a copy with the data set of this rank is returned; where it has
-            none and cannot be dealt out, its data set is told the rank; any other loader stays as it is.
+            none and cannot be distributed, its data set is told the rank; any other loader stays as it is.
         shard: What part of the data this process reads.
     """
     data = getattr(loader, "dataset", None)
@@ -74,7 +74,7 @@ def _open_share(loader: DataLoader[Any], shard: Shard, key: bytes, *, start: int
         shard: The share.
         key: Of the random numbers, equal on all ranks; the global generators are left alone.
         start: Samples to leave out.
-        first: Number of the first round.
+        first: Number of the first global batch.
     """
     data: Any = loader.dataset
     share = IterableShare(
@@ -92,7 +92,7 @@ def _open_share(loader: DataLoader[Any], shard: Shard, key: bytes, *, start: int
         return iter(_changed(loader, **changes))
 
 
-class DealtIterableSource(Source):
+class ShardedIterableSource(Source):
     """The share of one process of a DataLoader with a `ShardedIterable`.
 
     Every process reads the whole stream, so that each knows by itself where the epoch ends: nothing is communicated.
@@ -120,7 +120,7 @@ class DealtIterableSource(Source):
         self._find_lengths()
 
     @property
-    def _per_round(self) -> int:
+    def _global_batch_size(self) -> int:
         return self._shard.size * (self.loader.batch_size or 1)
 
     @property
@@ -130,7 +130,9 @@ class DealtIterableSource(Source):
 
     def _find_lengths(self) -> None:
         length = _find_length(self.loader)
-        self.length = None if length is None else self.first + self._shard.count_rounds(max(0, length - self._consumed))
+        self.length = (
+            None if length is None else self.first + self._shard.count_global_batches(max(0, length - self._consumed))
+        )
 
     @override
     def begin(self, epoch: int) -> None:
@@ -142,7 +144,7 @@ class DealtIterableSource(Source):
         if state is not None:
             restore_generators(self._find_generators(), state["current"])
         self._opening = capture_generators(self._find_generators())
-        self._start(epoch, derive_key(shared_rng, epoch, "iterable"), samples=0, rounds=0)
+        self._start(epoch, derive_key(shared_rng, epoch, "iterable"), samples=0, global_batches=0)
 
     @override
     def resume(self, epoch: int) -> None:
@@ -162,28 +164,30 @@ class DealtIterableSource(Source):
                 type(self.loader.dataset.dataset).__name__,
                 state["samples"],
             )
-        self._start(epoch, bytes.fromhex(state["key"]), samples=state["samples"], rounds=state["rounds"])
+        self._start(epoch, bytes.fromhex(state["key"]), samples=state["samples"], global_batches=state["rounds"])
 
-    def _start(self, epoch: int, key: bytes, *, samples: int, rounds: int) -> None:
+    def _start(self, epoch: int, key: bytes, *, samples: int, global_batches: int) -> None:
         self._epoch, self._key, self._samples = epoch, key, samples
-        self.first = self.position = rounds
-        self.shift = self._consumed // self._shard.size - rounds
+        self.first = self.position = global_batches
+        self.shift = self._consumed // self._shard.size - global_batches
         self._is_open, self._has_ended, self._order = True, False, None
         self._ahead.clear()
         self._iterator = iter(())  # ends the workers of an epoch that was cut short
-        self._iterator = _open_share(self.loader, self._shard, key, start=samples, first=rounds)
+        self._iterator = _open_share(self.loader, self._shard, key, start=samples, first=global_batches)
         self._find_lengths()
 
     @override
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         length = _find_length(self.loader)
-        everything = None if length is None else self._shard.count_rounds(length)
-        rounds = resolve_limit(limit, everything, name)
-        if rounds == resolve_limit(None, everything, name):
+        everything = None if length is None else self._shard.count_global_batches(length)
+        limited = resolve_limit(limit, everything, name)
+        if limited == resolve_limit(None, everything, name):
             self.most = math.inf if self.length is None else self.length
         else:
             # An epoch ends at the batch at which it would, had as many processes read it from its beginning.
-            self.most = self.first + self._shard.count_rounds(max(0, int(rounds) * self._shard.size - self._consumed))
+            self.most = self.first + self._shard.count_global_batches(
+                max(0, int(limited) * self._shard.size - self._consumed)
+            )
         return self.most
 
     @override
@@ -221,7 +225,7 @@ class DealtIterableSource(Source):
             return self._loaded
         position = self.position - back
         is_at_end = not back and self._has_ended and not self._ahead
-        samples = self._samples + (position - self.first) * self._per_round
+        samples = self._samples + (position - self.first) * self._global_batch_size
         return {
             "kind": self.kind,
             "is_open": self._is_open,
@@ -271,13 +275,13 @@ class EvalIterableShard:
 
     def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
         self.loader = loader
-        self._shard = shard.with_policy("zero_weight")  # the last round may be incomplete
+        self._shard = shard.with_policy("zero_weight")  # the last global batch may be incomplete
 
     @property
-    def num_rounds(self) -> int | None:
+    def num_global_batches(self) -> int | None:
         """Batches of the process that has the most; None if the loader does not say how many it has."""
         length = _find_length(self.loader)
-        return None if length is None else self._shard.count_rounds(length)
+        return None if length is None else self._shard.count_global_batches(length)
 
     def global_batch_indices(self, count: int) -> list[int]:
         """Return which batches of the user's loader the first `count` of this process are."""

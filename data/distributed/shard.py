@@ -1,8 +1,8 @@
-"""Which part of the data this process reads: `Shard`, and what is asked of a loader before it is shared out.
+"""`Shard`: the part of the data that this process reads; and questions about a loader that is to be distributed.
 
 The user's loader says how many samples a *process* gets per batch. Its batches are numbered 0, 1, 2, ... through the
-epoch, and dealt like cards: of `size` processes, number `rank` gets the batches `rank`, `rank + size`, `rank + 2 *
-size` and so on. One batch for each process is a *round*.
+epoch, and distributed round-robin: of `size` processes, number `rank` gets the batches `rank`, `rank + size`,
+`rank + 2 * size` and so on. One batch for each process makes a *global batch*.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_BATCH: Final = NoBatch()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of one process.
+    """The part of the data that one process reads.
 
     ===========  ===================================================================================================
     uneven       what happens when not every process has one more batch
@@ -50,8 +50,8 @@ class Shard:
         rank: Of this process, among those that read different data.
         size: How many of these there are. With 1, this process reads everything.
         uneven: One of the three above; evaluation reads every batch once, whatever it says.
-        splits: Whether loaders are shared out. With False each process reads the whole of its own loader, which the
-            user has made different on each; then the processes only agree on when an epoch ends.
+        splits: Whether loaders are distributed. With False, each process reads all of its own loader, which
+            the user has made different on each; the processes only synchronize the end of an epoch.
 
     Raises:
         ConfigError: There is no such policy.
@@ -66,16 +66,17 @@ class Shard:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
         if self.uneven not in UNEVEN:
             raise ConfigError(
-                f"uneven={self.uneven!r} is no way to end an epoch{nearest(str(self.uneven), UNEVEN)}.",
-                fix=f"pass one of {', '.join(map(repr, UNEVEN))}.",
+                f"Expected uneven to be one of {', '.join(map(repr, UNEVEN))}, "
+                f"got uneven={self.uneven!r}{nearest(str(self.uneven), UNEVEN)}.",
+                fix="pass one of these.",
             )
 
     def with_policy(self, uneven: str) -> Shard:
-        """Return the same share under another policy."""
+        """Return the same shard with another policy."""
         return replace(self, uneven=uneven)
 
-    def count_rounds(self, batches: int) -> int:
-        """Return how many rounds so many batches make: this is how often each process takes part in a step."""
+    def count_global_batches(self, batches: int) -> int:
+        """Return the number of global batches in this many batches: the steps that each process takes part in."""
         return batches // self.size if self.uneven == "stop_all" else -(-batches // self.size)
 
     def numbers(self, count: int) -> list[int]:
@@ -87,10 +88,10 @@ def interleave(parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions
     """Return what the processes made of their batches in the order of the loader's batches.
 
     Args:
-        parts: For each rank, in order, one item per batch that it was dealt.
+        parts: For each rank, in order, one item per batch of its shard.
     """
-    rounds = range(max(map(len, parts), default=0))
-    return [part[number] for number in rounds for part in parts if number < len(part)]
+    steps = range(max(map(len, parts), default=0))
+    return [part[number] for number in steps for part in parts if number < len(part)]
 
 
 def is_rank_aware(loader: Any) -> bool:  # Any: whatever the user passed as a loader
@@ -157,7 +158,7 @@ def find_own_state(state: dict[str, Any], shard: Shard, describe: Callable[[], s
             f"The checkpoint was made by {processes} read its own {describe()} to some place; now there "
             f"{'is one process' if shard.size == 1 else f'are {shard.size}'}.",
             fix=f"resume with devices and num_nodes that make {size}{later}; or train with a DataLoader with a "
-            "map-style data set, whose batches can be dealt out anew.",
+            "map-style data set, whose batches can be distributed again.",
         )
     return own
 

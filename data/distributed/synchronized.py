@@ -1,4 +1,4 @@
-"""Reading loaders that each process has to itself, where the processes have to agree on when an epoch ends."""
+"""`SynchronizedSource`: a loader of this process alone, whose epoch ends when those of all processes end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..rng import RngStream, capture_rng, derive_key
 from ..sources.base import Source
 from .shard import NO_BATCH, Shard
 
-__all__ = ["AgreedSource"]
+__all__ = ["SynchronizedSource"]
 
 log = logging.getLogger(__name__)
 _UNKNOWN = 1 << 40  # more batches than there are
 
 
-class AgreedSource(Source):
+class SynchronizedSource(Source):
     """A source of this process, which ends when those of all processes end.
 
     Where the lengths can be trusted, they are compared once per epoch. Where they cannot, each window of batches is
-    read ahead, with one batch more, and the processes compare how many they found: `has_next` then knows, without
-    asking anyone, whether another batch follows the window.
+    read ahead, with one batch more, and the processes compare how many they found: `has_next` then knows without
+    communication whether another batch follows the window.
 
     Args:
         source: Reads this process's loader.
@@ -42,7 +42,7 @@ class AgreedSource(Source):
         self.kind = source.kind
         self._is_cautious = source.kind in ("combined", "stateful")  # cannot always tell where it was some batches ago
         self._ahead: deque[tuple[Any, dict[str, Any] | None]] = deque()
-        self._until = 0  # so many batches are there for certain
+        self._until = 0  # number of batches that exist for certain
         self._is_final = False  # and no more
         self._pass_start = 0  # position at which the loader was begun, again perhaps
         self._key = ""
@@ -85,7 +85,7 @@ class AgreedSource(Source):
         self._is_final = False
 
     def _settle(self) -> None:
-        """Agree on how the epoch, which was just begun, will end."""
+        """Synchronize how the epoch that has just begun will end."""
         # All have to do the same, whatever kind of loader each has.
         is_trusted = self._own_length() is not None
         if self._shard.uneven == "stop_all":
@@ -112,10 +112,10 @@ class AgreedSource(Source):
         """Return how many batches the loaders of all say they have; None if one does not say."""
         length = self._inner.length if self._pass_start == 0 else self.position
         if self._shard.uneven == "stop_all":
-            agreed = self._agree(-1 if length is None else length)
-            return agreed if agreed >= 0 else None
-        agreed = self._agree(_UNKNOWN if length is None else length)
-        return agreed if agreed < _UNKNOWN else None
+            common = self._agree(-1 if length is None else length)
+            return common if common >= 0 else None
+        common = self._agree(_UNKNOWN if length is None else length)
+        return common if common < _UNKNOWN else None
 
     @override
     def at_most(self, upto: int) -> int:
@@ -216,7 +216,7 @@ class AgreedSource(Source):
     def _inner_back(self, back: int) -> int:
         """Return how many batches ahead of this process's place `back` batches ago its loader was read."""
         inner = self._inner
-        given = inner.position - len(self._ahead)  # in this pass; rounds without a batch come after its last
+        given = inner.position - len(self._ahead)  # in this pass; global batches without a batch come after its last
         return inner.position - max(0, min(given, self.position - back - self._pass_start))
 
     @override
@@ -252,8 +252,8 @@ class AgreedSource(Source):
     def _load(self, state: dict[str, Any]) -> None:
         if state["kind"] == "indexed" and state["is_open"] and not state["is_at_end"] and "pass_start" not in state:
             raise DataError(
-                f"The checkpoint was made in the middle of an epoch of a {type(self.loader).__name__} that was dealt "
-                "out to the processes; now each process reads its own.",
+                f"The checkpoint was made in the middle of an epoch of a {type(self.loader).__name__} that was "
+                "distributed over the processes; now each process reads its own.",
                 fix="resume with a sampler that does not know its rank and with use_distributed_sampler=True, or from "
                 "a checkpoint made at the end of an epoch.",
             )

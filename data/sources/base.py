@@ -119,7 +119,7 @@ class Source(ABC):
         announce_epoch(self.loader, epoch)
 
     def describe_order(self) -> int | None:
-        """Return a number that is equal on all ranks if what is dealt out to them is; None if nothing is."""
+        """Return a number that is equal on all ranks if what is distributed to them is; None if nothing is."""
         return None
 
     @abstractmethod

@@ -11,7 +11,7 @@ from ..tree import is_collection
 from .base import Source
 from .combined import CombinedSource
 from .indexed import IndexedSource, is_indexed
-from .reread import ReplaySource
+from .reread import RereadSource
 from .stateful import StatefulSource, has_stateful_data, is_stateful
 
 __all__ = ["make_source"]
@@ -35,11 +35,11 @@ def make_source(loader: Any, *, is_placed: bool = False) -> Source:  # Any: what
     if is_collection(loader):
         return make_source(CombinedLoader(loader, mode="max_size_cycle"))
     if not is_placed and isinstance(getattr(loader, "dataset", None), ShardedIterable):
-        from ..distributed.iterable import DealtIterableSource, is_dealt_iterable, of_rank
+        from ..distributed.iterable import ShardedIterableSource, is_sharded_iterable, of_rank
         from ..distributed.shard import Shard
 
-        if is_dealt_iterable(loader):
-            return DealtIterableSource(loader, Shard())
+        if is_sharded_iterable(loader):
+            return ShardedIterableSource(loader, Shard())
         loader = of_rank(loader, Shard())
     if is_stateful(loader):
         return StatefulSource(loader)
@@ -52,4 +52,4 @@ def make_source(loader: Any, *, is_placed: bool = False) -> Source:  # Any: what
             f"The training data is a {type(loader).__name__}, which cannot be iterated.",
             fix="pass a DataLoader, another iterable of batches, or a list, tuple or dict of these.",
         )
-    return ReplaySource(loader)
+    return RereadSource(loader)

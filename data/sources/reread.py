@@ -28,13 +28,13 @@ from ..rng import (
 from .base import Source
 from .stateful import is_stateful
 
-__all__ = ["ReplaySource"]
+__all__ = ["RereadSource"]
 
 log = logging.getLogger(__name__)
 _NOTHING: Any = object()
 
 
-class ReplaySource(Source):
+class RereadSource(Source):
     """An iterable without indices and without a state of its own: generators, iterable data sets, lists of batches.
 
     Iteration begins and the first batch is fetched with the global generators, as in a hand-written loop; an iterable

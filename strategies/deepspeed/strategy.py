@@ -445,7 +445,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def configure_topology(self, module: nn.Module) -> None:
         """Find out from a module which ranks read the same data: the stages of one PipelineModule.
 
-        Called before data are shared out; on every rank.
+        Called before data are distributed; on every rank.
 
         Raises:
             ModuleError: There are several PipelineModules.

@@ -19,16 +19,16 @@ __all__ = ["in_step"]
 _DONE = object()
 
 
-def in_step(batches: Iterator[Any], run: Run, rounds: int | None) -> Iterator[Any]:  # Any: batches of any kind
-    """Yield this rank's batches, then take part in the rounds of which only other ranks have batches.
+def in_step(batches: Iterator[Any], run: Run, global_batches: int | None) -> Iterator[Any]:  # Any: batches of any kind
+    """Yield this rank's batches, then take part in the global batches of which only other ranks have a batch.
 
     Args:
         batches: Those of one loader.
         run: The run.
-        rounds: Batches that the rank with the most has, as far as this rank knows; None if it does not.
+        global_batches: Batches that the rank with the most has, as far as this rank knows; None if it does not.
     """
     strategy = run.fabric.strategy
-    known = strategy.gather_objects(rounds if strategy.helps_in_evaluation else None)
+    known = strategy.gather_objects(global_batches if strategy.helps_in_evaluation else None)
     if None in known:
         yield from _asking(batches, run)
         return
@@ -41,7 +41,7 @@ def in_step(batches: Iterator[Any], run: Run, rounds: int | None) -> Iterator[An
 
 
 def _asking(batches: Iterator[Any], run: Run) -> Iterator[Any]:
-    """Yield batches, and before each round ask whether any rank has one left."""
+    """Yield batches, and before each global batch ask whether any rank has one left."""
     strategy = run.fabric.strategy
     while True:
         batch = next(batches, _DONE)
@@ -53,7 +53,7 @@ def _asking(batches: Iterator[Any], run: Run) -> Iterator[Any]:
             return
         if stuck:
             raise DataError(
-                f"{count} of {strategy.world_size} ranks have a batch in a round of an evaluation, and under "
+                f"{count} of {strategy.world_size} ranks have a batch in a global batch of an evaluation, and under "
                 f"{type(strategy).__name__} a rank that never had one cannot take part in the others' steps.",
                 fix="evaluate on at least as many batches as there are ranks (batch_size, limit_val_batches), or "
                 "with a strategy whose parameters are whole, such as 'ddp' or 'deepspeed_stage_2'.",

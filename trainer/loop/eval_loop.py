@@ -52,14 +52,14 @@ class EvalLoader:
         """Batches of all loaders together."""
         return sum(self.limits)
 
-    def rounds_of(self, index: int) -> int | None:
+    def count_of(self, index: int) -> int | None:
         """Return how many batches this rank expects that the rank with the most has; None if it cannot know."""
         from ...data.distributed.evaluation import count_eval_rounds
 
-        rounds, limit = count_eval_rounds(self.loaders[index]), self.limits[index]
-        if rounds is None:
+        count, limit = count_eval_rounds(self.loaders[index]), self.limits[index]
+        if count is None:
             return None
-        return int(min(rounds, limit))
+        return int(min(count, limit))
 
     def __iter__(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield the number of each loader and its batches, up to the limit."""
@@ -162,7 +162,7 @@ class EvalLoop:
             if is_together:
                 from .eval_in_step import in_step  # not imported where ranks evaluate for themselves
 
-                batches = in_step(batches, run, data.rounds_of(dataloader_idx))
+                batches = in_step(batches, run, data.count_of(dataloader_idx))
             for batch_idx, host_batch in enumerate(batches):
                 batch = self._transfer(host_batch, dataloader_idx)
                 metrics.batch, metrics.sized = batch, None

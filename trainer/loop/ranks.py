@@ -185,7 +185,7 @@ def check_first_batch(run: Run, batch: Any) -> None:
 
     stream = run.stream
     assert stream is not None
-    if stream.is_dealt:
+    if stream.is_sharded:
         orders = run.fabric.strategy.gather_objects(stream.describe_order())
         if len(set(orders)) > 1:
             from ...data.sharded_iterable import ShardedIterable
@@ -399,7 +399,7 @@ def ordered(strategy: Strategy, outputs: list[list[Any]], loaders: list[Any]) ->
     Args:
         strategy: Communicates.
         outputs: This rank's outputs, a list for each loader.
-        loaders: What the outputs were made from; of those that are not dealt out, ranks' outputs are joined in order.
+        loaders: What the outputs were made from; of those that are not distributed, ranks' outputs are joined in order.
     """
     from ...data.distributed.evaluation import in_loader_order
 

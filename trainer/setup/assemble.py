@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ...data.combined import CombinedLoader
 from ...data.limit import find_length, resolve_limit
-from ...data.persistent_workers import steady
+from ...data.persistent_workers import with_persistent_workers
 from ...data.sources.reread import is_one_shot
 from ...data.tree import is_collection
 from ...errors import ConfigError, DataError, ModuleError, nearest
@@ -146,7 +146,7 @@ def make_eval_loader(
     *,
     name: str,
     mode_error: str | None = None,
-    share: Callable[[Any], Any] = steady,
+    share: Callable[[Any], Any] = with_persistent_workers,
     count: Callable[[Any], int | None] = find_length,
 ) -> EvalLoader:
     """Return loaders of an evaluation stage with their limits.
@@ -164,7 +164,7 @@ def make_eval_loader(
             raise ConfigError(
                 f"{mode_error} got a CombinedLoader with mode={loaders.mode!r}.", fix="use mode='sequential'."
             )
-        shared = share(loaders) if share is not steady else loaders
+        shared = share(loaders) if share is not with_persistent_workers else loaders
         iter(shared)  # its length is known from here on; nothing is read yet
         return EvalLoader(loaders, [_Batches(shared)], [resolve_limit(limit, count(shared), name)], shared)
     if isinstance(loaders, CombinedLoader):
@@ -277,9 +277,9 @@ def _mover(run: Run) -> Callable[[Any], Any]:
     """Return what moves a batch to the device: beside the computation, where the device has streams."""
     if run.device.type != "cuda":
         return run.fabric.to_device
-    from ...data.side_stream import SideStream  # not imported where there is no such device
+    from ...data.copy_stream import CopyStream  # not imported where there is no such device
 
-    return SideStream(run.fabric.to_device, run.device)
+    return CopyStream(run.fabric.to_device, run.device)
 
 
 def transfer_of(run: Run) -> Callable[[Any, int], Any]:

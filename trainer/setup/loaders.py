@@ -42,7 +42,7 @@ class Loaders:
         interval_s: Seconds between two validations; None where batches are counted.
         shard: What part of the data this rank reads; None with one rank.
         agree: Lets the ranks agree on a number of batches; None with one rank.
-        evaluation: How evaluation loaders are shared out: `share` and `count` of `make_eval_loader`; empty with one
+        evaluation: How evaluation loaders are distributed: `share` and `count` of `make_eval_loader`; empty with one
             rank.
     """
 

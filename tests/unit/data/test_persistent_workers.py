@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from loopwright.data.persistent_workers import SteadyLoader, steady
+from loopwright.data.persistent_workers import PersistentWorkersLoader, with_persistent_workers
 
 
 class Noise(Dataset[Tensor]):
@@ -50,7 +50,7 @@ def noisy(**kwargs: Any) -> DataLoader[Tensor]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_pass_depends_on_the_generators_at_its_beginning_only(shuffle: bool) -> None:
-    living, new = steady(noisy(shuffle=shuffle)), steady(noisy(shuffle=shuffle))
+    living, new = with_persistent_workers(noisy(shuffle=shuffle)), with_persistent_workers(noisy(shuffle=shuffle))
     first, second, again = passes(living, [1, 2, 1])
     assert first == again
     assert first != second
@@ -62,21 +62,21 @@ def test_a_pass_depends_on_the_generators_at_its_beginning_only(shuffle: bool) -
 
 
 def test_an_iterable_data_set_gets_new_workers_for_each_pass() -> None:
-    loader = steady(DataLoader(NoiseStream(), num_workers=1, persistent_workers=True))
+    loader = with_persistent_workers(DataLoader(NoiseStream(), num_workers=1, persistent_workers=True))
     first, again = passes(loader, [1, 1])
     assert first == again
 
 
 def test_other_loaders_stay_as_they_are() -> None:
     plain, batches = DataLoader(Noise()), [torch.zeros(1)]
-    assert steady(plain) is plain
-    assert steady(batches) is batches
+    assert with_persistent_workers(plain) is plain
+    assert with_persistent_workers(batches) is batches
 
 
 def test_the_users_loader_is_left_alone() -> None:
     loader = noisy()
-    wrapped = steady(loader)
-    assert isinstance(wrapped, SteadyLoader)
+    wrapped = with_persistent_workers(loader)
+    assert isinstance(wrapped, PersistentWorkersLoader)
     passes(wrapped, [1])
     assert loader._iterator is None
     assert isinstance(loader.dataset, Noise)

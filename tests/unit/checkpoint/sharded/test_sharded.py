@@ -22,7 +22,7 @@ from loopwright.checkpoint import TorchCheckpointIO, Trusted, Untrusted, load, n
 from loopwright.checkpoint import sharded as folders
 from loopwright.checkpoint.sharded import manifest as manifests
 from loopwright.checkpoint.sharded import shard_files
-from loopwright.checkpoint.sharded.backends import LocalPlace
+from loopwright.checkpoint.sharded.backends import LocalBackend
 from loopwright.checkpoint.verified import CheckpointNotFound
 from loopwright.errors import CheckpointError
 
@@ -220,9 +220,9 @@ def test_boxes_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch, is_mapped:
 
 def test_only_the_bytes_of_a_box_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    real = LocalPlace.open
+    real = LocalBackend.open
 
-    def counting(self: LocalPlace, name: str) -> Any:
+    def counting(self: LocalBackend, name: str) -> Any:
         file = real(self, name)
 
         class Counting:
@@ -238,7 +238,7 @@ def test_only_the_bytes_of_a_box_are_read(saved: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(shard_files, "map_file", lambda path, size_bytes: None)
     wide = load(saved / "all.ckpt", lazy=True, verify=False)["state_dict"]["wide"]
-    monkeypatch.setattr(LocalPlace, "open", counting)
+    monkeypatch.setattr(LocalBackend, "open", counting)
     assert equal(wide.read([1, 1000], [3, 2000]), whole_tensors()["wide"][1:4, 1000:3000])
     assert counts == [8000] * 3
     counts.clear()

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from loopwright.data import CombinedLoader, Shard, capture_rng, count_eval_rounds, in_loader_order, shard_eval
 from loopwright.data.distributed.evaluation import EvalShard
-from loopwright.data.persistent_workers import SteadyLoader, steady
+from loopwright.data.persistent_workers import PersistentWorkersLoader, with_persistent_workers
 
 
 def on_all(make: Callable[[], Any], size: int, passes: int = 1, *, shares: bool = True) -> list[list[list[Any]]]:
@@ -142,7 +142,7 @@ def test_noise_in_workers_that_persist_does_not_depend_on_the_number_of_ranks(sh
         return DataLoader(Noise(), batch_size=2, num_workers=1, persistent_workers=True, shuffle=shuffle)
 
     seed()
-    alone = steady(make())
+    alone = with_persistent_workers(make())
     whole = [[plain(batch) for batch in alone] for _ in range(2)]
     alone.shut_down()
     results = on_all(make, 3, passes=2)
@@ -160,7 +160,7 @@ def test_one_process_reads_the_loader_itself() -> None:
     loader = MAKERS["shuffle"](5, 2)
     assert shard_eval(loader, Shard()) is loader
     persistent = DataLoader(Noise(), num_workers=1, persistent_workers=True)
-    assert isinstance(shard_eval(persistent, Shard()), SteadyLoader)
+    assert isinstance(shard_eval(persistent, Shard()), PersistentWorkersLoader)
     assert shard_eval(loader, Shard(1, 2, splits=False)) is loader
 
 
@@ -187,7 +187,7 @@ def test_the_users_loader_is_left_alone() -> None:
 
 
 def test_a_loader_that_was_made_steady_can_be_shared() -> None:
-    loader = steady(DataLoader(Noise(), num_workers=1, persistent_workers=True))
+    loader = with_persistent_workers(DataLoader(Noise(), num_workers=1, persistent_workers=True))
     shared = shard_eval(loader, Shard(1, 2))
     assert isinstance(shared, EvalShard)
     assert len(shared) == 3

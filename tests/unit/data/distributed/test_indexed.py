@@ -1,4 +1,4 @@
-"""One stream of batches is dealt to the ranks, in the order and with the numbers of one process."""
+"""One stream of batches is distributed over the ranks, in the order and with the numbers of one process."""
 
 from __future__ import annotations
 
@@ -473,7 +473,7 @@ def test_stop_all_says_how_much_it_leaves_out(caplog: pytest.LogCaptureFixture) 
     ranks.epoch(1)
     texts = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(texts) == 1
-    assert "3 of 11 samples are left out of each epoch: 6 batches do not go round 4 processes" in texts[0]
+    assert "3 of 11 samples are left out of each epoch: 6 batches are not divisible by 4 processes" in texts[0]
     assert "uneven='cycle'" in texts[0]
 
 
@@ -629,7 +629,7 @@ def collection() -> Any:
 def test_a_collection_is_dealt_out_by_its_members(size: int) -> None:
     (whole,) = by_hand(lambda: loader(24, 2, shuffle=True))
     ranks = Ranks(collection, size)
-    assert ranks.streams[0].is_dealt
+    assert ranks.streams[0].is_sharded
     given_batches = deal(ranks.epoch(0))
     assert [batch["a"] for batch in given_batches] == whole
     first_pass = [batch["b"][0][0] for batch in given_batches][:7]
@@ -732,7 +732,7 @@ def test_a_sampler_that_knows_its_rank_is_left_alone() -> None:
         sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
         streams.append(BatchStream(DataLoader(data, sampler=sampler, batch_size=2), shard=Shard(rank, 2)))
         streams[rank].open(0, capture_rng())
-        assert not streams[rank].is_dealt
+        assert not streams[rank].is_sharded
     given_batches = []
     for stream in streams:
         while stream.has_next():
@@ -761,9 +761,9 @@ def test_states_of_dealt_and_own_data_are_not_mixed_up() -> None:
         ranks.rounds(1)
         return ranks.state()
 
-    with pytest.raises(DataError, match="each process read its own DataLoader; now its batches are dealt out"):
+    with pytest.raises(DataError, match="each process read its own DataLoader; now its batches are distributed"):
         Ranks(lambda: loader(12, 2), 2).resume(state(splits=False))
-    with pytest.raises(DataError, match="was dealt out to the processes; now each process reads its own"):
+    with pytest.raises(DataError, match="was distributed over the processes; now each process reads its own"):
         Ranks(lambda: loader(12, 2), 2, splits=False).resume(state(splits=True))
     with pytest.raises(DataError, match="by 2 processes, each of which read its own DataLoader .* now there are 3"):
         Ranks(lambda: loader(12, 2), 3, splits=False).resume(state(splits=False))

@@ -21,8 +21,8 @@ from loopwright.errors import ConfigError
 def test_the_shares_of_all_ranks_are_the_whole_without_overlap(batches: int, size: int) -> None:
     shares = [[number for number in Shard(rank, size).numbers(batches) if number < batches] for rank in range(size)]
     assert interleave(shares) == list(range(batches))
-    assert max(map(len, shares)) == Shard(0, size, "cycle").count_rounds(batches)
-    assert min(map(len, shares)) == Shard(0, size, "stop_all").count_rounds(batches)
+    assert max(map(len, shares)) == Shard(0, size, "cycle").count_global_batches(batches)
+    assert min(map(len, shares)) == Shard(0, size, "stop_all").count_global_batches(batches)
 
 
 def test_nothing_interleaves_to_nothing() -> None:

@@ -1,9 +1,8 @@
-"""Copying batches to a CUDA device while it computes.
+"""`CopyStream`: copies of batches to a CUDA device that overlap with its computation.
 
-A copy that stands in line behind the step before it makes the device wait. Here copies stand in a line (a stream) of
-their own. The host is ahead of the device, since nothing in a step waits for it, and so the copy of a batch runs while
-the device still computes the step before. No batch is read from the loader before its turn: a checkpoint taken at any
-time misses nothing, and random numbers are drawn in the order of a loop without this.
+On the current stream, the copy of a batch would wait for the step before it. Here copies run on a CUDA stream of their
+own: the host is ahead of the device, so a batch is copied while the device still computes the previous step. Batches
+are not read from the loader early: a checkpoint misses nothing, and random numbers are drawn in the usual order.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import torch
 
 from .move import find_opaque, find_tensors
 
-__all__ = ["SideStream"]
+__all__ = ["CopyStream"]
 
 log = logging.getLogger(__name__)
 
 
-class SideStream:
-    """Moves batches on a stream beside the current one, which waits for the copy before it goes on.
+class CopyStream:
+    """Moves batches on a stream of its own; the current stream waits for the copy.
 
-    Batches that hold objects which move themselves, or tensors that are on a device already, are moved on the current
-    stream: what else works on their memory cannot be known.
+    Batches with objects that move themselves, or with tensors that are on a device already, are moved on the current
+    stream, because other work on their memory is unknown.
 
     Args:
         move: Batch on the host -> batch on the device; must not wait for its copies.
         device: The device.
-        backend: What has `Stream`, `stream` and `current_stream`: `torch.cuda`.
+        backend: Module with `Stream`, `stream` and `current_stream`: `torch.cuda`.
     """
 
     # Any: a batch of any kind, and a module.
@@ -54,7 +53,7 @@ class SideStream:
         current.wait_stream(self._stream)
         for tensor in find_tensors(moved):
             if tensor.device.type != "cpu":
-                # Its memory belongs to the side stream: without this, the next copy may take it while it is in use.
+                # Its memory belongs to the copy stream. Without this, the next copy may take it while it is in use.
                 tensor.record_stream(current)
         return moved
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from loopwright.data import move_to_device
-from loopwright.data.side_stream import SideStream
+from loopwright.data.copy_stream import CopyStream
 
 META = torch.device("meta")
 
@@ -55,14 +55,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_the_current_stream_waits_and_memory_is_kept_for_it(streams: Streams) -> None:
-    move = SideStream(streams.move, META, streams)
+    move = CopyStream(streams.move, META, streams)
     moved = move({"x": torch.zeros(2), "y": ["text", (torch.zeros(3),)]})
     assert moved["y"][1][0].device == META
     assert streams.events == ["copy on side", "current waits for side", "keep (2,)", "keep (3,)"]
 
 
 def test_a_packed_sequence_keeps_its_sizes_on_the_host(streams: Streams) -> None:
-    moved = SideStream(streams.move, META, streams)(pack_sequence([torch.zeros(2), torch.zeros(1)]))
+    moved = CopyStream(streams.move, META, streams)(pack_sequence([torch.zeros(2), torch.zeros(1)]))
     assert moved.batch_sizes.device.type == "cpu"
     assert streams.events == ["copy on side", "current waits for side", "keep (3,)"]
 
@@ -77,14 +77,14 @@ class Graph:
     ids=["moves_itself", "on_the_device", "no_tensor"],
 )  # fmt: skip
 def test_what_cannot_be_guarded_is_moved_on_the_current_stream(batch: Any, streams: Streams) -> None:
-    SideStream(streams.move, META, streams)(batch)
+    CopyStream(streams.move, META, streams)(batch)
     assert streams.events == ["copy on current"]
 
 
 @pytest.mark.gpu
 def test_batches_arrive_whole_while_the_device_computes() -> None:
     device = torch.device("cuda")
-    move = SideStream(lambda batch: move_to_device(batch, device), device)
+    move = CopyStream(lambda batch: move_to_device(batch, device), device)
     weight = torch.randn(2048, 2048, device=device)
     sums = []
     for number in range(30):
