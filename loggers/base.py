@@ -9,14 +9,33 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..protocols import StateDict
+    from .hyperparameters import Plain
     from .write_behind import WriteBehind
 
-__all__ = ["DummyExperiment", "Lock", "Logger", "current_rank", "rank_zero_experiment", "scalars"]
+__all__ = [
+    "DummyExperiment",
+    "Lock",
+    "Logger",
+    "Metrics",
+    "RunLogger",
+    "current_rank",
+    "rank_zero_experiment",
+    "scalars",
+]
+
+L = TypeVar("L")
+E = TypeVar("E")
+
+# Name -> number, tensor or array of one element, or a mapping of these.
+Metrics: TypeAlias = Mapping[str, Any]
 
 
 class Logger(ABC):
@@ -90,7 +109,7 @@ class Logger(ABC):
         return DummyExperiment()
 
     @abstractmethod
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Record numbers for one step.
 
         Args:
@@ -108,7 +127,7 @@ class Logger(ABC):
             kwargs: For loggers that take more.
         """
 
-    def log_row(self, metrics: Mapping[str, Any], step: int, axes: Mapping[str, float]) -> None:
+    def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
         """Record one row of the Trainer; by default `log_metrics` at the point that `x_axis` says.
 
         Args:
@@ -118,7 +137,7 @@ class Logger(ABC):
         """
         self.log_metrics(metrics, step=self._place(step, axes))
 
-    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures; by default nothing is done.
 
         Args:
@@ -140,7 +159,7 @@ class Logger(ABC):
         """
         return
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Record the model's graph; by default nothing is done.
 
         Args:
@@ -169,11 +188,11 @@ class Logger(ABC):
         """
         return
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resumed run needs to go on in the same place; plain values only."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on where `state_dict` was taken.
 
         Called only when a fit is resumed, before its first log call. Nothing is dropped from disk until the resumed
@@ -204,6 +223,37 @@ class Logger(ABC):
         return int(axes[self.x_axis])
 
 
+class RunLogger(Logger):
+    """A logger of one run: base of those that write files and of those that send to a service.
+
+    Args:
+        prefix: Text before each metric's name, joined by "-".
+    """
+
+    _experiment: Any = None  # Any: the library's own object, known to the subclass; None until it is opened
+
+    def __init__(self, prefix: str) -> None:
+        self.hparams: dict[str, Plain] = {}
+        self._prefix = prefix
+        self._lock = Lock()  # the Trainer's writing thread and the user's own may meet here
+        self._step = -1
+        self._is_resumed = False
+
+    def _opened(self, open_experiment: Callable[[], E]) -> E:
+        """Return the experiment, opened at the first call; above rank zero, one whose every call does nothing."""
+        if self.is_silent:
+            return cast("E", DummyExperiment())
+        self._catch_up()
+        with self._lock:
+            if self._experiment is None:
+                self._experiment = open_experiment()
+            return cast("E", self._experiment)
+
+    def _at(self, step: int | None) -> int:
+        self._catch_up()
+        return max(self._step, 0) if step is None else int(step)
+
+
 class Lock:
     """A lock that one thread can take several times; a copy, or what was pickled, has a new one."""
 
@@ -228,10 +278,10 @@ class DummyExperiment:
             raise AttributeError(name)
         return _nothing
 
-    def __getitem__(self, index: Any) -> DummyExperiment:
+    def __getitem__(self, index: object) -> DummyExperiment:
         return self
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         return
 
 
@@ -257,17 +307,18 @@ _RANKS = (
 )  # fmt: skip
 
 
-def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:  # Any: self, and a library's object
+def rank_zero_experiment(function: Callable[[L], E]) -> Callable[[L], E]:
     """Wrap the getter of `experiment` so that ranks above zero get an object whose every call does nothing."""
 
     @functools.wraps(function)
-    def experiment(self: Any) -> Any:
-        return DummyExperiment() if getattr(self, "is_silent", current_rank() > 0) else function(self)
+    def experiment(self: L) -> E:
+        is_silent: bool = getattr(self, "is_silent", current_rank() > 0)
+        return cast("E", DummyExperiment()) if is_silent else function(self)
 
     return experiment
 
 
-def scalars(metrics: Mapping[str, Any], *, prefix: str = "", group_separator: str = "/") -> dict[str, int | float]:
+def scalars(metrics: Metrics, *, prefix: str = "", group_separator: str = "/") -> dict[str, int | float]:
     """Return metrics as host numbers, nested mappings flattened and the prefix put before each name.
 
     Args:
@@ -289,13 +340,13 @@ def scalars(metrics: Mapping[str, Any], *, prefix: str = "", group_separator: st
     return found
 
 
-def _number(key: str, value: Any) -> int | float:  # Any: whatever the user logged
+def _number(key: str, value: object) -> int | float:
     if hasattr(value, "item"):  # torch tensors, NumPy arrays and scalars
         try:
             value = value.item()
         except (RuntimeError, ValueError):
             raise ConfigError(
-                f"metric {key!r} has shape {tuple(value.shape)}; a logger takes one number per name.",
+                f"metric {key!r} has shape {tuple(getattr(value, 'shape', ()))}; a logger takes one number per name.",
                 fix=f"log {key!r} as a mean or another scalar, or write it with logger.experiment.",
             ) from None
     if isinstance(value, bool):
@@ -308,5 +359,5 @@ def _number(key: str, value: Any) -> int | float:  # Any: whatever the user logg
     )
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     """Take anything, do nothing."""

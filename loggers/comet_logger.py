@@ -6,12 +6,15 @@ import io
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, nearest
-from .base import rank_zero_experiment
 from .hyperparameters import Plain
 from .service import ServiceLogger, require_package
+
+if TYPE_CHECKING:
+    from comet_ml import CometExperiment
+    from torch import nn
 
 __all__ = ["CometLogger"]
 
@@ -61,7 +64,7 @@ class CometLogger(ServiceLogger):
         mode: str | None = None,
         online: bool | None = None,
         prefix: str | None = None,
-        log_model: Any = False,  # bool | "all"; checked
+        log_model: bool | Literal["all"] = False,
         x_axis: str = "step",
         **kwargs: Any,
     ) -> None:
@@ -88,7 +91,6 @@ class CometLogger(ServiceLogger):
             "api_key": api_key, "workspace": workspace, "project_name": project, "online": online, "mode": mode,
         }  # fmt: skip
         self._options = {**kwargs, "offline_directory": self._save_dir}
-        self._experiment: Any = None  # Any: one of comet_ml's experiments; None before it began
         self._was_begun = False
 
     @property
@@ -104,16 +106,11 @@ class CometLogger(ServiceLogger):
         return self._id
 
     @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
+    def experiment(self) -> CometExperiment:
         """The `comet_ml` experiment; the first call begins it."""
-        self._catch_up()
-        with self._lock:
-            if self._experiment is None:
-                self._experiment = self._begin()
-            return self._experiment
+        return self._opened(self._begin)
 
-    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures: one as `key`, several as `key/0`, `key/1`, ...
 
         Args:
@@ -149,7 +146,7 @@ class CometLogger(ServiceLogger):
         if not self.is_silent:
             self.experiment.log_text(text, step=self._at(step), metadata={"name": key})
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Record the module's layers.
 
         Args:
@@ -159,12 +156,12 @@ class CometLogger(ServiceLogger):
         if not (self.is_silent or self._is_resumed):
             self.experiment.set_model_graph(f"{model}")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the experiment out: the process that unpickles takes it up under its key."""
         run_id = self.version
         return {**self.__dict__, "_id": run_id, "_experiment": None}
 
-    def _begin(self) -> Any:
+    def _begin(self) -> CometExperiment:
         import comet_ml
 
         os.makedirs(self._save_dir, exist_ok=True)

@@ -6,12 +6,15 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .base import Lock, rank_zero_experiment, scalars
+from .base import Lock, Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 from .hyperparameters import plain_hyperparameters
+
+if TYPE_CHECKING:
+    from ..protocols import StateDict
 
 __all__ = ["CSVLogger", "ExperimentWriter"]
 
@@ -52,19 +55,13 @@ class CSVLogger(FolderLogger):
             )
         self._flush_every = flush_logs_every_n_steps
         self._flushed_step = -1
-        self._writer: ExperimentWriter | None = None
 
     @property
-    @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
         """The object that holds the pending rows and writes the file."""
-        self._catch_up()
-        with self._lock:
-            if self._writer is None:
-                self._writer = ExperimentWriter(self.log_dir)
-            return self._writer
+        return self._opened(lambda: ExperimentWriter(self.log_dir))
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Add one row; it reaches the disk at the next write.
 
         Args:
@@ -85,7 +82,7 @@ class CSVLogger(FolderLogger):
             if has_waited or len(writer.metrics) >= self._flush_every:
                 self.save()
 
-    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
         """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
 
         Args:
@@ -101,15 +98,15 @@ class CSVLogger(FolderLogger):
     def save(self) -> None:
         """Append the pending rows to the file."""
         with self._lock:
-            if not self.is_silent and self._writer is not None and self._writer.metrics:
-                self._writer.save()
+            if not self.is_silent and self._experiment is not None and self._experiment.metrics:
+                self._experiment.save()
                 self._flushed_step = self._step
 
     def finalize(self, status: str) -> None:
         """Write the pending rows."""
         self.save()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Write the pending rows durably and return where the file stands, so that a resumed run goes on there."""
         if self.is_silent:
             return {}
@@ -123,16 +120,16 @@ class CSVLogger(FolderLogger):
 
     def _close(self) -> None:
         self.save()
-        self._writer = None
+        self._experiment = None
 
-    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         return _holds(os.path.join(log_dir, ExperimentWriter.NAME_METRICS_FILE), state) or (
             is_same_place and state["rows"] == 0
         )
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: StateDict) -> None:
         self._step = self._flushed_step = state["step"]
-        self._writer = ExperimentWriter(self.log_dir, resume_from=state)
+        self._experiment = ExperimentWriter(self.log_dir, resume_from=state)
 
 
 class ExperimentWriter:
@@ -145,7 +142,7 @@ class ExperimentWriter:
 
     NAME_METRICS_FILE = "metrics.csv"
 
-    def __init__(self, log_dir: str, *, resume_from: dict[str, Any] | None = None) -> None:
+    def __init__(self, log_dir: str, *, resume_from: StateDict | None = None) -> None:
         self.log_dir = log_dir
         self._lock = Lock()
         self.metrics: list[dict[str, int | float]] = []
@@ -184,7 +181,7 @@ class ExperimentWriter:
             self._last_row = cells[-1]
             self.metrics.clear()
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> StateDict:
         """Return where the file ends: rows, columns and the last row, by which the file is known again."""
         if self._rows and not self._has_rows_to_drop:
             with open(self.metrics_file_path, "r+b") as file:
@@ -227,7 +224,7 @@ def _append(path: str, data: bytes) -> None:
             raise
 
 
-def _holds(path: str, state: dict[str, Any]) -> bool:
+def _holds(path: str, state: StateDict) -> bool:
     """Whether the file has the rows that the checkpoint counted, the last of them with the same content."""
     rows: int = state["rows"]
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from .base import DummyExperiment, Logger
+from .base import DummyExperiment, Logger, Metrics
 
 __all__ = ["DummyLogger"]
 
@@ -17,9 +16,6 @@ class DummyLogger(Logger):
     program does not stop at them.
     """
 
-    def __init__(self) -> None:
-        self._experiment = DummyExperiment()
-
     @property
     def name(self) -> str:
         """Empty: there is no experiment."""
@@ -30,24 +26,15 @@ class DummyLogger(Logger):
         """Empty: there is no run."""
         return ""
 
-    @property
-    def experiment(self) -> DummyExperiment:
-        """An object whose every attribute is a function that does nothing."""
-        return self._experiment
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Do nothing."""
         return
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
         """Do nothing."""
         return
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):  # copy and pickle ask for these, and must hear that they are absent
             raise AttributeError(name)
-        return _nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Take anything, do nothing."""
+        return DummyExperiment().__getattr__(name)

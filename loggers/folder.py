@@ -9,11 +9,14 @@ import re
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .base import Lock, Logger, current_rank
-from .hyperparameters import Plain, to_yaml
+from .base import Lock, Logger, RunLogger, current_rank
+from .hyperparameters import to_yaml
+
+if TYPE_CHECKING:
+    from ..protocols import StateDict
 
 __all__ = ["DEFAULT_NAME", "FolderLogger", "RunFolder", "keep_old_file", "replace_file", "share_version"]
 
@@ -118,7 +121,7 @@ class RunFolder:
                 return version
 
 
-class FolderLogger(Logger):
+class FolderLogger(RunLogger):
     """What loggers that write files on this machine have in common.
 
     Args:
@@ -147,13 +150,9 @@ class FolderLogger(Logger):
                 "they mean the same, and exactly one is needed.",
                 fix=f"pass one directory, for example {type(self).__name__}('logs').",
             )
+        super().__init__(prefix)
         self._folder = RunFolder(directory, name, version)
-        self._prefix = prefix
-        self._lock = Lock()  # the Trainer's writing thread and the user's own may meet here
-        self._step = -1
-        self._is_resumed = False
         self._owns_hparams_file = False
-        self.hparams: dict[str, Plain] = {}
 
     @property
     def name(self) -> str:
@@ -193,7 +192,7 @@ class FolderLogger(Logger):
         """Directory of this run: `save_dir/name/version_N`."""
         return self._in_folder(self._folder.path)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on in the folder that `state_dict` was taken in, dropping what was logged after it.
 
         The folder is looked for under this logger's own `save_dir/name`, so a run that was moved is found too, and it
@@ -225,7 +224,7 @@ class FolderLogger(Logger):
         else:
             warnings.warn(f"{message}which is gone, or does not hold what was logged then.", stacklevel=2)
 
-    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
 
         Args:
@@ -274,10 +273,6 @@ class FolderLogger(Logger):
         os.makedirs(folder, exist_ok=True)
         return folder
 
-    def _at(self, step: int | None) -> int:
-        self._catch_up()
-        return max(self._step, 0) if step is None else int(step)
-
     def _in_folder(self, path: str) -> str:
         return path
 
@@ -286,11 +281,11 @@ class FolderLogger(Logger):
         """Write what is pending and forget everything about the files written so far."""
 
     @abstractmethod
-    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         """Whether the files in this directory are those that the state was taken with."""
 
     @abstractmethod
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: StateDict) -> None:
         """Take over the state; the files follow at the first write."""
 
     def _next_step(self, step: int | None) -> int:

@@ -12,7 +12,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..errors import ConfigError
 
@@ -25,7 +25,7 @@ _PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
-def plain_hyperparameters(params: Any) -> dict[str, Plain]:  # Any: whatever the user calls hyperparameters
+def plain_hyperparameters(params: object) -> dict[str, Plain]:
     """Return hyperparameters as a dict of plain values; what cannot be written as such becomes its `str`.
 
     Args:
@@ -65,7 +65,7 @@ def to_yaml(params: Mapping[str, Plain]) -> str:
     return "".join(f"{line}\n" for line in _lines(dict(params))) if params else "{}\n"
 
 
-def _plain(value: Any) -> Plain:
+def _plain(value: object) -> Plain:
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -8,12 +8,15 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
-from .base import rank_zero_experiment, scalars
+from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 from .hyperparameters import plain_hyperparameters
+
+if TYPE_CHECKING:
+    from ..protocols import StateDict
 
 __all__ = ["JSONLinesLogger", "LineWriter", "read_json_lines"]
 
@@ -49,21 +52,15 @@ class JSONLinesLogger(FolderLogger):
         root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
-        self._writer: LineWriter | None = None
         self._made_at = time.monotonic()
         self._was_told_time = False
 
     @property
-    @rank_zero_experiment
     def experiment(self) -> LineWriter:
         """The object that appends to the file."""
-        self._catch_up()
-        with self._lock:
-            if self._writer is None:
-                self._writer = LineWriter(self.log_dir)
-            return self._writer
+        return self._opened(lambda: LineWriter(self.log_dir))
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Append one line.
 
         Args:
@@ -88,12 +85,12 @@ class JSONLinesLogger(FolderLogger):
             places.setdefault("wall_s", round(self.wall_s, 3))
             self.experiment.write({**{key: places[key] for key in _AXES if key in places}, **row})
 
-    def log_row(self, metrics: Mapping[str, Any], step: int, axes: Mapping[str, float]) -> None:
+    def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
         """Append one line with where training stands; called by the Trainer."""
         self._was_told_time = True
         self.log_metrics({"samples": int(axes.get("samples", 0)), "wall_s": round(self.wall_s, 3), **metrics}, step)
 
-    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
         """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
 
         Args:
@@ -105,7 +102,7 @@ class JSONLinesLogger(FolderLogger):
             self.hparams.update(plain_hyperparameters(params))
             self._write_hparams()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Put the lines on disk durably and return where the file ends, so that a resumed run goes on there."""
         if self.is_silent:
             return {}
@@ -119,9 +116,9 @@ class JSONLinesLogger(FolderLogger):
             }
 
     def _close(self) -> None:
-        self._writer = None
+        self._experiment = None
 
-    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         path = os.path.join(log_dir, LineWriter.NAME_METRICS_FILE)
         size: int = state["size"]
         if not size:
@@ -129,10 +126,10 @@ class JSONLinesLogger(FolderLogger):
         checksum = _checksum(path, size)
         return checksum is not None and checksum == state["checksum"]
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: StateDict) -> None:
         self._step = state["step"]
         self.wall_s, self._made_at = state["wall_s"], time.monotonic()
-        self._writer = LineWriter(self.log_dir, resume_from=state)
+        self._experiment = LineWriter(self.log_dir, resume_from=state)
 
 
 class LineWriter:
@@ -145,7 +142,7 @@ class LineWriter:
 
     NAME_METRICS_FILE = "metrics.jsonl"
 
-    def __init__(self, log_dir: str, *, resume_from: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, log_dir: str, *, resume_from: StateDict | None = None) -> None:
         self.log_dir = log_dir
         self.path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         self._size: int = resume_from["size"] if resume_from else 0
@@ -153,7 +150,7 @@ class LineWriter:
         self._is_resumed = resume_from is not None
         self._is_begun = False
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, object]) -> None:
         """Append one line; on a failure the file keeps whole lines.
 
         Raises:
@@ -175,7 +172,7 @@ class LineWriter:
         self._size += len(data)
         self._checksum = zlib.crc32(data, self._checksum)
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> StateDict:
         """Return where the file ends, durably, and a checksum by which it is known again."""
         if self._is_begun and self._size:
             with open(self.path, "r+b") as file:
@@ -222,14 +219,14 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, object]) -> str:
     try:
         return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(", ", ": "))
     except ValueError:  # the rare row with a number that is not finite
         return json.dumps({key: _finite(value) for key, value in row.items()}, ensure_ascii=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

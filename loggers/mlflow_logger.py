@@ -7,13 +7,17 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
 from .base import rank_zero_experiment
 from .folder import replace_file
 from .hyperparameters import Plain, to_yaml
 from .service import ServiceLogger, require_package
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from torch import nn
 
 __all__ = ["MLFlowLogger"]
 
@@ -53,9 +57,9 @@ class MLFlowLogger(ServiceLogger):
         experiment_name: str = "loopwright_logs",
         run_name: str | None = None,
         tracking_uri: str | None = None,
-        tags: Mapping[str, Any] | None = None,
+        tags: Mapping[str, object] | None = None,
         save_dir: str | os.PathLike[str] = "./mlruns",
-        log_model: Any = False,  # bool | "all"; checked
+        log_model: bool | Literal["all"] = False,
         prefix: str = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
@@ -74,7 +78,7 @@ class MLFlowLogger(ServiceLogger):
         self._tags = {key: str(value) for key, value in (tags or {}).items()}
         self._artifact_location = artifact_location
         self._synchronous = synchronous
-        self._client: Any = None  # Any: MlflowClient
+        self._client: MlflowClient | None = None
         self._experiment_id: str | None = None
         self._is_running = False
 
@@ -109,13 +113,13 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> Any:
+    def experiment(self) -> MlflowClient:
         """The `mlflow.MlflowClient`; it wants `run_id`."""
         self._catch_up()
         self._run()
-        return self._client
+        return self._store()
 
-    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures as artifacts `media/<key>/<step>-<number>.png`; captions as `.txt` beside them.
 
         Args:
@@ -139,7 +143,7 @@ class MLFlowLogger(ServiceLogger):
                     file.write(to_png(pixels))
                 if options.get("caption"):
                     replace_file(os.path.join(folder, f"{step}-{number}.txt"), str(options["caption"]))
-            self.experiment.log_artifacts(self._id, folder, f"media/{_clean(key)}")
+            self.experiment.log_artifacts(self._run(), folder, f"media/{_clean(key)}")
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Record text as the artifact `media/<key>/<step>.txt`.
@@ -151,9 +155,9 @@ class MLFlowLogger(ServiceLogger):
         """
         if not self.is_silent:
             step = self._at(step)
-            self.experiment.log_text(self._id, text, f"media/{_clean(key)}/{step}.txt")
+            self.experiment.log_text(self._run(), text, f"media/{_clean(key)}/{step}.txt")
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Record the module's layers as the artifact `model.txt`, once per run.
 
         Args:
@@ -161,49 +165,51 @@ class MLFlowLogger(ServiceLogger):
             input_array: Not needed.
         """
         if not (self.is_silent or self._is_resumed):
-            self.experiment.log_text(self._id, f"{model}\n", "model.txt")
+            self.experiment.log_text(self._run(), f"{model}\n", "model.txt")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the client out: the process that unpickles makes its own, and goes on in the same run."""
         return {**self.__dict__, "_client": None, "_is_running": False}
 
-    def _open(self) -> None:
-        with self._lock:
-            if self._client is None:
-                self._client = _client(self._uri)
-            if self._experiment_id is None:
-                found = self._client.get_experiment_by_name(self._experiment_name)
-                if found is not None and found.lifecycle_stage == "active":
-                    self._experiment_id = found.experiment_id
-                else:
-                    self._experiment_id = self._client.create_experiment(
-                        self._experiment_name, artifact_location=self._artifact_location
-                    )
+    def _store(self) -> MlflowClient:
+        if self._client is None:
+            self._client = _client(self._uri)
+        return self._client
 
-    def _run(self) -> None:
+    def _open(self) -> str:
+        """Return the experiment's id, after creating the experiment if necessary."""
         with self._lock:
-            if self._is_running:
-                return
+            if self._experiment_id is None:
+                store = self._store()
+                found = store.get_experiment_by_name(self._experiment_name)
+                if found is not None and found.lifecycle_stage == "active":
+                    self._experiment_id = str(found.experiment_id)
+                else:
+                    self._experiment_id = str(
+                        store.create_experiment(self._experiment_name, artifact_location=self._artifact_location)
+                    )
+            return self._experiment_id
+
+    def _run(self) -> str:
+        """Return the run's id, after starting or continuing the run if necessary."""
+        with self._lock:
             if self._id is None:
-                self._open()
-                run = self._client.create_run(self._experiment_id, tags=self._tags, run_name=self._run_name)
-                self._id = run.info.run_id
-            else:
-                if self._client is None:
-                    self._client = _client(self._uri)
-                self._experiment_id = self._client.get_run(self._id).info.experiment_id
-                self._client.update_run(self._id, status="RUNNING")
+                run = self._store().create_run(self._open(), tags=self._tags, run_name=self._run_name)
+                self._id = str(run.info.run_id)
+            elif not self._is_running:
+                self._experiment_id = str(self._store().get_run(self._id).info.experiment_id)
+                self._store().update_run(self._id, status="RUNNING")
             self._is_running = True
+            return self._id
 
     @property
     def _sent_file(self) -> str | None:
         return None  # the store knows
 
     def _sent_by_others(self) -> dict[str, int]:
-        if self._client is None:
-            self._client = _client(self._uri)
-        names = self._client.get_run(self._id).data.metrics
-        histories = {name: self._client.get_metric_history(self._id, name) for name in names}
+        store, run_id = self._store(), str(self._id)
+        names = store.get_run(run_id).data.metrics
+        histories = {name: store.get_metric_history(run_id, name) for name in names}
         return {name: max(point.step for point in points) for name, points in histories.items() if points}
 
     def _place_of_run(self) -> dict[str, Plain]:
@@ -217,37 +223,36 @@ class MLFlowLogger(ServiceLogger):
 
         now_ms = int(time.time() * 1000)
         sent = [Metric(name, float(value), now_ms, step) for name, value in points.items()]
-        client = self.experiment
-        options = {} if self._synchronous is None else {"synchronous": self._synchronous}
+        client, run_id = self.experiment, self._run()
         for first in range(0, len(sent), _MOST_METRICS):
-            client.log_batch(self._id, metrics=sent[first : first + _MOST_METRICS], **options)
+            client.log_batch(run_id, metrics=sent[first : first + _MOST_METRICS], synchronous=self._synchronous)
 
     def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
         from mlflow.entities import Param
 
-        client = self.experiment
-        known = client.get_run(self._id).data.params  # the store takes a name once
+        client, run_id = self.experiment, self._run()
+        known = client.get_run(run_id).data.params  # the store takes a name once
         values = {_clean(name): str(value)[:_LONGEST_VALUE] for name, value in flat.items()}
         sent = [Param(name, value) for name, value in values.items() if name not in known]
         for first in range(0, len(sent), _MOST_PARAMS):
-            client.log_batch(self._id, params=sent[first : first + _MOST_PARAMS])
+            client.log_batch(run_id, params=sent[first : first + _MOST_PARAMS])
 
     def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
-        client = self.experiment
+        client, run_id = self.experiment, self._run()
         stem = os.path.splitext(os.path.basename(path))[0]
         with tempfile.TemporaryDirectory() as folder:
             replace_file(os.path.join(folder, "metadata.yaml"), to_yaml(facts))
             aliases: list[Plain] = [name for name in ("best", "last") if facts[f"is_{name}"]]
             replace_file(os.path.join(folder, "aliases.txt"), f"{aliases}\n")
-            client.log_artifacts(self._id, folder, f"checkpoints/{stem}")
+            client.log_artifacts(run_id, folder, f"checkpoints/{stem}")
         if os.path.isdir(path):
-            client.log_artifacts(self._id, path, f"checkpoints/{stem}/{os.path.basename(path)}")
+            client.log_artifacts(run_id, path, f"checkpoints/{stem}/{os.path.basename(path)}")
         else:
-            client.log_artifact(self._id, path, f"checkpoints/{stem}")
+            client.log_artifact(run_id, path, f"checkpoints/{stem}")
 
     def _end(self, *, is_success: bool) -> None:
         if self._is_running:
-            self._client.set_terminated(self._id, "FINISHED" if is_success else "FAILED")
+            self._store().set_terminated(str(self._id), "FINISHED" if is_success else "FAILED")
             self._is_running = False
 
 
@@ -256,7 +261,7 @@ def _clean(name: str) -> str:
     return _FORBIDDEN.sub("_", name)
 
 
-def _client(uri: str) -> Any:
+def _client(uri: str) -> MlflowClient:
     """Return a client; MLflow from 3.6 on opens a folder only where the environment allows it."""
     from mlflow import MlflowClient
 

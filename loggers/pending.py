@@ -22,15 +22,15 @@ class Pending:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._items: deque[Any] = deque()
-        self._later: deque[Any] = deque()  # a size in the file, or an item in a tuple
+        self._items: deque[object] = deque()
+        self._later: deque[int | tuple[object]] = deque()  # a size in the file, or an item in a tuple
         self._file: IO[bytes] | None = None
         self._read = self._written = 0
 
     def __len__(self) -> int:
         return len(self._items) + len(self._later)
 
-    def append(self, item: Any) -> None:
+    def append(self, item: object) -> None:
         """Put an item at the end."""
         if not self._later and len(self._items) < self._capacity:
             self._items.append(item)
@@ -55,7 +55,7 @@ class Pending:
         self._later.clear()
         self._close()
 
-    def _store(self, item: Any) -> Any:
+    def _store(self, item: object) -> int | tuple[object]:
         try:
             data = pickle.dumps(item)
             if self._file is None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
     import numpy as np
-
-    Picture = tuple[np.ndarray[Any, Any], dict[str, Any]]
+    from numpy.typing import NDArray
 
 __all__ = ["read_pictures", "to_png"]
 
 
 def read_pictures(
-    key: str, images: Any, options: Mapping[str, Any]
-) -> list[tuple[np.ndarray[Any, Any], dict[str, Any]]]:
+    key: str, images: object, options: Mapping[str, object]
+) -> list[tuple[NDArray[np.uint8], dict[str, Any]]]:
     """Return each picture's pixels, shape (height, width, 3 or 4), bytes, and the options that are its own.
 
     Args:
@@ -30,6 +29,7 @@ def read_pictures(
         ConfigError: Something is no picture, or an option has another length.
     """
     several = list(images) if isinstance(images, (list, tuple)) else [images]
+    columns: dict[str, Sequence[object]] = {}
     for name, values in options.items():
         given = [values] if isinstance(values, str) else values
         if not isinstance(given, (list, tuple)) or len(given) != len(several):
@@ -37,16 +37,14 @@ def read_pictures(
                 f"log_image({key!r}, ...) got {len(several)} pictures, and {name}={values!r}.",
                 fix=f"pass {name} as a list with one entry per picture.",
             )
+        columns[name] = given
     return [
-        (
-            _pixels(key, image),
-            {name: values if isinstance(values, str) else values[number] for name, values in options.items()},
-        )
+        (_pixels(key, image), {name: values[number] for name, values in columns.items()})
         for number, image in enumerate(several)
     ]
 
 
-def to_png(pixels: np.ndarray[Any, Any]) -> bytes:
+def to_png(pixels: NDArray[np.uint8]) -> bytes:
     """Return pixels as a PNG file.
 
     Raises:
@@ -61,7 +59,7 @@ def to_png(pixels: np.ndarray[Any, Any]) -> bytes:
     return file.getvalue()
 
 
-def _pixels(key: str, image: Any) -> np.ndarray[Any, Any]:  # Any: a tensor, an array, a PIL image
+def _pixels(key: str, image: Any) -> NDArray[np.uint8]:  # Any: a tensor, an array, a PIL image
     import numpy as np
 
     is_tensor = hasattr(image, "detach")

@@ -13,19 +13,24 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingDependency
-from .base import Lock, Logger, scalars
+from .base import Metrics, RunLogger, scalars
 from .folder import replace_file
 from .hyperparameters import Plain, flatten, plain_hyperparameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..protocols import StateDict
 
 __all__ = ["ServiceLogger", "checkpoints_of", "require_package"]
 
 _log = logging.getLogger(__name__)
 
 
-class ServiceLogger(Logger):
+class ServiceLogger(RunLogger):
     """A run at a tracking service, which begins when something is first recorded, on rank zero only.
 
     Args:
@@ -48,7 +53,7 @@ class ServiceLogger(Logger):
         run_id: str | None,
         prefix: str | None,
         x_axis: str,
-        log_model: Any = False,
+        log_model: object = False,
     ) -> None:
         directory = os.path.expandvars(os.path.expanduser(os.fspath(save_dir))).removeprefix("file://")
         wrong = []
@@ -62,19 +67,15 @@ class ServiceLogger(Logger):
             raise ConfigError(
                 f"{type(self).__name__} got {'; '.join(wrong)}.", fix="change or leave out what is named."
             )
+        super().__init__(prefix or "")
         self.x_axis = x_axis
-        self.hparams: dict[str, Plain] = {}
         self._save_dir = directory
         self._asked_id = self._id = run_id
-        self._prefix = prefix or ""
         self._log_model = log_model
-        self._lock = Lock()
-        self._step = -1
-        self._is_resumed = False
         self._sent: dict[str, int] = {}  # name -> last step
         self._sent_before: dict[str, int] = {}  # by the process that a resumed run goes on from
         self._uploaded: dict[str, float] = {}  # path -> time of change
-        self._checkpoint_callback: Any = None
+        self._checkpoint_callback: object = None
 
     @property
     def save_dir(self) -> str | None:
@@ -86,7 +87,7 @@ class ServiceLogger(Logger):
         """The run's id; None before it has one."""
         return self._id
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Record one point per metric.
 
         Args:
@@ -99,12 +100,12 @@ class ServiceLogger(Logger):
         if not self.is_silent:
             self._record(metrics, self._step + 1 if step is None else int(step), {})
 
-    def log_row(self, metrics: Mapping[str, Any], step: int, axes: Mapping[str, float]) -> None:
+    def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
         """Record one row of the Trainer; called by it."""
         if not self.is_silent:
             self._record(metrics, self._place(step, axes), {"trainer/global_step": step})
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
         """Record hyperparameters, nested names joined by "/"; those that the run has already are not sent again.
 
         Args:
@@ -121,7 +122,7 @@ class ServiceLogger(Logger):
         if changed:
             self._send_hyperparameters(changed)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
         """Upload checkpoints, now or at the end, as `log_model` says.
 
         Args:
@@ -146,7 +147,7 @@ class ServiceLogger(Logger):
             self._checkpoint_callback = None
             self._end(is_success=status != "failed")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the run's id and the last step of each name."""
         if self.is_silent or self._id is None:
             return {}
@@ -158,7 +159,7 @@ class ServiceLogger(Logger):
             **self._place_of_run(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on in the run that `state_dict` was taken in, unless this logger was told another id or another place."""
         if not state_dict or self.is_silent:
             return
@@ -184,7 +185,7 @@ class ServiceLogger(Logger):
                     self._sent[name] = max(step, self._sent.get(name, step))
             self._sent_before = dict(self._sent)
 
-    def _record(self, metrics: Mapping[str, Any], step: int, extra: Mapping[str, int]) -> None:
+    def _record(self, metrics: Metrics, step: int, extra: Mapping[str, int]) -> None:
         with self._lock:
             numbers = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
             points = {self._known_as(name): value for name, value in numbers.items()}
@@ -222,10 +223,6 @@ class ServiceLogger(Logger):
         """Return the name that a metric has at the service."""
         return name
 
-    def _at(self, step: int | None) -> int:
-        self._catch_up()
-        return max(self._step, 0) if step is None else int(step)
-
     def _upload_checkpoints(self) -> None:
         for path, facts in checkpoints_of(self._checkpoint_callback).items():
             changed = os.path.getmtime(path)
@@ -254,13 +251,13 @@ class ServiceLogger(Logger):
         """End the run at the service, if it was begun here."""
 
 
-def checkpoints_of(callback: Any) -> dict[str, dict[str, Plain]]:
+def checkpoints_of(callback: object) -> dict[str, dict[str, Plain]]:
     """Return the checkpoints that a ModelCheckpoint keeps: path to what is worth knowing about each.
 
     Args:
         callback: The callback; what it does not have is taken as absent.
     """
-    scores: dict[str, Any] = dict(getattr(callback, "best_k_models", None) or {})
+    scores: dict[str, Tensor | float | None] = dict(getattr(callback, "best_k_models", None) or {})
     best = str(getattr(callback, "best_model_path", "") or "")
     last = str(getattr(callback, "last_model_path", "") or "")
     scores.setdefault(best, getattr(callback, "best_model_score", None))

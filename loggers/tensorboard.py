@@ -13,12 +13,15 @@ import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
 from ..strategies.distributed.shards import is_sharded
-from .base import rank_zero_experiment, scalars
+from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger
 from .hyperparameters import flatten, plain_hyperparameters
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.utils.tensorboard import SummaryWriter
+
+    from ..protocols import StateDict
 
 __all__ = ["TensorBoardLogger"]
 
@@ -82,9 +85,8 @@ class TensorBoardLogger(FolderLogger):
         self._options = kwargs
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
-        self._writer: SummaryWriter | None = None
         self._known_files: dict[str, int] | None = None  # of the checkpoint: None if nothing is to be dropped
-        self._pending: list[tuple[dict[str, Any], dict[str, int | float], int | None]] = []
+        self._pending: list[tuple[dict[str, bool | int | float | str], dict[str, int | float], int | None]] = []
         self._has_hparams = False
         self._has_graph = False
         self._synced: dict[str, int] = {}
@@ -95,16 +97,11 @@ class TensorBoardLogger(FolderLogger):
         return self._sub_dir
 
     @property
-    @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         """The `torch.utils.tensorboard.SummaryWriter`; the first call imports TensorBoard and opens the event file."""
-        self._catch_up()
-        with self._lock:
-            if self._writer is None:
-                self._writer = self._open()
-            return self._writer
+        return self._opened(self._open)
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Write one point per metric.
 
         Args:
@@ -127,7 +124,7 @@ class TensorBoardLogger(FolderLogger):
             writer.add_scalar(tag, value, chosen)
 
     def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None, **kwargs: Any
+        self, params: object, metrics: Metrics | float | None = None, step: int | None = None, **kwargs: object
     ) -> None:
         """Write `hparams.yaml` at once, and keep the record for TensorBoard until the first metric or `finalize`.
 
@@ -156,10 +153,10 @@ class TensorBoardLogger(FolderLogger):
             metrics = {"hp_metric": metrics}
         self._pending.append((flat, scalars(metrics), step))
         self._has_hparams = True
-        if self._writer is not None:
+        if self._experiment is not None:
             self._write_pending()
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Write the model's graph, if the logger was made with `log_graph=True`; once per run.
 
         The model runs once on the input, in eval mode and without gradients; its modes and the random generators are
@@ -187,7 +184,7 @@ class TensorBoardLogger(FolderLogger):
             return
         self._trace(model, inputs)
 
-    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Write pictures: one as `key`, several as `key/0`, `key/1`, ...
 
         Args:
@@ -223,8 +220,8 @@ class TensorBoardLogger(FolderLogger):
 
     def save(self) -> None:
         """Put on disk what was written so far; does nothing, and imports nothing, before the first metric."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self._experiment is not None:
+            self._experiment.flush()
 
     def finalize(self, status: str) -> None:
         """Write pending hyperparameters and how the run ended, and close the event file; a later metric opens another.
@@ -232,16 +229,16 @@ class TensorBoardLogger(FolderLogger):
         Args:
             status: "success", "finished" or "failed"; TensorBoard's HPARAMS page shows it.
         """
-        if self.is_silent or (self._writer is None and not self._pending):
+        if self.is_silent or (self._experiment is None and not self._pending):
             return
         writer = self.experiment
         self._write_pending()
         if self._has_hparams:
             _add_session_end(writer, is_success=status != "failed")
         writer.close()
-        self._writer = None
+        self._experiment = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Write what is pending durably and return where the event files stand, so that a resumed run goes on there."""
         if self.is_silent:
             return {}
@@ -261,28 +258,28 @@ class TensorBoardLogger(FolderLogger):
             **({"wall_s": self.wall_s} if self.x_axis == "time" else {}),
         }
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the writer out: it has a thread, and the process that unpickles opens its own."""
-        if self._writer is not None:
-            self._writer.flush()
-        return {**self.__dict__, "_writer": None}
+        if self._experiment is not None:
+            self._experiment.flush()
+        return {**self.__dict__, "_experiment": None}
 
     def _in_folder(self, path: str) -> str:
         return os.path.join(path, self._sub_dir) if self._sub_dir else path
 
     def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        if self._experiment is not None:
+            self._experiment.close()
+        self._experiment = None
         self._known_files = None
         self._has_hparams = self._has_graph = False
 
-    def _recognises(self, log_dir: str, state: dict[str, Any], is_same_place: bool) -> bool:
+    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         files: dict[str, int] = state["files"]
         found = _event_files(log_dir)
         return all(found.get(name, -1) >= size for name, size in files.items()) and (is_same_place or bool(files))
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: StateDict) -> None:
         self._step = state["step"]
         self._known_files = dict(state["files"])
         self._has_hparams = state["has_hparams"]
@@ -333,7 +330,7 @@ class TensorBoardLogger(FolderLogger):
                     writer.add_scalar(tag, value, step or 0)
             self._pending.clear()
 
-    def _trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[Any, ...]) -> None:
+    def _trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[object, ...]) -> None:
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         moved = _to(inputs, device)
@@ -348,7 +345,7 @@ class TensorBoardLogger(FolderLogger):
                 module.training = training
 
 
-def _to(inputs: Any, device: torch.device) -> Any:  # Any: tensors, and what a model takes beside them
+def _to(inputs: object, device: torch.device) -> object:
     if isinstance(inputs, tuple):
         return tuple(_to(item, device) for item in inputs)
     return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs

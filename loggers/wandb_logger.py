@@ -7,14 +7,17 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
-from .base import rank_zero_experiment
 from .hyperparameters import Plain
 from .pictures import read_pictures
 from .service import ServiceLogger, require_package
+
+if TYPE_CHECKING:
+    import wandb
+    from torch import nn
 
 __all__ = ["WandbLogger"]
 
@@ -63,8 +66,8 @@ class WandbLogger(ServiceLogger):
         id: str | None = None,
         anonymous: bool | str | None = None,
         project: str | None = None,
-        log_model: Any = False,  # bool | "all"; checked
-        experiment: Any = None,
+        log_model: bool | Literal["all"] = False,
+        experiment: wandb.Run | None = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: str = "mutable",
@@ -93,7 +96,7 @@ class WandbLogger(ServiceLogger):
             self._options["mode"] = "offline"
         if anonymous is not None:
             self._options["anonymous"] = "allow" if anonymous is True else anonymous or None
-        self._run: Any = experiment  # Any: wandb.Run; None before it began
+        self._experiment = experiment
         self._is_own = experiment is None
 
     @property
@@ -109,16 +112,11 @@ class WandbLogger(ServiceLogger):
         return self._id
 
     @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
+    def experiment(self) -> wandb.Run:
         """The `wandb.Run`; the first call begins it."""
-        self._catch_up()
-        with self._lock:
-            if self._run is None:
-                self._run = self._begin()
-            return self._run
+        return self._opened(self._begin)
 
-    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures under one name.
 
         Args:
@@ -137,7 +135,7 @@ class WandbLogger(ServiceLogger):
         pictures = [wandb.Image(pixels, **options) for pixels, options in read_pictures(key, images, kwargs)]
         self._log_media({key: pictures}, step)
 
-    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: object) -> None:
         """Record sounds under one name.
 
         Args:
@@ -154,7 +152,7 @@ class WandbLogger(ServiceLogger):
 
             self._log_media({key: _made(wandb.Audio, "log_audio", key, audios, kwargs)}, step)
 
-    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: object) -> None:
         """Record videos under one name.
 
         Args:
@@ -218,11 +216,17 @@ class WandbLogger(ServiceLogger):
         else:
             self.log_table(key, columns if text is None else text, data, dataframe, step)
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Do nothing: wandb reads a model's layers from `watch(model, log_graph=True)`."""
         return
 
-    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        log: Literal["gradients", "parameters", "all"] | None = "gradients",
+        log_freq: int = 100,
+        log_graph: bool = True,
+    ) -> None:
         """Let wandb record histograms of gradients or parameters; it reads them from the device by itself.
 
         Args:
@@ -233,11 +237,11 @@ class WandbLogger(ServiceLogger):
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
-    def unwatch(self, model: Any) -> None:
+    def unwatch(self, model: nn.Module) -> None:
         """Undo `watch`."""
         self.experiment.unwatch(model)
 
-    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> wandb.Artifact:
         """Note that the run uses an artifact, and return it.
 
         Args:
@@ -269,12 +273,12 @@ class WandbLogger(ServiceLogger):
             found = wandb.Api().artifact(artifact, type=artifact_type)
         return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave the run out: the process that unpickles takes it up under its id."""
         run_id = self.version
-        return {**self.__dict__, "_id": run_id, "_run": None, "_is_own": True}
+        return {**self.__dict__, "_id": run_id, "_experiment": None, "_is_own": True}
 
-    def _begin(self) -> Any:
+    def _begin(self) -> wandb.Run:
         import wandb
 
         if wandb.run is not None and self._asked_id in (None, wandb.run.id):
@@ -312,11 +316,12 @@ class WandbLogger(ServiceLogger):
     def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
         self.experiment.log({**points, **extra, self._x_name: step})
 
-    def _log_media(self, media: dict[str, Any], step: int | None) -> None:
+    def _log_media(self, media: dict[str, object], step: int | None) -> None:
         self.experiment.log({**media, self._x_name: self._at(step)})
 
     def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
-        self.experiment.config.update(self.hparams, allow_val_change=True)
+        config: Any = self.experiment.config  # Any: wandb does not annotate it
+        config.update(self.hparams, allow_val_change=True)
 
     def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
         import wandb
@@ -331,9 +336,9 @@ class WandbLogger(ServiceLogger):
         self.experiment.log_artifact(artifact, aliases=[*aliases, *(["best"] if facts["is_best"] else [])])
 
     def _end(self, *, is_success: bool) -> None:
-        if self._run is not None and self._is_own:
-            self._run.finish(exit_code=0 if is_success else 1)
-            self._run = None
+        if self._experiment is not None and self._is_own:
+            self._experiment.finish(exit_code=0 if is_success else 1)
+            self._experiment = None
 
 
 def _wait_for_a_new_folder(folder: str, run_id: str) -> None:
@@ -342,16 +347,20 @@ def _wait_for_a_new_folder(folder: str, run_id: str) -> None:
         time.sleep(1.0 - time.time() % 1.0)
 
 
-def _made(kind: Any, method: str, key: str, items: Any, options: Mapping[str, Any]) -> list[Any]:
+def _made(
+    kind: Callable[..., object], method: str, key: str, items: object, options: Mapping[str, object]
+) -> list[object]:
     """Return one media object per item, each with its own entry of every option."""
     if not isinstance(items, list):
         raise ConfigError(f"{method}({key!r}, ...) got {type(items).__name__}; expected a list.", fix="pass a list.")
+    columns: dict[str, Sequence[object]] = {}
     for name, values in options.items():
         if not isinstance(values, (list, tuple)) or len(values) != len(items):
             raise ConfigError(
                 f"{method}({key!r}, ...) got {len(items)} items, and {name}={values!r}.",
                 fix=f"pass {name} as a list with one entry per item.",
             )
+        columns[name] = values
     return [
-        kind(item, **{name: values[number] for name, values in options.items()}) for number, item in enumerate(items)
+        kind(item, **{name: values[number] for name, values in columns.items()}) for number, item in enumerate(items)
     ]

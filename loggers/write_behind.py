@@ -29,7 +29,7 @@ _LASTING = (
 )  # fmt: skip
 
 
-def _call(action: Any) -> None:
+def _call(action: Callable[[], object]) -> None:
     action()
 
 
@@ -58,7 +58,7 @@ class WriteQueue(ABC):
         capacity: int = 1024,
         *,
         patience_s: float = 60.0,
-        perform: Callable[[Any], Any] = _call,
+        perform: Callable[[Any], object] = _call,
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1 or not patience_s > 0:
@@ -86,11 +86,11 @@ class WriteQueue(ABC):
         """Return how many writes are not done yet."""
         return len(self._waiting)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.capacity, self.patience_s, self._perform, self._pauses_s))
 
     @abstractmethod
-    def put(self, write: Any) -> None:
+    def put(self, write: object) -> None:
         """Let something be written after what waits already."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class WriteQueue(ABC):
             told, self._news = self._news, []
         return told
 
-    def try_now(self, action: Callable[[], Any]) -> BaseException | None:
+    def try_now(self, action: Callable[[], object]) -> BaseException | None:
         """Call a function on this thread, where nothing waits.
 
         Returns:
@@ -128,7 +128,7 @@ class WriteQueue(ABC):
             return None
         return failure
 
-    def _do(self, write: Any) -> BaseException | None:
+    def _do(self, write: object) -> BaseException | None:
         """Perform a write; returns what it raised."""
         try:
             write() if callable(write) else self._perform(write)
@@ -198,7 +198,13 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _rebuild(kind: type[WriteQueue], capacity: int, patience_s: float, perform: Any, pauses_s: Any) -> WriteQueue:
+def _rebuild(
+    kind: type[WriteQueue],
+    capacity: int,
+    patience_s: float,
+    perform: Callable[[Any], object],
+    pauses_s: Sequence[float],
+) -> WriteQueue:
     return kind(capacity, patience_s=patience_s, perform=perform, pauses_s=pauses_s)
 
 
@@ -219,7 +225,7 @@ class WriteBehind(WriteQueue):
         self._done = 0  # writes that are done or set aside
         self._tries = 0
 
-    def put(self, write: Any) -> None:
+    def put(self, write: object) -> None:
         """Let something be written after what waits already; returns at once."""
         with self._here():
             self._waiting.append(write)
@@ -331,7 +337,7 @@ class WriteInPlace(WriteQueue):
         super()._reset()
         self._next_try = 0.0
 
-    def put(self, write: Any) -> None:
+    def put(self, write: object) -> None:
         """Write what waits, and this; where that fails, let it wait."""
         self._here()
         self._waiting.append(write)
