@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
 
-__all__ = ["Given", "Launcher", "NoLoss", "Strategy", "Topology", "TrainerConfig"]
+__all__ = ["Given", "Launcher", "NoLoss", "RunWindow", "Strategy", "Topology", "TrainerConfig"]
 
 # What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
 _COMPILED = "_orig_mod."
@@ -51,6 +51,11 @@ class NoLoss:
     """
 
     zero: Tensor
+
+
+# Any in this interface: a batch, and lw.Loss beside a tensor, whose package lies above this one.
+RunWindow = Callable[[Sequence[Any], Callable[[Any, int], Any], Callable[[Any], Tensor]], Sequence[Any]]
+"""The type of `Strategy.run_window`."""
 
 
 class Strategy(Capabilities):
@@ -379,6 +384,28 @@ class Strategy(Capabilities):
         Args:
             module: What `setup_module` or `place_module` returned; None for all that are evaluated.
         """
+
+    def run_window(
+        self, batches: Sequence[Any], step: Callable[[Any, int], Any], share: Callable[[Any], Tensor]
+    ) -> Sequence[Any]:
+        """Run forward and backward of all micro-batches of an accumulation window.
+
+        A strategy that overrides this method takes over the inside of windows, as a pipeline does. The Trainer zeroes
+        gradients before the call, and scales, clips and steps after it. By default windows are not taken over, and
+        the Trainer runs one micro-batch after the other.
+
+        Args:
+            batches: The micro-batches, on the device, in order.
+            step: Runs `training_step` on a micro-batch, given with its number in the window: `step(batch, number)`.
+                Returns its loss (a tensor or `lw.Loss`), None where it has none, or `NoLoss` where the strategy's own
+                `bind_step` or `without_data` gave one.
+            share: Returns what backward is called on for a loss: its share of the window's loss, shape (), with its
+                graph, scaled where the precision scales. Called once for each loss that `step` returned.
+
+        Returns:
+            What `step` returned for each micro-batch, in order.
+        """
+        raise NotImplementedError(f"{type(self).__name__} leaves windows to the Trainer")
 
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
 

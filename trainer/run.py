@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
+    from ..strategies.base import RunWindow
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
     from .loop.agreement import Agreement
@@ -45,30 +46,34 @@ class StepPlan:
         transfer: Batch on the host -> batch on the device, through the user's transfer hooks where there are any.
         training_step: The module's step under strategy and precision.
         table: Where `self.log` in training_step goes.
-        backward: Backward pass, scaled where the precision scales.
+        backward: Backward pass, scaled where the precision scales; None in manual optimization.
         zero_grad: Zeroes the gradients.
         zeroes_early: Whether that comes before a window's first forward pass, so that gradients and activations are not
             there at the same time; else after it, where hooks listen that are promised so.
         clip: Clips the gradients, None where nothing clips.
-        take_step: Steps the optimizer: `(loss) -> whether it stepped`.
+        take_step: Steps the optimizer: `(optimizer) -> whether it stepped`.
+        step_by_module: The module's own `optimizer_step` in its place: `(loss) -> whether it stepped`; None without.
         deferred: Opens the context of a micro-batch whose gradients are not synchronised yet.
         optimizer: The optimizer, None when the module has none.
         hears_batch_end: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is wanted by anybody.
         unscale: Unscales gradients before clipping, None where nothing scales.
         step_schedules: Steps the schedules that are due.
-        begin_window: Starts the loss of a window of so many micro-batches.
+        begin_window: Starts the loss of a window that is planned to have that number of micro-batches.
         finish_window: Scales, clips and steps after the last micro-batch; see `step.finish_window`.
+        run_window: The strategy's `run_window` where it takes over the inside of a window; else None.
+        needs_closure: Whether the optimizer evaluates the window several times.
         count_window: Counts a finished window's samples, and its tokens, where these are limited; else None.
     """
 
     transfer: Callable[[Any], Any]
     training_step: Callable[..., Any]
     table: HookTable
-    backward: Callable[[Tensor], None]
+    backward: Callable[[Tensor], None] | None
     zero_grad: Callable[[], Any]
     clip: Callable[[], None] | None
-    take_step: Callable[[Any], bool]
+    take_step: Callable[[Optimizer], bool]
+    step_by_module: Callable[[Tensor | None], bool] | None
     deferred: Callable[[], AbstractContextManager[Any]]
     optimizer: Optimizer | None
     hears_batch_end: bool
@@ -79,6 +84,8 @@ class StepPlan:
     finish_window: Callable[..., bool]
     count_window: Callable[[int], None] | None = None
     zeroes_early: bool = False
+    run_window: RunWindow | None = None
+    needs_closure: bool = False
 
 
 @dataclass(slots=True)

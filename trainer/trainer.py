@@ -35,7 +35,7 @@ from .lifecycle import Lifecycle, hook_names
 from .loop import manual
 from .loop.eval_loop import EvalLoader, EvalLoop
 from .loop.fit_loop import FitLoop
-from .loop.loss import WindowLoss
+from .loop.loss import RanksWindowLoss, WindowLoss
 from .loop.non_finite import MOST_KEPT, LossWatch
 from .loop.optimizers import ManagedOptimizer
 from .loop.run_signals import Guard, add_place
@@ -596,8 +596,6 @@ class Trainer(TrainerAttributes):
         return self._run
 
     def _window_of_ranks(self) -> WindowLoss:
-        from .loop.ranks_loss import RanksWindowLoss  # not imported where there is one process
-
         may_differ = self.strategy.uneven == "zero_weight"
         counts = may_differ or self._arguments.nonfinite_loss == "skip"
         return RanksWindowLoss(self.fabric.device, self.strategy, counts=counts)

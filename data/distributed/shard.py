@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from ...errors import ConfigError, DataError, nearest
+from ..sources.base import NO_BATCH, NoBatch
 
 __all__ = ["NO_BATCH", "UNEVEN", "NoBatch", "Shard", "find_own_state", "interleave", "is_rank_aware", "merge_states"]
 
 UNEVEN = ("stop_all", "cycle", "zero_weight")
-
-
-class NoBatch:
-    """The type of `NO_BATCH`."""
-
-    def __repr__(self) -> str:
-        return "NO_BATCH"
-
-    def __reduce__(self) -> str:
-        return "NO_BATCH"  # the same object also after it went through a pickle
-
-
-NO_BATCH: Final = NoBatch()
-"""What `BatchStream.next_batch` returns where other processes still have a batch and this one has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Final
 
 from ...errors import DataError
 from ..limit import find_length, resolve_limit
 
-__all__ = ["Source", "announce_epoch"]
+__all__ = ["NO_BATCH", "NoBatch", "Source", "announce_epoch"]
+
+
+class NoBatch:
+    """The type of `NO_BATCH`."""
+
+    def __repr__(self) -> str:
+        return "NO_BATCH"
+
+    def __reduce__(self) -> str:
+        return "NO_BATCH"  # the same object also after it went through a pickle
+
+
+NO_BATCH: Final = NoBatch()
+"""What `BatchStream.next_batch` returns where other processes still have a batch and this one has none."""
 
 
 class Source(ABC):

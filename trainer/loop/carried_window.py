@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
 from . import manual
+from .loss import RanksWindowLoss
 from .schedule import needs_closure
 from .step import finish_window
 
 if TYPE_CHECKING:
     from ..run import Run
     from ..trainer import Trainer
-    from .ranks_loss import RanksWindowLoss
 
 __all__ = ["CarriedWindow"]
 
@@ -73,7 +73,7 @@ class CarriedWindow:
             # Known before it starts where it can be: the last epoch's last window is a short one.
             self._run.window_loss.begin(size if self._ends_training() else self._trainer.accumulate_grad_batches)
         elif self._run.has_ranks:
-            cast("RanksWindowLoss", self._run.window_loss).begin_part()
+            cast(RanksWindowLoss, self._run.window_loss).begin_part()
 
     def _ends_training(self) -> bool:
         limit = self._trainer.fit_loop.epoch_limit
@@ -95,7 +95,7 @@ class CarriedWindow:
         """Weigh the gradients by the micro-batches that the window has, where its loss does not do so itself."""
         assert run.plan is not None
         if run.has_ranks and run.plan.optimizer is not None:
-            ranks_window = cast("RanksWindowLoss", run.window_loss)
+            ranks_window = cast(RanksWindowLoss, run.window_loss)
             if ranks_window.gradient_factor() is None:
                 run.fabric.strategy.scale_gradients(run.plan.optimizer, ranks_window.planned / done)
 
@@ -119,7 +119,7 @@ class CarriedWindow:
         own = [_plain(window.count), _plain(window.total), _plain(window.reference)]
         state: dict[str, Any] = {"count": self.count, "planned": window.planned}
         if run.has_ranks:
-            ranks_window = cast("RanksWindowLoss", window)
+            ranks_window = cast(RanksWindowLoss, window)
             state.update(form=ranks_window.form, scale=ranks_window._scale)
         gather = run.has_ranks and self._trainer.ranks_answer
         state["losses"] = run.fabric.strategy.gather_objects(own) if gather else [own]
@@ -149,7 +149,7 @@ class CarriedWindow:
             value.to(run.device) if isinstance(value, Tensor) else value for value in (total, reference)
         )
         if run.has_ranks:
-            ranks_window = cast("RanksWindowLoss", window)
+            ranks_window = cast(RanksWindowLoss, window)
             ranks_window.form, ranks_window._scale = state["form"], state["scale"]
             ranks_window.begin_part(run.fabric.broadcast(uuid.uuid4().hex))
         self.count = state["count"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError, DataError
 from ..run import Run
-from .step import automatic_step, closure_step, manual_step
+from .step import train_held_window, train_window
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -42,7 +42,7 @@ class FitLoop:
         self.max_steps = max_steps
         self.min_steps = min_steps
         self.is_used_up = False
-        self._step: Callable[[Run, int], bool] = automatic_step
+        self._step: Callable[[Run, int], bool] = train_window
         self._next_validation: int | float = math.inf
         self._look_at: int | float = 0
         self._validation_clock_s = 0.0
@@ -107,7 +107,7 @@ class FitLoop:
         self._asked_at = -1
         run.lifecycle.on_train_start()
         timeline = self._trainer.timeline
-        timeline.begin(run, rest="optimizer" if self._step is closure_step else "loop")
+        timeline.begin(run, rest=_rest_of_step(run))
         if run.progress.epoch_open:
             self._reopen_epoch(run)
         if restore is not None:
@@ -213,7 +213,8 @@ class FitLoop:
             run.after_epoch.pop(0)()
         if is_over:
             progress.end_epoch()
-        counts_steps = self._step not in (closure_step, manual_step)
+        assert run.plan is not None
+        counts_steps = run.is_automatic and not run.plan.needs_closure
         if is_over and is_stuck and self.epoch_limit == -1 and not self.is_done and counts_steps:
             raise DataError(
                 f"epoch {progress.epochs - 1} ended without an optimizer step, and only steps limit the run.",
@@ -225,25 +226,19 @@ class FitLoop:
         return run.progress.epoch_open and not run.progress.epoch_paused
 
     def _choose_step(self, run: Run) -> Callable[[Run, int], bool]:
-        from .schedule import needs_closure
-
+        plan = run.plan
+        assert plan is not None
         if not run.is_automatic:
             self._refuse_to_skip(run, "manual optimization")
-            return manual_step
-        if run.optimizers and needs_closure(run.optimizers[0]):
-            self._refuse_to_skip(run, type(run.optimizers[0]).__name__)
+        elif plan.needs_closure:
+            self._refuse_to_skip(run, type(plan.optimizer).__name__)
             if run.fabric.precision.has_scaler:
                 raise ConfigError(
-                    f"{type(run.optimizers[0]).__name__} evaluates the model several times per step, and "
+                    f"{type(plan.optimizer).__name__} evaluates the model several times per step, and "
                     f"precision={run.fabric.precision.precision!r} scales the loss for one.",
                     fix="use precision='bf16-mixed' or '32-true'.",
                 )
-            return closure_step
-        if run.has_ranks:
-            from .ranks_step import ranks_step  # not imported where there is one process
-
-            return ranks_step
-        return automatic_step
+        return train_held_window if plan.needs_closure or plan.run_window is not None else train_window
 
     def _refuse_to_skip(self, run: Run, where: str) -> None:
         if run.skips_bad_steps:
@@ -319,6 +314,14 @@ class FitLoop:
     def seconds_since_validation(self) -> float:
         """Return the seconds of training since the last validation, earlier runs of a resumed training included."""
         return time.monotonic() - self._validation_clock_s
+
+
+def _rest_of_step(run: Run) -> str:
+    """Return the phase to which the timeline counts the time of a step that no other phase has."""
+    assert run.plan is not None
+    if run.plan.needs_closure:
+        return "optimizer"
+    return "loop" if run.plan.run_window is None else "backward"
 
 
 def seconds_of(value: str | timedelta | dict[str, float]) -> float:

@@ -20,12 +20,15 @@ from ...data.persistent_workers import with_persistent_workers
 from ...data.sources.reread import is_one_shot
 from ...data.tree import is_collection
 from ...errors import ConfigError, DataError, ModuleError, nearest
+from ...strategies import Strategy
 from ..hooks import find_override
 from ..loop.eval_loop import EvalLoader
-from ..loop.step import finish_window, step_schedules
+from ..loop.schedule import needs_closure
+from ..loop.step import count_own_step, finish_window, step_schedules
 from ..run import Run, StepPlan
 
 if TYPE_CHECKING:
+    from ...strategies.base import RunWindow
     from ..trainer import Trainer
     from .arguments import Arguments
 
@@ -324,10 +327,11 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         transfer=transfer,
         training_step=bind_step(run, "training_step"),
         table=run.metrics.table_of("training_step"),
-        backward=_backward(run),
+        backward=_backward(run) if is_automatic else None,
         zero_grad=_zero_grad(run, optimizer),
         clip=_clip(run, trainer, optimizer) if is_automatic else None,
-        take_step=_take_step(run, optimizer),
+        take_step=life.bracketed(fabric.optimizer_step, f"[Strategy]{type(fabric.strategy).__name__}.optimizer_step"),
+        step_by_module=_step_by_module(run),
         # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
         deferred=(lambda: fabric.no_backward_sync(run.model))
         if fabric.world_size > 1 or fabric.strategy.holds_gradients
@@ -339,9 +343,11 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         if optimizer is not None and fabric.precision.has_scaler
         else None,
         step_schedules=step_schedules,
-        begin_window=run.window_loss.begin,
-        finish_window=finish_window,
-        zeroes_early=_zeroes_early(run),
+        begin_window=run.window_loss.begin if is_automatic else lambda size: run.stepped.clear(),
+        finish_window=finish_window if is_automatic else count_own_step,
+        zeroes_early=is_automatic and _zeroes_early(run),
+        run_window=_run_window(run) if is_automatic else None,
+        needs_closure=is_automatic and optimizer is not None and needs_closure(optimizer),
     )
 
 
@@ -397,24 +403,27 @@ def _clip(run: Run, trainer: Trainer, optimizer: Optimizer | None) -> Callable[[
     return run.lifecycle.bracketed(clip, f"[Strategy]{type(run.fabric.strategy).__name__}.clip_gradients")
 
 
-def _take_step(run: Run, optimizer: Optimizer | None) -> Callable[[Any], bool]:
-    fabric = run.fabric
-    if optimizer is None:
-        return lambda loss: True
+def _step_by_module(run: Run) -> Callable[[Tensor | None], bool] | None:
+    """Return what lets the module's own `optimizer_step` make the step; None where it has none."""
     own = run.lifecycle.own("optimizer_step")
-    step = run.lifecycle.bracketed(
-        fabric.optimizer_step, f"[Strategy]{type(fabric.strategy).__name__}.optimizer_step"
-    )  # fmt: skip
-    if own is None:
-        return lambda loss: bool(step(optimizer))
+    if own is None or not run.managed:
+        return None
     managed = run.managed[0]
 
-    def step_by_module(loss: Any) -> bool:
+    def step_by_module(loss: Tensor | None) -> bool:
         before = managed.num_steps
         own(run.progress.epochs, run.batch_idx, managed, lambda: loss)
         return managed.num_steps > before
 
     return step_by_module
+
+
+def _run_window(run: Run) -> RunWindow | None:
+    """Return the strategy's own `run_window`; None where it leaves the inside of windows to the Trainer."""
+    strategy = run.fabric.strategy
+    if type(strategy).run_window is Strategy.run_window:
+        return None
+    return run.lifecycle.bracketed(strategy.run_window, f"[Strategy]{type(strategy).__name__}.run_window")
 
 
 # --- what the user forgot ------------------------------------------------------------------------------------------

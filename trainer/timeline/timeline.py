@@ -337,11 +337,12 @@ class Timeline:
             plan,
             transfer=timed("transfer", plan.transfer),
             training_step=timed("forward", plan.training_step),
-            backward=timed("backward", plan.backward),
+            backward=plan.backward and timed("backward", plan.backward),
             zero_grad=timed("optimizer", plan.zero_grad),
             unscale=plan.unscale and timed("clip", plan.unscale),
             clip=plan.clip and timed("clip", plan.clip),
             take_step=timed("optimizer", plan.take_step),
+            step_by_module=plan.step_by_module and timed("optimizer", plan.step_by_module),
             step_schedules=timed("schedule", plan.step_schedules),
         )
 
