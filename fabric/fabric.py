@@ -893,7 +893,7 @@ class Fabric:
             if has_own_part or self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(content, path)
 
-        self._together(write)
+        self._run_on_all_ranks(write)
 
     def load(
         self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
@@ -922,7 +922,7 @@ class Fabric:
         content = dict(self._read(path, weights_only))
         if state is None:
             return content
-        rest: dict[str, Any] = self._together(
+        rest: dict[str, Any] = self._run_on_all_ranks(
             lambda: put_back_state(self.strategy, content, state, strict=strict, where=str(path))
         )
         return rest
@@ -954,7 +954,7 @@ class Fabric:
                     fix="pass a module or optimizer.",
                 )
 
-        self._together(load)
+        self._run_on_all_ranks(load)
 
     def _read(self, path: Any, weights_only: bool | None) -> Any:
         from ..checkpoint.reading import Ranks, read_on_all_ranks  # not imported where no file is read
@@ -962,18 +962,18 @@ class Fabric:
         return read_on_all_ranks(
             self.checkpoint_io,
             path,
-            Ranks(self.global_rank, self.world_size, self.strategy.gather_objects, self._together),
+            Ranks(self.global_rank, self.world_size, self.strategy.gather_objects, self._run_on_all_ranks),
             is_safe=weights_only is not False,
             by_parts=self.strategy.shards_parameters,
         )
 
-    def _together(self, function: Callable[[], Any]) -> Any:
+    def _run_on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call the function on every rank; an error on one is raised on all."""
         if self.world_size == 1:
             return function()
-        from .on_all_ranks import together
+        from .on_all_ranks import run_on_all_ranks
 
-        return together(self.strategy, function)
+        return run_on_all_ranks(self.strategy, function)
 
     # -- callbacks, loggers, seed --------------------------------------------------------------------------------
 

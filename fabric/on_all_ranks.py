@@ -1,4 +1,4 @@
-"""What all ranks go through together, so that an error of one is everyone's and nobody waits for it."""
+"""Functions run on all ranks, whose errors are raised on all ranks, so that none waits for a failed one."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ..errors import LaunchError
 from ..strategies import Strategy
 from ..strategies.distributed import rendezvous
 
-__all__ = ["first_then_rest", "together"]
+__all__ = ["first_then_rest", "run_on_all_ranks"]
 
 R = TypeVar("R")
 
 _LONGEST_PAUSE_S = 0.25
 
 
-def together(strategy: Strategy, function: Callable[[], R]) -> R:
-    """Call the function on every rank, and return what it returned if it succeeded on all.
+def run_on_all_ranks(strategy: Strategy, function: Callable[[], R]) -> R:
+    """Call the function on every rank, and return its result if it succeeded on all.
 
-    Called on every rank: it communicates. All ranks have to come out of a failure in the same way, or those that went
-    on would wait for ever for the one that did not.
+    Called on every rank: it communicates. All ranks must leave a failure in the same way, or those that continue would
+    wait forever for the one that failed.
 
     Args:
         strategy: Connects the ranks.
-        function: What it raises may differ from rank to rank.
+        function: Its error may differ between ranks.
 
     Raises:
-        Exception: Its own error on each rank that failed; on the others, that of the first one that failed, of the
-            same type where it can travel between processes, with a note that names the rank.
+        Exception: On a failed rank its own error; on the others that of the first failed rank, of the same type if it
+            can be pickled, with a note that names the rank.
     """
     result: R | None = None
     error: Exception | None = None
     try:
         result = function()
-    except Exception as caught:  # raised below, when all ranks know of it
+    except Exception as caught:  # raised below, after all ranks were notified
         error = caught
     _raise_same(strategy, error)
     return result  # type: ignore[return-value]  # without an error it is what the function returned
@@ -46,7 +46,7 @@ def together(strategy: Strategy, function: Callable[[], R]) -> R:
 
 @contextmanager
 def first_then_rest(strategy: Strategy, *, is_first: bool) -> Iterator[None]:
-    """Run the block on those ranks that are first, then on all others; if it fails on a first one, on no other.
+    """Run the block on the first ranks, then on all others; not on the others if a first rank fails.
 
     Called on every rank: it communicates.
 
@@ -55,7 +55,7 @@ def first_then_rest(strategy: Strategy, *, is_first: bool) -> Iterator[None]:
         is_first: Whether this rank does not wait.
 
     Raises:
-        Exception: What a first rank's block raised, on every rank.
+        Exception: The error of a first rank's block, on every rank.
     """
     everyone = strategy.gather_objects((is_first, uuid.uuid4().hex))
     keys = {rank: f"first/{everyone[0][1]}/{rank}" for rank, (goes_first, _) in enumerate(everyone) if goes_first}
@@ -67,17 +67,17 @@ def first_then_rest(strategy: Strategy, *, is_first: bool) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # raised below, when all ranks know of it
+    except Exception as caught:  # raised below, after all ranks were notified
         error = caught
-    _tell(keys[strategy.global_rank])
+    _notify(keys[strategy.global_rank])
     _wait(keys)
     _raise_same(strategy, error)
 
 
-# What the first ranks do, a download say, may take longer than a collective may: so the others look into the store.
+# The first ranks' work, such as a download, may take longer than a collective's time-out: the others poll the store.
 
 
-def _tell(key: str) -> None:
+def _notify(key: str) -> None:
     store = rendezvous.store()
     if store is not None:
         store.set(key, "1")
@@ -92,27 +92,25 @@ def _wait(keys: Mapping[int, str]) -> None:
 
 
 def _raise_same(strategy: Strategy, error: Exception | None) -> None:
-    """Raise on every rank if there is an error on one."""
+    """Raise on every rank if one has an error."""
     errors = strategy.gather_objects(_portable(error, strategy.global_rank))
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
         if other is not None:
-            other.add_note(f"This was raised on rank {rank}; the ranks stop together.")
+            other.add_note(f"This was raised on rank {rank}; all ranks stop.")
             raise other
 
 
 def _portable(error: Exception | None, rank: int) -> Exception | None:
-    """Return the error in a form that another process can raise."""
+    """Return an error that another process can raise."""
     if error is None:
         return None
     try:
-        # Some errors can be pickled and not be made again, as their constructor takes other arguments.
+        # Some errors can be pickled but not unpickled, as their constructor takes other arguments.
         same = pickle.loads(pickle.dumps(error))
     except Exception:
         same = None
     if type(same) is type(error):
         return error
-    return LaunchError(
-        f"rank {rank} raised {type(error).__name__}: {error}", fix=f"look at the traceback of rank {rank}."
-    )
+    return LaunchError(f"rank {rank} raised {type(error).__name__}: {error}", fix=f"see the traceback of rank {rank}.")

@@ -1,11 +1,9 @@
-"""How processes start: in place, by whoever started them, by running the script again, or as copies of this process.
+"""Launchers: how the processes of a run start.
 
-    InProcessLauncher      nothing is started: one process                               (here)
-    ExternalLauncher       torchrun, SLURM, ... started all processes                    external.py
-    ScriptLauncher         the user's command is run again for each further rank         script.py
-    ProcessLauncher        spawn, fork or forkserver; the function's result comes back   processes.py
-
-fabric/resolve.py chooses one, `Fabric.launch` calls it. The last three are imported when they are chosen.
+InProcessLauncher      nothing is started: one process                               this file
+ExternalLauncher       torchrun, SLURM, ... started all processes                    external.py
+ScriptLauncher         the user's command is run again for each further rank         script.py
+ProcessLauncher        spawn, fork or forkserver; the function's result comes back   processes.py
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ R = TypeVar("R")
 
 
 class InProcessLauncher:
-    """Run in the process that is there; the base of all launchers."""
+    """Runs in this process; the base class of all launchers."""
 
     @property
     def starts_processes(self) -> bool:
-        """Whether the function runs in other processes than this one, so that what it changes is not seen here."""
+        """Whether the function runs in other processes, so that its changes are invisible here."""
         return False
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook: True, nothing is started."""
+        """Whether it works in a notebook: True."""
         return True
 
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Call the function in every process and return what it returned on rank 0."""
+        """Call the function in every process and return the result of rank 0."""
         return function(*args, **kwargs)
 
     def local_exits(self) -> dict[int, int]:
-        """Return the exit codes of processes of this node that this launcher started and that have ended.
+        """Return the exit codes of ended processes of this node that this launcher started.
 
         Returns:
             Local rank -> code, negative for a signal. Empty where nothing was started here.
@@ -56,4 +54,4 @@ class InProcessLauncher:
         return {}
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the processes that this launcher started and that still run."""
+        """Send a signal to the running processes that this launcher started."""

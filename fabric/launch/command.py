@@ -1,4 +1,4 @@
-"""The command that runs the user's program once more."""
+"""The command that runs the user's program again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["own_command", "sweep_job"]
 def own_command(local_rank: int) -> tuple[list[str], str | None]:
     """Return the command that started this process, for another local rank, and the folder to run it in.
 
-    `python [flags] script.py args` and `python [flags] -m module args` are recognised by what `__main__` is, so that
-    programs that run a script for you (a debugger, a coverage tool) do not stand in the way. Below Hydra, the other
-    ranks get this job's values and output folder, and write no configuration of their own.
+    `python [flags] script.py args` and `python [flags] -m module args` are recognized from `__main__`, so that programs
+    that run a script for you (a debugger, a coverage tool) do not interfere. Under Hydra, the other ranks get this
+    job's values and output folder, and do not write a configuration.
 
     Args:
         local_rank: Rank among the processes of this node.
@@ -27,7 +27,7 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
         The command, and its working folder (None: this process's).
 
     Raises:
-        LaunchError: There is nothing that could be run again: an interpreter's prompt, `-c`, or standard input.
+        LaunchError: The program cannot be run again: an interpreter's prompt, `-c`, or standard input.
     """
     main = sys.modules["__main__"]
     program, typed = _program(main)
@@ -36,18 +36,18 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
     hydra = _hydra()
     if hydra is not None:
         arguments, folder = _hydra_arguments(hydra, arguments, local_rank), hydra.runtime.cwd
-    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # what multiprocessing uses, too
+    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # as multiprocessing does
     return [sys.executable, *flags, *program, *arguments], folder
 
 
 def sweep_job() -> str | None:
-    """Return what tells this job from the others that the process runs one after the other; None outside of Hydra."""
+    """Return a key of this job among those that the process runs in turn; None outside of Hydra."""
     hydra = _hydra()
     return None if hydra is None else f"{hydra.runtime.output_dir} {hydra.overrides.task}"
 
 
 def _program(main: ModuleType) -> tuple[list[str], str]:
-    """Return what stands between flags and arguments, and how the last of it was typed."""
+    """Return the command's part between flags and arguments, and its last word as it was typed."""
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":  # "__main__": a folder or zip file was run
         name = spec.name.removesuffix(".__main__")
@@ -55,15 +55,15 @@ def _program(main: ModuleType) -> tuple[list[str], str]:
     file = sys.argv[0] if spec is not None else getattr(main, "__file__", None)
     if not file or not os.path.exists(file):
         raise LaunchError(
-            "the other ranks are started by running this program again, but it is no script or module: "
-            "it came from a prompt, from `python -c`, or from standard input.",
-            fix="put it into a file and run that; or use strategy='ddp_fork' (a notebook: 'ddp_notebook').",
+            "Expected a script or module, which the launcher runs again for the other ranks, got a program from a "
+            "prompt, from `python -c`, or from standard input.",
+            fix="put it into a file and run that, or use strategy='ddp_fork' (a notebook: 'ddp_notebook').",
         )
     return [os.path.abspath(file)], sys.argv[0]
 
 
 def _arguments(typed: str) -> list[str]:
-    """Return the program's arguments as they were typed: the program may have taken some out of `sys.argv` since."""
+    """Return the program's arguments as they were typed; the program may have removed some from `sys.argv`."""
     typed_command = sys.orig_argv[1:]
     if typed in typed_command:
         return typed_command[typed_command.index(typed) + 1 :]
@@ -73,8 +73,8 @@ def _arguments(typed: str) -> list[str]:
 # -- Hydra -----------------------------------------------------------------------------------------------------------
 
 
-def _hydra() -> Any:  # Any: Hydra's configuration, and Hydra is no requirement
-    """Return Hydra's part of the configuration if this program runs below it."""
+def _hydra() -> Any:  # Any: Hydra's configuration; Hydra is optional
+    """Return Hydra's part of the configuration if this program runs under Hydra."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None
@@ -84,7 +84,7 @@ def _hydra() -> Any:  # Any: Hydra's configuration, and Hydra is no requirement
 def _hydra_arguments(hydra: Any, arguments: list[str], local_rank: int) -> list[str]:
     is_sweep = str(hydra.mode).endswith("MULTIRUN")
     if is_sweep:
-        # One job of the sweep: its own values in the place of those that say what is swept over.
+        # One job of the sweep: its own values replace the sweep's lists.
         flags = [flag for flag in arguments if flag not in ("-m", "--multirun") and not _is_override(flag)]
         arguments = [*flags, *hydra.overrides.task]
     folder = str(hydra.runtime.output_dir).replace("\\", "\\\\").replace("'", "\\'")

@@ -1,4 +1,4 @@
-"""Ties a process to the one that started it: when that one is gone, however it went, this one ends."""
+"""Parent watchdog: ends a process when the process that started it has ended, for whatever reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 
-__all__ = ["Lifeline", "tie_to_parent", "tie_to_parent_process"]
+__all__ = ["ParentWatchdog", "watch_parent", "watch_parent_process"]
 
 log = logging.getLogger(__name__)
 
@@ -17,12 +17,12 @@ VARIABLE = "LOOPWRIGHT_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
-class Lifeline:
-    """The parent's end: a pipe that the system closes when the parent ends, whatever the reason.
+class ParentWatchdog:
+    """The parent's side: a pipe that the system closes when the parent ends, for whatever reason.
 
     Attributes:
-        variables: What the children need in their environment.
-        descriptors: What `subprocess.Popen(pass_fds=...)` is to hand on.
+        variables: Environment variables for the children.
+        descriptors: File descriptors for `subprocess.Popen(pass_fds=...)`.
     """
 
     def __init__(self) -> None:
@@ -35,53 +35,55 @@ class Lifeline:
             self.variables = {VARIABLE: f"{os.getpid()}:{self._read}:{is_main}"}
             self.descriptors = (self._read,)
 
-    def hand_over(self) -> None:
-        """Close the children's end here, when they have been started."""
+    def close_read_end(self) -> None:
+        """Close the children's end of the pipe in this process, after they have started."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = ()
 
     def close(self) -> None:
-        """Let go of the pipe; children that still run end."""
+        """Close the pipe; children that still run end."""
         if self.variables:
             os.close(self._write)
             self.variables = {}
 
 
-def tie_to_parent() -> None:
-    """End this process when the `Lifeline` in its environment breaks; do nothing without one, or the second time."""
+def watch_parent() -> None:
+    """End this process when its parent ends; do nothing without a watchdog in the environment, or on a second call."""
     text = os.environ.pop(VARIABLE, None)  # not for processes that this one starts
     if text is None:
         return
     parent, descriptor, is_main = (int(part) for part in text.split(":"))
     if is_main:
-        _ask_kernel(parent)
+        _set_death_signal(parent)
     try:
         os.set_inheritable(descriptor, False)
-    except OSError:  # it was closed on the way here: the kernel's signal remains
+    except OSError:  # an intermediate process closed it: the kernel's signal remains
         log.debug("the pipe to process %d is closed", parent)
         return
-    threading.Thread(target=_read_until_closed, args=(descriptor,), name="loopwright-lifeline", daemon=True).start()
+    threading.Thread(
+        target=_read_until_closed, args=(descriptor,), name="loopwright-parent-watchdog", daemon=True
+    ).start()
 
 
-def tie_to_parent_process() -> None:
-    """End this process, which multiprocessing started, when the one that started it ends."""
+def watch_parent_process() -> None:
+    """End this process, which multiprocessing started, when its parent ends."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
-    _ask_kernel(parent.pid if os.getppid() == parent.pid else None)
-    threading.Thread(target=_join, args=(parent,), name="loopwright-lifeline", daemon=True).start()
+    _set_death_signal(parent.pid if os.getppid() == parent.pid else None)
+    threading.Thread(target=_join, args=(parent,), name="loopwright-parent-watchdog", daemon=True).start()
 
 
-def _ask_kernel(parent: int | None) -> None:
-    """Let Linux kill this process when its parent ends: this works where Python cannot run, as in a long call of C."""
+def _set_death_signal(parent: int | None) -> None:
+    """Make Linux kill this process when its parent ends, which works also during a long C call."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if parent is not None and os.getppid() != parent:
-        os._exit(1)  # it ended before we asked
+        os._exit(1)  # it ended before the call above
 
 
 def _read_until_closed(descriptor: int) -> None:

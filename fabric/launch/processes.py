@@ -1,4 +1,4 @@
-"""Starts all ranks of this node as copies of this process, and brings rank 0's result back: spawn, fork, forkserver."""
+"""`ProcessLauncher`: runs a function in new processes (spawn, fork, forkserver) and returns rank 0's result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from ..seed import rng_state, set_rng_state
 from . import InProcessLauncher
-from .parent_watchdog import tie_to_parent_process
+from .parent_watchdog import watch_parent_process
 from .script import num_threads_per_process
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ START_METHODS = ("spawn", "fork", "forkserver")
 
 _TERMINATED = 128 + signal.SIGTERM
 _INTERRUPTED = 128 + signal.SIGINT
-# The process that a ProcessLauncher made a rank; its own forks, such as loader workers, are none.
+# The process that a ProcessLauncher started as a rank; its forks, such as loader workers, are not ranks.
 _started_in: int | None = None
 
 _POLL_S = 0.2
 _ENDS_BY_ITSELF_S = 1.5
 _TERMINATE_S = 3.0
-# What objects raise that cannot be pickled: each class its own.
+# Raised by objects that cannot be pickled.
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError)
-# What a rank says when another one has gone: a consequence, never the cause.
+# Messages of a rank whose peer is gone: a consequence, never the cause.
 _CONSEQUENCE = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|gloo/transport|Gloo |NCCL|ProcessGroup|DistNetworkError|"
     r"DistStoreError|lost the store|RankFailure"
@@ -68,20 +68,21 @@ _CONSEQUENCE = re.compile(
 
 
 class ProcessLauncher(InProcessLauncher):
-    """All ranks are new processes; this one is none of them. It waits, and returns what rank 0 returned.
+    """Starts new processes for all ranks; this process waits and returns rank 0's result.
 
-    What the function changes in memory stays in those processes. "fork" starts in a fraction of a second and needs no
-    pickling; it is what notebooks need, and cannot be used once CUDA was. "spawn" and "forkserver" start fresh
-    interpreters: the function and its arguments must be picklable, and the script must not run when it is imported.
+    Changes that the function makes in memory stay in those processes. "fork" starts in a fraction of a second and needs
+    no pickling; it works in notebooks, and cannot be used after CUDA was initialized. "spawn" and "forkserver" start
+    fresh interpreters: the function and its arguments must be picklable, and the script must not run when it is
+    imported.
 
     Args:
         start_method: "spawn", "fork" or "forkserver".
-        cluster: Knows address and node rank; every process is told its own rank.
-        num_processes: Processes per node.
+        cluster: Provides address and node rank; receives each process's rank.
+        num_processes: Number of processes per node.
         num_nodes: Number of nodes.
 
     Raises:
-        ConfigError: The start method is unknown, or this system does not have it.
+        ConfigError: The start method is unknown or unavailable on this system.
     """
 
     def __init__(self, start_method: str, cluster: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
@@ -95,12 +96,12 @@ class ProcessLauncher(InProcessLauncher):
 
     @property
     def starts_processes(self) -> bool:
-        """True, except in a process that was started like this: there it runs in place."""
+        """True, except in a process that it started: there it runs in place."""
         return _started_in != os.getpid()
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook: only with "fork", since what a notebook defines cannot be imported."""
+        """Whether it works in a notebook: only with "fork", since definitions in a notebook cannot be imported."""
         return self.start_method == "fork"
 
     def local_exits(self) -> dict[int, int]:
@@ -119,18 +120,18 @@ class ProcessLauncher(InProcessLauncher):
                     os.kill(process.pid, signum)
 
     def __getstate__(self) -> dict[str, Any]:
-        # It travels with the Fabric that it belongs to; the processes are only this process's children.
+        # It is pickled with its Fabric; the processes are children of this process only.
         return {**self.__dict__, "_processes": {}, "_server": None}
 
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Call the function in new processes and return what it returned on the first rank of this node.
+        """Call the function in new processes and return the result of the first rank of this node.
 
-        Tensors in the result are on the CPU. Ctrl-C and SIGTERM go on to the processes, and their end is waited for.
-        Within one of these processes the function is simply called; the others call it, too.
+        Tensors in the result are on the CPU. Ctrl-C and SIGTERM are forwarded to the processes, and this process waits
+        for their end. Within one of these processes the function is called directly.
 
         Raises:
-            LaunchError: Processes cannot be started here and now; says why.
-            RankFailure: A rank failed: the first failure, with its traceback. The other ranks have been ended.
+            LaunchError: Processes cannot be started; the message names the reason.
+            RankFailure: The first failure of a rank, with its traceback. The other ranks have been ended.
             KeyboardInterrupt: Ctrl-C ended all ranks.
             StopBySignal: SIGTERM ended all ranks; the exit code is 143.
         """
@@ -152,7 +153,7 @@ class ProcessLauncher(InProcessLauncher):
             )
             call = (cluster, function, args, kwargs)
             if self.start_method == "fork":
-                plan.call, plan.gate = call, os.pipe()
+                plan.call, plan.port_pipe = call, os.pipe()
             else:
                 _write_call(call, plan, self.start_method)
             try:
@@ -167,21 +168,22 @@ class ProcessLauncher(InProcessLauncher):
     def _check(self) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise LaunchError(
-                f"start_method={self.start_method!r} imports the script in every new process, and this script starts "
-                "training while it is imported.",
-                fix='put what it does under `if __name__ == "__main__":`.',
+                f"Expected a script that can be imported, which start_method={self.start_method!r} does in every new "
+                "process, got a script that starts training while it is imported.",
+                fix='put the training under `if __name__ == "__main__":`.',
             )
         if self.start_method != "fork":
             return
         if torch.cuda.is_initialized():
             raise LaunchError(
-                "this process has used CUDA already, and a forked process cannot use it then.",
-                fix="make no CUDA tensor and no CUDA query before the launch (in a notebook: restart it and run the "
+                "Expected a process that has not used CUDA, got one that has: its forks cannot use CUDA.",
+                fix="avoid CUDA tensors and CUDA queries before the launch (in a notebook: restart it and run the "
                 "training first), or run a script with strategy='ddp' or 'ddp_spawn'.",
             )
         if dist.is_initialized():
             raise LaunchError(
-                "this process is a rank of torch.distributed already, and its connections cannot be shared by forks.",
+                "Expected a process outside torch.distributed, got one that is already a rank: forks cannot share its "
+                "connections.",
                 fix="call torch.distributed.destroy_process_group() first, or use strategy='ddp'.",
             )
 
@@ -189,9 +191,9 @@ class ProcessLauncher(InProcessLauncher):
         count = num_threads_per_process(self._num_processes)
         if self.start_method != "fork" or torch.get_num_threads() == 1:
             return count
-        # A fork has none of OpenMP's threads, but its library counts on them: the first parallel loop would never end.
+        # A fork has none of OpenMP's threads, but its library expects them: the first parallel loop would hang.
         if count > 1:
-            log.info("each forked rank computes with one thread of the CPU; strategy='ddp' and 'ddp_spawn' use more.")
+            log.info("each forked rank uses one CPU thread; strategy='ddp' and 'ddp_spawn' use more.")
         return 1
 
     # -- while they run ------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ class ProcessLauncher(InProcessLauncher):
         self._processes = {}
         if self.start_method != "fork":
             self._host(plan)
-        with self._forwarding(plan) as asked:
+        with self._forwarding(plan) as signals:
             for local in range(self._num_processes):
                 process = context.Process(  # type: ignore[attr-defined]  # every context has it
                     target=_run_rank, args=(local, plan), name=f"loopwright-rank-{plan.rank(local)}"
@@ -209,15 +211,15 @@ class ProcessLauncher(InProcessLauncher):
                 process.start()
                 self._processes[local] = process
             if self.start_method == "fork":
-                # Only now: a fork has the locks of the store's thread as they are at that moment, some of them held
-                # for ever. The forks wait for the port.
+                # Only now: a fork copies the locks of the store's thread, some of which would stay held forever.
+                # The forks wait for the port.
                 self._host(plan)
-                plan.open_gate()
-            for signum in tuple(asked):  # one that came while they started
+                plan.send_port()
+            for signum in tuple(signals):  # signals received while they started
                 self.kill(signum)
-            culprit = self._wait(plan, asked)
-        if asked:
-            raise KeyboardInterrupt if signal.SIGINT in asked else StopBySignal
+            culprit = self._wait(plan, signals)
+        if signals:
+            raise KeyboardInterrupt if signal.SIGINT in signals else StopBySignal
         if culprit is not None:
             raise culprit.to_error()
         codes = set(self.local_exits().values())
@@ -225,22 +227,22 @@ class ProcessLauncher(InProcessLauncher):
             raise StopBySignal
         if _INTERRUPTED in codes:
             raise KeyboardInterrupt
-        # Our own file, from our own child, in a folder that is open to nobody else.
+        # Our own file, from our own child, in a private folder.
         return torch.load(plan.file(0, "result"), map_location="cpu", weights_only=False)
 
     def _host(self, plan: _Plan) -> None:
-        """Open the store where rank 0 is; the plan's port is the right one afterwards."""
+        """Open the store on rank 0's node, and set the plan's port."""
         if plan.node_rank == 0:
             self._server = rendezvous.host_store(plan.address, plan.port)
             plan.port = self._server.port
 
-    def _wait(self, plan: _Plan, asked: list[int]) -> Failure | None:
-        """Return when all have ended: None, or the first failure."""
+    def _wait(self, plan: _Plan, signals: list[int]) -> Failure | None:
+        """Wait until all have ended; return the first failure, or None."""
         deaths: list[Failure] = []
         failed_at: float | None = None
         living = dict(self._processes)
         while living:
-            # Not for ever: the system may give a signal to another thread, and then only a return runs its handler.
+            # Bounded: the system may deliver a signal to another thread, whose handler runs only after a return.
             ready = multiprocessing.connection.wait([process.sentinel for process in living.values()], _POLL_S)
             if failed_at is not None and time.monotonic() >= failed_at + _ENDS_BY_ITSELF_S:
                 break
@@ -250,7 +252,7 @@ class ProcessLauncher(InProcessLauncher):
                 process.join()
                 del living[local]
                 code = process.exitcode or 0
-                if code in (0, _TERMINATED, _INTERRUPTED) or asked:
+                if code in (0, _TERMINATED, _INTERRUPTED) or signals:
                     continue
                 failed_at = failed_at or time.monotonic()
                 if not plan.file(local, "failure").exists():
@@ -261,22 +263,22 @@ class ProcessLauncher(InProcessLauncher):
 
     @contextmanager
     def _forwarding(self, plan: _Plan) -> Iterator[list[int]]:
-        """Send Ctrl-C and SIGTERM on to the processes, which have a process group of their own and get it once.
+        """Forward Ctrl-C and SIGTERM to the processes, which have their own process groups and receive it once.
 
-        Gives the list of the signals that came.
+        Yields the list of received signals.
         """
-        asked: list[int] = []
+        signals: list[int] = []
         if threading.current_thread() is not threading.main_thread():
-            yield asked  # only the main thread can have handlers
+            yield signals  # only the main thread can have handlers
             return
         pid = os.getpid()
 
         def forward(signum: int, frame: FrameType | None) -> None:
             if os.getpid() != pid:
-                return  # a fork that has not taken its own handlers yet; the signal is sent to it below
-            asked.append(signum)
-            # The third Ctrl-C is from somebody who does not want to wait any more.
-            self.kill(signal.SIGKILL if asked.count(signal.SIGINT) > 2 else signum)
+                return  # a fork that has not set its own handlers yet; the signal is sent to it below
+            signals.append(signum)
+            # The third Ctrl-C ends without waiting.
+            self.kill(signal.SIGKILL if signals.count(signal.SIGINT) > 2 else signum)
 
         before: dict[int, Any] = {
             number: signal.signal(number, forward) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)
@@ -284,15 +286,15 @@ class ProcessLauncher(InProcessLauncher):
         if self.start_method == "fork":
             plan.handlers = before
         try:
-            yield asked
+            yield signals
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _stop(self) -> None:
-        """End what still runs, first with a request and then without, and reap it."""
-        # Not left to a traceback that somebody keeps: a later fork would have a server without its thread, and die of
-        # it when its copy is collected.
+        """End running processes: SIGTERM first, then SIGKILL; and reap them."""
+        # Not left to a stored traceback: a later fork would have a server without its thread, and crash when its copy
+        # is collected.
         self._server = None
         ends = time.monotonic() + _TERMINATE_S
         self.kill(signal.SIGTERM)
@@ -304,25 +306,25 @@ class ProcessLauncher(InProcessLauncher):
 
 
 def check_start_method(start_method: str) -> None:
-    """Raise a ConfigError if there is no such method, or this system does not have it."""
+    """Raise a ConfigError if the start method is unknown or unavailable on this system."""
     if start_method not in START_METHODS:
         raise ConfigError(
-            f"start_method={start_method!r} is unknown.",
-            fix=f"use one of popen, {', '.join(START_METHODS)}.",
+            f"Expected a start method of popen, {', '.join(START_METHODS)}, got start_method={start_method!r}.",
+            fix="pass one of these names.",
         )
     if start_method not in multiprocessing.get_all_start_methods():
         raise ConfigError(
-            f"start_method={start_method!r} does not exist on this system ({sys.platform}).",
+            f"Expected a start method of this system ({sys.platform}), got start_method={start_method!r}.",
             fix="use 'ddp' (which runs the script once per process) or 'ddp_spawn'.",
         )
 
 
-# -- what the processes need to know -----------------------------------------------------------------------------------
+# -- the plan -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Settings:
-    """What a fresh interpreter does not have, and a fork would."""
+    """Process-wide settings, which a fork inherits and a fresh interpreter does not."""
 
     rng: dict[str, Any]
     dtype: torch.dtype
@@ -355,7 +357,7 @@ class _Settings:
 
 @dataclass
 class _Plan:
-    """What every process is told."""
+    """The data that every process receives."""
 
     folder: str
     address: str
@@ -367,33 +369,33 @@ class _Plan:
     settings: _Settings | None
     call: Any = None
     """(cluster, function, args, kwargs); None: in the file."""
-    gate: tuple[int, int] | None = None
-    """For forks: a pipe that brings the port when the store is open."""
+    port_pipe: tuple[int, int] | None = None
+    """For forks: a pipe that delivers the port when the store is open."""
     handlers: dict[int, Any] = field(default_factory=dict)
     """For forks: the signal handlers before the launch."""
 
-    def open_gate(self) -> None:
-        """Tell every fork the port."""
-        assert self.gate is not None
-        os.write(self.gate[1], self.port.to_bytes(4, "little") * self.num_processes)
+    def send_port(self) -> None:
+        """Send the port to every fork."""
+        assert self.port_pipe is not None
+        os.write(self.port_pipe[1], self.port.to_bytes(4, "little") * self.num_processes)
 
-    def pass_gate(self) -> None:
-        """Wait for the port; called in a fork.
+    def receive_port(self) -> None:
+        """Wait for the port, in a fork.
 
         Raises:
-            SystemExit: The launching process has ended before.
+            SystemExit: The launching process has ended.
         """
-        if self.gate is None:
+        if self.port_pipe is None:
             return
-        os.close(self.gate[1])
-        told = os.read(self.gate[0], 4)
-        if not told:
+        os.close(self.port_pipe[1])
+        text = os.read(self.port_pipe[0], 4)
+        if not text:
             sys.exit(1)
-        self.port = int.from_bytes(told, "little")
+        self.port = int.from_bytes(text, "little")
 
     def close(self) -> None:
         """Close the pipe in the launching process."""
-        for end in self.gate or ():
+        for end in self.port_pipe or ():
             os.close(end)
 
     def rank(self, local: int) -> int:
@@ -403,11 +405,11 @@ class _Plan:
         return Path(self.folder, f"{what}{local}")
 
     def death(self, local: int, pid: int, code: int, start_method: str) -> Failure:
-        """Return the failure of a process that could not say anything itself."""
+        """Return the failure of a process that could not report it."""
         how = describe_exit(code)
         if not self.file(local, "started").exists() and start_method != "fork":
             how += (
-                "; it never got as far as its work. Its own message stands above; often the script lacks "
+                "; it did not reach the function. Its own message is above; often the script lacks "
                 'an `if __name__ == "__main__":`'
             )
         trace = ""
@@ -422,30 +424,30 @@ class _Plan:
 
 
 def _write_call(call: Any, plan: _Plan, start_method: str) -> None:
-    # Not through multiprocessing, which would put tensors into memory that all ranks share and train on together.
+    # Not through multiprocessing, which would put tensors into memory that all ranks share.
     try:
         torch.save(call, plan.file(0, "call"))
     except _UNPICKLABLE as error:
         raise LaunchError(
-            f"start_method={start_method!r} sends the function and its arguments to other processes, but they cannot "
-            f"be pickled: {error}",
-            fix="define functions and classes at the top level of a module, and open files and connections in hooks; "
-            "or use strategy='ddp' or 'ddp_fork', which pickle nothing.",
+            f"Expected a function and arguments that can be pickled, since start_method={start_method!r} sends them to "
+            f"other processes, got: {error}",
+            fix="define functions and classes at the top level of a module, and open files and connections in hooks, "
+            "or use strategy='ddp' or 'ddp_fork', which do not pickle.",
         ) from error
 
 
 def _first_failure(plan: _Plan, server: TCPStore | None, deaths: list[Failure]) -> Failure:
-    """Return the failure that the others follow from."""
+    """Return the failure that caused the others."""
     posted = None
     if server is not None and (shared := rendezvous.attempt_store(server)).check([rendezvous.FAILURE]):
         posted = Failure.from_json(shared.get(rendezvous.FAILURE))
     known = [] if posted is None else [posted]
-    said = [
+    reported = [
         Failure.from_json(file.read_text())
         for local in range(plan.num_processes)
         if (file := plan.file(local, "failure")).exists()
     ]
-    known += sorted(said, key=lambda failure: failure.when)
+    known += sorted(reported, key=lambda failure: failure.when)
     causes = [failure for failure in known if not _CONSEQUENCE.search(failure.how)]
     return (causes + deaths + known)[0]
 
@@ -454,21 +456,21 @@ def _first_failure(plan: _Plan, server: TCPStore | None, deaths: list[Failure]) 
 
 
 def _run_rank(local: int, plan: _Plan) -> None:
-    """Run the function as one rank, and leave what came of it in a file. The whole life of the process."""
+    """Run the function as one rank and write its result or failure to a file; the main function of the process."""
     global _started_in
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the launching process, which sends it on
+        os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the launching process, which forwards it
     for number, handler in plan.handlers.items():
         signal.signal(number, handler)
-    tie_to_parent_process()
+    watch_parent_process()
     _started_in = os.getpid()
-    # Garbage that a fork takes over may own threads that only its parent has (the store of a run that failed): to
-    # collect it here would wait for them for ever.
+    # Garbage inherited by a fork may own threads that only its parent has (the store of a failed run): collecting it
+    # here would wait for them forever.
     gc.freeze()
     rank = plan.rank(local)
     code = 0
     try:
-        plan.pass_gate()
+        plan.receive_port()
         plan.file(local, "started").touch()
         _, function, args, kwargs = _prepare(local, plan)
         result = function(*args, **kwargs)
@@ -478,7 +480,7 @@ def _run_rank(local: int, plan: _Plan) -> None:
         code = _INTERRUPTED
     except StopBySignal:
         code = _TERMINATED
-    except BaseException as error:  # whatever it is, the launching process raises it for the user
+    except BaseException as error:  # the launching process raises it for the user
         failure = Failure.of(error, rank=rank)
         code = failure.exit_code
         partial = plan.file(local, "partial")
@@ -491,7 +493,7 @@ def _run_rank(local: int, plan: _Plan) -> None:
 
 
 def _prepare(local: int, plan: _Plan) -> Any:
-    """Tell this process who it is, and return what it is to do."""
+    """Set this process's rank and settings, and return its call."""
     os.environ.update(
         {
             "MASTER_ADDR": plan.address,
@@ -502,13 +504,13 @@ def _prepare(local: int, plan: _Plan) -> Any:
             "WORLD_SIZE": str(plan.num_processes * plan.num_nodes),
             "LOCAL_WORLD_SIZE": str(plan.num_processes),
             rendezvous.HOSTED: "hosted",
-            "LOOPWRIGHT_CRASH_FOLDER": plan.folder,  # read by fabric/watch/crash_file.py
+            "LOOPWRIGHT_CRASH_FOLDER": plan.folder,
         }
     )
     torch.set_num_threads(plan.num_threads)
     if plan.settings is not None:
         plan.settings.apply()
-    # Written by the launching process into a folder that is open to nobody else.
+    # Written by the launching process into a private folder.
     call = plan.call if plan.call is not None else torch.load(plan.file(0, "call"), weights_only=False)
     cluster = call[0]
     cluster.set_world_size(plan.num_processes * plan.num_nodes)
@@ -524,22 +526,22 @@ def _write_result(result: Any, file: Path) -> None:
         torch.save(result, file)
     except _UNPICKLABLE as error:
         raise LaunchError(
-            f"what the function returned on rank 0 cannot be pickled, and so not brought back: {error}",
+            f"Expected a result of rank 0 that can be pickled, got: {error}",
             fix="return tensors and plain values.",
         ) from error
 
 
 def _post(failure: Failure, plan: _Plan) -> None:
-    """Tell the other ranks, also those on other nodes."""
+    """Notify the other ranks, also on other nodes."""
     store: Store | None = rendezvous.store()
-    with suppress(RuntimeError):  # the store is gone: so is the launching process, and with it whoever would read this
+    with suppress(RuntimeError):  # the store is gone, and with it the launching process and every reader
         if store is None:
-            store = rendezvous.attempt_store(rendezvous.open_store(_Place(plan)))
+            store = rendezvous.attempt_store(rendezvous.open_store(_StoreAddress(plan)))
         store.compare_set(rendezvous.FAILURE, "", failure.to_json())
 
 
-class _Place:
-    """Where the store is, for a process whose cluster environment may be what failed."""
+class _StoreAddress:
+    """Address of the store, for a process whose cluster environment may have failed."""
 
     def __init__(self, plan: _Plan) -> None:
         self.main_address, self.main_port = plan.address, plan.port

@@ -1,4 +1,4 @@
-"""Starts the other ranks of this node by running the user's command again: strategy="ddp" and relatives ("popen")."""
+"""`ScriptLauncher`: starts the other ranks of this node by running the user's command again (strategy="ddp")."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from . import InProcessLauncher
 from .command import own_command, sweep_job
-from .parent_watchdog import Lifeline
+from .parent_watchdog import ParentWatchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -37,30 +37,30 @@ R = TypeVar("R")
 _POLL_S = 0.2
 _TERMINATE_S = 3.0
 _FAILING_S = 4.0
-# Exit codes of a process that SIGTERM or Ctrl-C ended, by its own will or not.
+# Exit codes of a process that ended after SIGTERM or Ctrl-C.
 _STOPPED = {143, 130, -15, -2}
 _REPORT_S = 30.0
 _STORE_S = timedelta(seconds=10)
 
-# The launcher that started processes here: they run the whole script, so that there can be no second set of them.
+# The launcher that started processes here: they run the full script, so there cannot be a second set of them.
 _started: ScriptLauncher | None = None
 
 
 class ScriptLauncher(InProcessLauncher):
-    """This process becomes the node's local rank 0; each further rank is the user's command once more.
+    """Makes this process the node's local rank 0, and runs the user's command again for each further rank.
 
-    All of them run the whole script. The first `launch` in a process starts them, later ones (of this or another
-    launcher with the same numbers) find them there. They end with this process, whatever ends it; and at the end of
-    the script this process waits for them, and ends with a code other than 0 if one of them does.
+    Each process runs the full script. The first `launch` in a process starts them; later calls (of this or another
+    launcher with the same numbers) reuse them. They end with this process, for whatever reason. At the end of the
+    script this process waits for them, and returns a nonzero exit code if one of them does.
 
     Args:
-        cluster: Knows the address of rank 0 and this node's rank; is told the port.
-        num_processes: Processes per node.
-        num_nodes: Number of nodes; on each of them the user starts the command once.
+        cluster: Provides the address of rank 0 and this node's rank; receives the port.
+        num_processes: Number of processes per node.
+        num_nodes: Number of nodes; the user starts the command once on each.
 
     Attributes:
-        grace_s: If a process that was started here fails, this process has so long to end by itself, as it does when a
-            collective breaks or fabric/watch/ ends it. Then it is ended. None: never.
+        grace_s: Seconds that this process has to end by itself after a process started here has failed, as it does when
+            a collective breaks or the watch ends it. None for no limit.
     """
 
     def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
@@ -70,25 +70,26 @@ class ScriptLauncher(InProcessLauncher):
         self._num_nodes = num_nodes
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, int] = {}
-        self._lifeline: Lifeline | None = None
+        self._watchdog: ParentWatchdog | None = None
         self._server: TCPStore | None = None
         self._pid = os.getpid()
         self._is_closing = threading.Event()
         self._left_by: BaseException | None = None
         self._job: str | None = None
-        self._replaced: dict[str, str | None] = {}  # variables as they were
+        self._replaced: dict[str, str | None] = {}  # environment variables before the launch
         self._num_threads: int | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """False: there is no script to run again at a prompt or in a notebook."""
+        """False: a prompt or a notebook has no script to run again."""
         return False
 
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Start the other ranks of this node, if they are not there yet, and call the function as local rank 0.
+        """Start the other ranks of this node, unless they exist, and call the function as local rank 0.
 
         Raises:
-            LaunchError: There is nothing to run again, the port is taken, or other numbers of processes run already.
+            LaunchError: There is no command to run again, the port is in use, or processes run already in another
+                number.
         """
         global _started
         owner = started_here()
@@ -97,10 +98,11 @@ class ScriptLauncher(InProcessLauncher):
             _started = owner = self
         elif (owner._num_processes, owner._num_nodes) != (self._num_processes, self._num_nodes):
             raise LaunchError(
-                f"{self._num_processes} processes on {self._num_nodes} node(s) are asked for, but this program runs in "
-                f"{owner._num_processes} on {owner._num_nodes} already, and each of them runs the whole script.",
-                fix="use the same devices= and num_nodes= for all runs of a script; or let a run have processes of its "
-                "own, with strategy='ddp_spawn'.",
+                f"Expected devices and num_nodes of this script's first run ({owner._num_processes} processes on "
+                f"{owner._num_nodes} node(s)), got {self._num_processes} processes on {self._num_nodes} node(s). Each "
+                "process runs the full script.",
+                fix="use the same devices= and num_nodes= for all runs of a script, or start separate processes for "
+                "each run with strategy='ddp_spawn'.",
             )
         try:
             return function(*args, **kwargs)
@@ -124,7 +126,7 @@ class ScriptLauncher(InProcessLauncher):
     def _start(self) -> None:
         cluster, count = self._cluster, self._num_processes
         cluster.validate_settings(count, self._num_nodes)
-        commands = {local: own_command(local) for local in range(1, count)}  # refuses before anything is opened
+        commands = {local: own_command(local) for local in range(1, count)}  # raises before anything is opened
         if cluster.node_rank() == 0:
             self._server = rendezvous.host_store(cluster.main_address, cluster.main_port)
             rendezvous.keep_store(self._server)
@@ -140,23 +142,23 @@ class ScriptLauncher(InProcessLauncher):
             rendezvous.HOSTED: "hosted",
             "OMP_NUM_THREADS": str(num_threads_per_process(count)),
         }
-        self._lifeline = Lifeline()
+        self._watchdog = ParentWatchdog()
         self._job = sweep_job()
         atexit.register(self._finish)
         try:
             for local, (command, folder) in commands.items():
-                variables = {**os.environ, **common, **self._lifeline.variables, **self._ranks(local)}
+                variables = {**os.environ, **common, **self._watchdog.variables, **self._ranks(local)}
                 self._children[local] = subprocess.Popen(
-                    command, env=variables, cwd=folder, pass_fds=self._lifeline.descriptors
+                    command, env=variables, cwd=folder, pass_fds=self._watchdog.descriptors
                 )
         except OSError as error:
             self._stop()
             raise LaunchError(
-                f"rank {len(self._children) + 1} of this node could not be started: {error}",
-                fix="look at what the system says; perhaps too many processes run, or sys.executable is not set.",
+                f"Expected local rank {len(self._children) + 1} to start, got {type(error).__name__}: {error}.",
+                fix="check the number of running processes and whether sys.executable is set.",
             ) from error
-        self._lifeline.hand_over()
-        # From now on this process is one of several, also for a Trainer that the script makes later.
+        self._watchdog.close_read_end()
+        # From now on this process is one of several, also for a Trainer that the script creates later.
         if "OMP_NUM_THREADS" not in os.environ:
             import torch
 
@@ -174,9 +176,9 @@ class ScriptLauncher(InProcessLauncher):
     # -- while they run ------------------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
-        """Reap what ends; if one fails, tell the other ranks, and make sure that this process ends."""
+        """Reap processes; if one fails, notify the other ranks and ensure that this process ends."""
         while not self._is_closing.wait(_POLL_S):
-            # Ranks that a signal stopped may end one after the other, the last when it has written a checkpoint.
+            # Ranks stopped by a signal may end one after the other, the last after writing a checkpoint.
             ended = {rank: code for rank, code in self.local_exits().items() if code and code not in _BY_SIGNAL}
             if ended:
                 local, code = next(iter(ended.items()))
@@ -193,32 +195,32 @@ class ScriptLauncher(InProcessLauncher):
         self._post(failure)
         if self.grace_s is None or self._is_closing.wait(self.grace_s):
             return
-        sys.stderr.write(f"\nloopwright: {failure.describe()}; the other ranks are ended.\n")
+        sys.stderr.write(f"\nloopwright: {failure.describe()}; ending the other ranks.\n")
         sys.stderr.flush()
         self._stop()
         os._exit(failure.exit_code)
 
     def _post(self, failure: Failure) -> None:
-        """Tell the other ranks, who may wait for the one that failed. The first word counts."""
+        """Notify the other ranks, which may wait for the failed one. The first report counts."""
         store: Store
         try:
-            # A connection of its own: on the other one the main thread may be waiting.
+            # A separate connection: the main thread may be waiting on the other one.
             if self._server is None:
                 store = rendezvous.open_store(self._cluster, _STORE_S)
             else:
                 store = self._server.clone()  # type: ignore[attr-defined]  # missing in torch's types
             rendezvous.attempt_store(store).compare_set(rendezvous.FAILURE, "", failure.to_json())
-        except RuntimeError as error:  # rank 0's node is gone: then its own launcher has spoken
-            log.debug("the failure of rank %d could not be posted: %s", failure.rank, error)
+        except RuntimeError as error:  # rank 0's node is gone, and its own launcher has reported
+            log.debug("the failure of rank %d could not be published: %s", failure.rank, error)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Wait for the processes that were started; called when the interpreter ends, before the store goes."""
+        """Wait for the started processes at interpreter exit, before the store closes."""
         if os.getpid() != self._pid:
-            return  # a fork of this process ends
+            return  # a fork of this process is ending
         self._is_closing.set()
-        # An uncaught exception, or a stop: then the others fail or stop, too, or hang.
+        # An uncaught exception or a stop: the others fail, stop or hang as well.
         is_failing = self._left_by is not None or getattr(sys, "last_value", None) is not None
         try:
             self._wait(_FAILING_S if is_failing else None)
@@ -227,18 +229,18 @@ class ScriptLauncher(InProcessLauncher):
         self._stop()
         codes = {rank: code for rank, code in self.local_exits().items() if code}
         if codes and not is_failing:
-            if not set(codes.values()) <= _STOPPED:  # after an agreed stop every rank has said so itself
-                told = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
-                sys.stderr.write(f"\nloopwright: not every process ended with exit code 0: {told}.\n")
+            if not set(codes.values()) <= _STOPPED:  # after a coordinated stop every rank has reported it
+                exits = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
+                sys.stderr.write(f"\nloopwright: not every process ended with exit code 0: {exits}.\n")
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            # There is no other way to a code once the interpreter is ending; our own part of the end is done.
+            # The only way to set an exit code while the interpreter is ending; our own cleanup is done.
             rendezvous.disconnect()
             os._exit(max(codes.values()) if max(codes.values()) > 0 else 1)
 
     def leave(self) -> None:
-        """Wait for the processes of a job that is over, and make this process one that has started none.
+        """Wait for the processes of a completed job, and reset this process to one that has started none.
 
         Raises:
             LaunchError: One of them failed.
@@ -248,19 +250,19 @@ class ScriptLauncher(InProcessLauncher):
         self._wait(None)
         codes = {rank: code for rank, code in self.local_exits().items() if code}
         if codes:
-            told = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
+            exits = "; ".join(f"local rank {rank}: {describe_exit(code)}" for rank, code in codes.items())
             raise LaunchError(
-                f"this job of a sweep cannot begin, because not every process of the job before ended well: {told}.",
-                fix="look at what these processes print; or let each job have a process of its own (another launcher "
-                "of Hydra's).",
+                f"Expected exit code 0 from every process of the previous sweep job, got {exits}. This job cannot "
+                "start.",
+                fix="check the output of these processes, or run each job in its own process (another Hydra launcher).",
             )
         from ..watching import stop_watching
 
         stop_watching()
         rendezvous.disconnect()
         atexit.unregister(self._finish)
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._cluster.teardown()
         for name, value in self._replaced.items():
             if value is None:
@@ -274,7 +276,7 @@ class ScriptLauncher(InProcessLauncher):
         self._children, self._server, _started = {}, None, None
 
     def _wait(self, limit_s: float | None) -> None:
-        """Return when all have ended, or after the limit."""
+        """Wait until all have ended, or until the limit."""
         began = time.monotonic()
         next_report_s = _REPORT_S
         pause_s = 0.005
@@ -284,13 +286,13 @@ class ScriptLauncher(InProcessLauncher):
                 return
             if waited_s >= next_report_s:
                 living = sorted(set(self._children) - set(self.local_exits()))
-                log.warning("this script has ended; it waits for local ranks %s to end (%.0f s)", living, waited_s)
+                log.warning("this script has ended; waiting for local ranks %s to end (%.0f s)", living, waited_s)
                 next_report_s *= 2
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S)
 
     def _stop(self) -> None:
-        """End what still runs, first with a request and then without."""
+        """End running processes: SIGTERM first, then SIGKILL."""
         self._is_closing.set()
         if len(self.local_exits()) == len(self._children):
             return
@@ -303,15 +305,15 @@ class ScriptLauncher(InProcessLauncher):
 
 
 def started_here() -> ScriptLauncher | None:
-    """Return the launcher that has started processes from this one."""
+    """Return the launcher that has started processes from this one; None without one."""
     return _started if _started is not None and _started._pid == os.getpid() else None
 
 
 def leave_ended_job() -> None:
-    """Make this process one that has started none if what it started belongs to an earlier job of a sweep.
+    """Reset this process if the processes that it started belong to an earlier job of a sweep.
 
     The jobs of a sweep (Hydra's `--multirun`) run in this process one after the other, but the processes that it starts
-    run one job and end. Called by resolve.py before it looks at the environment.
+    run one job and end.
 
     Raises:
         LaunchError: A process of the earlier job failed.
@@ -322,13 +324,13 @@ def leave_ended_job() -> None:
 
 
 _BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)
-"""Codes of a process that stopped because it was asked to: StopBySignal, and an uncaught KeyboardInterrupt."""
+"""Exit codes of a process that stopped on request: StopBySignal, and an uncaught KeyboardInterrupt."""
 
 
 def num_threads_per_process(num_processes: int) -> int:
     """Return OMP_NUM_THREADS if it is set, else this process's share of the cores, at least 1."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdecimal() and int(told) > 0:
-        return int(told)
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    if requested.isdecimal() and int(requested) > 0:
+        return int(requested)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_processes)

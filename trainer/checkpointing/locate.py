@@ -103,11 +103,13 @@ def _last(trainer: Trainer) -> str | None:
 
 def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Exception], None]) -> str | None:
     """Return the first checkpoint that is whole; each rank reads its share of the files. On every rank."""
-    from ...fabric.on_all_ranks import together  # not imported where there is one process
+    from ...fabric.on_all_ranks import run_on_all_ranks  # not imported where there is one process
 
     for path in paths:
         try:
-            together(trainer.strategy, partial(storage.verify_share, path, trainer.global_rank, trainer.world_size))
+            run_on_all_ranks(
+                trainer.strategy, partial(storage.verify_share, path, trainer.global_rank, trainer.world_size)
+            )
         except CheckpointError as error:
             if trainer.is_global_zero:
                 skip(path, error)

@@ -276,15 +276,15 @@ def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
 
     strategy = trainer.fabric.strategy
 
-    def together(function: Callable[[], Any]) -> Any:
-        from ...fabric.on_all_ranks import together as call_on_all_ranks  # only where there are several processes
+    def on_all_ranks(function: Callable[[], Any]) -> Any:
+        from ...fabric.on_all_ranks import run_on_all_ranks  # only where there are several processes
 
-        return call_on_all_ranks(strategy, function)
+        return run_on_all_ranks(strategy, function)
 
     checkpoint = read_on_all_ranks(
         strategy.checkpoint_io,
         path,
-        Ranks(trainer.global_rank, trainer.world_size, strategy.gather_objects, together),
+        Ranks(trainer.global_rank, trainer.world_size, strategy.gather_objects, on_all_ranks),
         is_safe=not is_trusted,
         by_parts=strategy.shards_parameters,
     )

@@ -118,7 +118,7 @@ def test_what_shares_memory_in_the_result_shares_it_afterwards() -> None:
 
 def test_a_result_that_cannot_be_pickled_is_an_error_with_advice() -> None:
     launcher, _ = forks()
-    with pytest.raises(RankFailure, match=r"(?s)cannot be pickled.*return tensors and plain values"):
+    with pytest.raises(RankFailure, match=r"(?s)can be pickled.*return tensors and plain values"):
         launcher.launch(lambda: threading.Lock())
 
 
@@ -164,7 +164,7 @@ if __name__ == "__main__":
     try:
         launcher.launch(lambda: 1)
     except LaunchError as error:
-        assert "cannot be pickled" in str(error), error
+        assert "can be pickled" in str(error), error
     print("well")
 """
 
@@ -206,7 +206,7 @@ def test_spawn_without_a_main_guard_is_an_error_with_advice(tmp_path: Path) -> N
     done = run(file)
     assert done.returncode == 1
     assert "RankFailure" in done.stderr
-    assert 'put what it does under `if __name__ == "__main__":`' in done.stderr
+    assert 'put the training under `if __name__ == "__main__":`' in done.stderr
     assert "rank 0 " in done.stderr
 
 
@@ -362,20 +362,20 @@ def test_a_fork_after_work_on_several_threads_does_not_hang(tmp_path: Path) -> N
 
 def test_fork_after_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(LaunchError, match="has used CUDA already"):
+    with pytest.raises(LaunchError, match="process that has not used CUDA"):
         forks()[0].launch(print)
 
 
 def test_fork_of_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(LaunchError, match="a rank of torch.distributed already"):
+    with pytest.raises(LaunchError, match="already a rank"):
         forks()[0].launch(print)
 
 
 def test_start_methods_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="start_method='thread' is unknown"):
+    with pytest.raises(ConfigError, match="got start_method='thread'"):
         ProcessLauncher("thread", LightningEnvironment(), 2)
     monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
-    with pytest.raises(ConfigError, match="start_method='fork' does not exist on this system"):
+    with pytest.raises(ConfigError, match="got start_method='fork'"):
         forks()
     assert not ProcessLauncher("spawn", LightningEnvironment(), 2).is_interactive_compatible

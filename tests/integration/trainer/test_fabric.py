@@ -384,7 +384,7 @@ def test_rank_zero_may_take_longer_than_a_collective() -> None:
 def test_rank_zero_goes_first_and_its_failure_is_everyones(tmp_path: Path) -> None:
     first, second = run_ranks(in_turn, 2, str(tmp_path), connect=False)
     assert first == ["no such data "] * 2
-    assert second == ["no such data ['This was raised on rank 0; the ranks stop together.']"] * 2
+    assert second == ["no such data ['This was raised on rank 0; all ranks stop.']"] * 2
 
 
 class Odd(Exception):

@@ -13,7 +13,7 @@ from loopwright.fabric import InProcessLauncher, Launcher, LightningEnvironment,
 from loopwright.fabric import launch as package
 from loopwright.fabric.launch import ExternalLauncher, ProcessLauncher, ScriptLauncher
 from loopwright.fabric.launch.command import own_command
-from loopwright.fabric.launch.parent_watchdog import VARIABLE, Lifeline, tie_to_parent
+from loopwright.fabric.launch.parent_watchdog import VARIABLE, ParentWatchdog, watch_parent
 from loopwright.fabric.launch.processes import _CONSEQUENCE, _first_failure, _Plan
 from loopwright.fabric.launch.script import num_threads_per_process
 
@@ -130,7 +130,7 @@ def test_a_folder(typed: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", [None, "<stdin>", "gone.py"])
 def test_what_cannot_run_again_is_an_error(typed: Any, file: str | None) -> None:
     typed("-c", "...", argv=["-c"], file=file)
-    with pytest.raises(LaunchError, match="it is no script or module"):
+    with pytest.raises(LaunchError, match="Expected a script or module"):
         own_command(1)
 
 
@@ -166,16 +166,16 @@ def test_below_a_sweep_of_hydra_each_job_keeps_its_values(typed: Any, monkeypatc
     assert own_command(2)[0][3:] == ["--config-name=big", "lr=2", "~data", *OURS, "hydra.mode=RUN"]
 
 
-# -- the lifeline ----------------------------------------------------------------------------------------------------
+# -- the parent watchdog ---------------------------------------------------------------------------------------------
 
 
-def test_a_lifeline_is_held_once_and_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Lifeline()
+def test_a_parent_watchdog_is_held_once_and_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ParentWatchdog()
     monkeypatch.setenv(VARIABLE, f"{os.getppid()}:{line._read}:0")
-    tie_to_parent()
+    watch_parent()
     assert VARIABLE not in os.environ
     assert not os.get_inheritable(line._read)
-    tie_to_parent()  # nothing is left to do
+    watch_parent()  # nothing is left to do
     # The thread reads from it until this process ends: both ends stay open.
 
 
