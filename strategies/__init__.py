@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .ddp.strategy import DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy
     from .distributed.layer_sync import LayerSync, TorchSyncBatchNorm
+    from .distributed.processes import ProcessGroupStrategy
     from .fsdp.strategy import FSDPStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
@@ -32,6 +33,7 @@ __all__ = [
     "LayerSync",
     "NoLoss",
     "ParallelStrategy",
+    "ProcessGroupStrategy",
     "SingleDeviceStrategy",
     "SingleDeviceXLAStrategy",
     "Strategy",
@@ -53,6 +55,7 @@ __getattr__, __dir__ = attach(
         "DeepSpeedStrategy": "deepspeed.strategy",
         "FSDPStrategy": "fsdp.strategy",
         "LayerSync": "distributed.layer_sync",
+        "ProcessGroupStrategy": "distributed.processes",
         "SingleDeviceXLAStrategy": "xla.single_device",
         "TorchSyncBatchNorm": "distributed.layer_sync",
         "XLAFSDPStrategy": "xla.fsdp",

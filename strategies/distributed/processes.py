@@ -1,4 +1,4 @@
-"""The base of strategies that connect their processes by torch.distributed. DDP and FSDP derive from it."""
+"""The base of strategies that connect their processes by torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ MOST_STALL = timedelta(seconds=300)
 
 
 class ProcessGroupStrategy(ParallelStrategy):
-    """Several processes that torch.distributed connects.
+    """Several processes that torch.distributed connects: the base to derive from for an engine of your own.
+
+    It starts and connects processes, compares the module over ranks (`check_module`), and has the collectives.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
@@ -59,12 +61,12 @@ class ProcessGroupStrategy(ParallelStrategy):
         checkpoint_io: Any = None,  # Any: see Strategy
         precision_plugin: Precision | None = None,
         *,
-        process_group_backend: str | None,
-        timeout: timedelta | float | None,
-        start_method: str,
-        precision: Precision | None,
-        uneven: str,
-        stall_timeout: timedelta | float | None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        precision: Precision | None = None,
+        uneven: str = "stop_all",
+        stall_timeout: timedelta | float | None = None,
         problems: Sequence[tuple[str, str]] = (),
     ) -> None:
         super().__init__(

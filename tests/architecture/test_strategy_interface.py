@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -97,9 +98,25 @@ def test_a_declared_request_is_accepted(source: str) -> None:
     assert not list(problems_in(ast.parse(source)))
 
 
-def test_every_capability_has_a_docstring() -> None:
+def _capabilities() -> ast.ClassDef:
     tree = tree_of(ROOT / "strategies" / "capabilities.py")
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Capabilities")
+    return cls
+
+
+def test_the_documentation_lists_every_capability_with_type_and_default() -> None:
+    page = (ROOT / "docs" / "write-a-strategy.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \| ", page.replace("\\|", "|"), re.MULTILINE))
+    declared = {
+        tuple(ast.unparse(part) for part in (node.target, node.annotation, node.value))
+        for node in _capabilities().body
+        if isinstance(node, ast.AnnAssign) and node.value is not None
+    }
+    assert listed == declared - {("strategy_name", "str", "'custom'")}
+
+
+def test_every_capability_has_a_docstring() -> None:
+    cls = _capabilities()
     declared = [index for index, node in enumerate(cls.body) if isinstance(node, ast.AnnAssign)]
     assert declared
     for index in declared:

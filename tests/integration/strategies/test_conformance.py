@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from conformance import (
     train_all_by_trainer,
 )
 from ranks import import_deepspeed, run_ranks
+
+from loopwright.strategies import STRATEGY_REGISTRY
 
 Both = tuple[list[State], list[State]]  # by hand on Fabric, and with the Trainer
 
@@ -88,6 +91,22 @@ TABLE: list[Any] = [
 
 @pytest.mark.parametrize(("entry", "precision"), TABLE)
 def test_the_weights_are_those_of_one_process(entry: Entry, precision: str, tmp_path: Path) -> None:
+    assert not differences(entry, precision, tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_strategy_of_the_documentation_gives_the_weights_of_one_process(size: int, tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "write-a-strategy.md"
+    (source, *_) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    try:
+        exec(compile(source, str(page), "exec"), {"__name__": __name__})
+        assert not differences(Entry("all_reduce", size), "64-true", tmp_path)
+    finally:
+        STRATEGY_REGISTRY.remove("all_reduce")
+
+
+def differences(entry: Entry, precision: str, tmp_path: Path) -> dict[str, float]:
+    """Return what differs from one process by more than the tolerance: rank and case -> largest difference."""
     cases = cases_of(entry, precision)
     wrong = {}
     for rank, (by_hand, by_trainer) in enumerate(STARTS[entry.launcher](entry, cases, tmp_path)):
@@ -102,4 +121,4 @@ def test_the_weights_are_those_of_one_process(entry: Entry, precision: str, tmp_
             must_be_same = entry.is_one_recipe and precision not in ("16-true", "bf16-true")
             if found > TOLERANCE[precision] or (must_be_same and not is_same):
                 wrong[f"rank {rank}: {case}, with the Trainer"] = found
-    assert not wrong
+    return wrong
