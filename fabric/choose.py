@@ -155,13 +155,13 @@ def check_conflicts(chosen: Strategy | None, strategy: Any, accelerator: Any, pr
     if precision is not None and plugged.precision is not None:
         problems.append(_choose_one(f"precision={precision!r}", f"plugins=[{plugged.precision!r}]"))
     if chosen is not None and not isinstance(strategy, str):
-        own_parts = chosen.given
+        parts = chosen.given
         outside = (
-            ("accelerator", "accelerator=", own_parts.accelerator, accelerator),
-            ("precision", "precision=", own_parts.precision, precision),
-            ("precision", "plugins=", own_parts.precision, plugged.precision),
-            ("checkpoint_io", "plugins=", own_parts.checkpoint_io, plugged.checkpoint_io),
-            ("cluster_environment", "plugins=", own_parts.cluster_environment, plugged.cluster_environment),
+            ("accelerator", "accelerator=", parts.accelerator, accelerator),
+            ("precision", "precision=", parts.precision, precision),
+            ("precision", "plugins=", parts.precision, plugged.precision),
+            ("checkpoint_io", "plugins=", parts.checkpoint_io, plugged.checkpoint_io),
+            ("cluster_environment", "plugins=", parts.cluster_environment, plugged.cluster_environment),
         )
         problems += [
             _choose_one(f"strategy={chosen!r} with its own {name}", f"{argument}{given!r}")

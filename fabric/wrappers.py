@@ -297,7 +297,7 @@ class FabricOptimizer:
         self._without_fabric.zero_grad(set_to_none)
         strategy = self._fabric.strategy
         if strategy.shards_parameters:  # gradients that were not reduced yet are not in the optimizer's sight
-            strategy.drop_gradients_of(self._without_fabric)
+            strategy.discard_gradients_of(self._without_fabric)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""

@@ -425,24 +425,24 @@ class Strategy(Capabilities):
         """Return whether gradients of narrower parameters can be summed in this dtype; asked before the launch."""
         return self.sums_gradients_itself or self.world_size == 1
 
-    def drop_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of a window which was broken off.
 
         Args:
             module: What `setup_module` returned; None for all modules.
         """
 
-    def drop_gradients_of(self, optimizer: Optimizer) -> None:
+    def discard_gradients_of(self, optimizer: Optimizer) -> None:
         """Forget gradients that the optimizer's own `zero_grad` does not know of. Called after it."""
-        self.drop_gradients(None)
+        self.discard_gradients(None)
 
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the reduced gradients of the optimizer's parameters, in place, before they are clipped."""
-        parts = self.own_parts([one.grad for one in _parameters(optimizer) if one.grad is not None])
+        parts = self.local_shards([one.grad for one in _parameters(optimizer) if one.grad is not None])
         if parts:
             torch._foreach_mul_(parts, factor)
 
-    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return what this rank has of these tensors, sharing their memory: all of it, unless they are sharded."""
         return tensors
 

@@ -169,7 +169,7 @@ def _end_passes(module: nn.Module) -> None:
 
     root = root_of(module)
     if root is not None:
-        root.forget_gradients()
+        root.discard_gradients()
 
 
 @contextmanager

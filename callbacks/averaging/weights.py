@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, ConfigError
-from ...strategies.distributed.shards import as_shards, is_sharded, read_whole, whole
+from ...strategies.distributed.shards import as_shards, full_tensor, is_sharded, read_full
 
 if TYPE_CHECKING:
     from ...protocols import StateDict, StoredTensor
@@ -85,7 +85,7 @@ def placed(
             is_new = not is_sharded(value)
             near = as_shards(value, like)
         else:
-            near = read_whole(value)
+            near = read_full(value)
             is_new = near is not value
         dtype = kept_dtype(like)
         return near.detach().to(device=device or like.device, dtype=dtype, copy=copy and not is_new)
@@ -101,14 +101,14 @@ def part_of(tensor: Tensor) -> Tensor:
 
 def in_memory(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return averages for a checkpoint: those that were loaded and not needed may still be in a file."""
-    return {name: read_whole(value) for name, value in values.items()}
+    return {name: read_full(value) for name, value in values.items()}
 
 
 def as_whole(value: Tensor | StoredTensor) -> Tensor:
     """Return a copy of an average as a whole tensor. Where it is sharded it communicates: on every rank."""
     with torch.no_grad():
-        near: Tensor = read_whole(value)
-        return whole(near) if is_sharded(near) else near.detach().clone()
+        near: Tensor = read_full(value)
+        return full_tensor(near) if is_sharded(near) else near.detach().clone()
 
 
 def write(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Tensor], *, owner: str) -> None:
@@ -125,8 +125,8 @@ def write(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Ten
     check_fit(values, tensors, owner=owner)
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns gradients on
         for name, tensor in tensors.items():
-            value: Tensor = read_whole(values[name]) if not is_sharded(tensor) else as_shards(values[name], tensor)
-            tensor.copy_(whole(value) if is_sharded(value) and not is_sharded(tensor) else value)
+            value: Tensor = read_full(values[name]) if not is_sharded(tensor) else as_shards(values[name], tensor)
+            tensor.copy_(full_tensor(value) if is_sharded(value) and not is_sharded(tensor) else value)
 
 
 def check_fit(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Tensor], *, owner: str) -> None:

@@ -408,7 +408,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _is_finite(self, trainer: Trainer, module: Any) -> bool:
         """Return whether all weights are; on every rank, if the ranks answer."""
-        own = trainer.strategy.own_parts(list(module.parameters()))
+        own = trainer.strategy.local_shards(list(module.parameters()))
         is_finite = all(bool(part.isfinite().all()) for part in own)
         return bool(trainer.strategy.reduce_boolean_decision(is_finite)) if trainer.ranks_answer else is_finite
 

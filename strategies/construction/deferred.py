@@ -1,6 +1,6 @@
 """Building a module without memory for its tensors, so that their values can be computed later, a few at a time.
 
-Strategies that shard a model enter `DeferredInit` in their `init_context`; materialise.py puts the values in. Within
+Strategies that shard a model enter `DeferredInit` in their `init_context`; materialize.py puts the values in. Within
 the context new tensors lie on the meta device, and what is done to them is written down in the terms of replay.py.
 
 An operation that draws random numbers notes the state of the generator and then really draws, into memory that is given

@@ -18,11 +18,11 @@ from .deferred import changed_names, forget_marks, own_tensors
 from .operator_replay import is_deferred, is_empty, replay, view_of
 
 __all__ = [
-    "check_materialisable",
+    "check_materializable",
     "empty_names",
     "made_of",
-    "materialise",
-    "materialise_from_rank_zero",
+    "materialize",
+    "materialize_from_rank_zero",
     "modules_of_unit",
     "update_attributes",
 ]
@@ -50,15 +50,15 @@ def modules_of_unit(unit: nn.Module, inner: Collection[nn.Module] = ()) -> list[
     return list(found.values())
 
 
-def check_materialisable(
+def check_materializable(
     root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None, empty: bool = False
 ) -> None:
     """Raise an error if some part of a model can be given no values; to be called before its first part is.
 
     Args:
         root: The whole model.
-        param_init_fn: As for `materialise`.
-        empty: As for `materialise`.
+        param_init_fn: As for `materialize`.
+        empty: As for `materialize`.
 
     Raises:
         ModuleError: Names all such modules.
@@ -70,8 +70,8 @@ def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | 
     """Return the parameters to which nothing gives a value: built with `empty=True`, for a checkpoint.
 
     Args:
-        root: The whole model, before `materialise`.
-        param_init_fn: As for `materialise`.
+        root: The whole model, before `materialize`.
+        param_init_fn: As for `materialize`.
     """
     left: dict[int, str] = {}
     filled: set[int] = set()
@@ -84,7 +84,7 @@ def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | 
     return [name for key, name in left.items() if key not in filled]
 
 
-def materialise(
+def materialize(
     module: nn.Module,
     *,
     device: torch.device,
@@ -105,7 +105,7 @@ def materialise(
     - Tensors that have values are moved to the device.
 
     A parameter keeps its class, its `requires_grad` and its attributes. It is a new object: hooks of the old one are
-    lost. A tied parameter is made once, also where its places are materialised one after the other.
+    lost. A tied parameter is made once, also where its places are materialized one after the other.
 
     Args:
         module: The module, or unit.
@@ -126,7 +126,7 @@ def materialise(
         _fill(unfilled, device, param_init_fn)
 
 
-def materialise_from_rank_zero(
+def materialize_from_rank_zero(
     module: nn.Module,
     *,
     device: torch.device,
@@ -135,17 +135,17 @@ def materialise_from_rank_zero(
     group: Any = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Do on the group's first rank what `materialise` does, and give its parameters and buffers to the other ranks.
+    """Do on the group's first rank what `materialize` does, and give its parameters and buffers to the other ranks.
 
     Called on all ranks: it communicates. It does not matter what the others have: values, or the meta device.
 
     Args:
-        module: As for `materialise`; the same on all ranks.
-        device: As for `materialise`; the group's backend must know it.
-        inner: As for `materialise`.
-        root: As for `materialise`.
+        module: As for `materialize`; the same on all ranks.
+        device: As for `materialize`; the group's backend must know it.
+        inner: As for `materialize`.
+        root: As for `materialize`.
         group: The ranks; None for all.
-        param_init_fn: As for `materialise`, on the first rank.
+        param_init_fn: As for `materialize`, on the first rank.
 
     Raises:
         ModuleError: On all ranks: the modules differ, or the first rank has no values to give.
@@ -182,7 +182,7 @@ def made_of(tensor: Tensor) -> Tensor:
 def update_attributes(module: nn.Module) -> None:
     """Replace deferred tensors in the attributes of all modules by those that took their place.
 
-    For parameters of a submodule that had its turn in `materialise` after the one whose attribute holds them.
+    For parameters of a submodule that had its turn in `materialize` after the one whose attribute holds them.
     """
     _put({}, list(module.modules()))
 

@@ -331,7 +331,7 @@ class EngineRoot(nn.Module):
         )
         return bool(engine.was_step_applied())
 
-    def drop_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """Forget gradients that wait for a step that will not come."""
         own = self.__dict__
         if not own["has_gradients"]:
@@ -392,7 +392,7 @@ class EngineOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were accumulated and not stepped with."""
-        self.root.drop_gradients()
+        self.root.discard_gradients()
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"

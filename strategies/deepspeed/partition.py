@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModuleError
-from ..construction.materialize import check_materialisable, materialise, update_attributes
+from ..construction.materialize import check_materializable, materialize, update_attributes
 from .fragments import is_partitioned
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _Source(nn.Module):
         """Give each parameter that is not partitioned; it is when the next one is asked for."""
         module: nn.Module = self.__dict__["_whole"]
         for path, owner in module.named_modules():
-            materialise(owner, device=self._device, recurse=False, root=module)
+            materialize(owner, device=self._device, recurse=False, root=module)
             for name, one in owner._parameters.items():
                 if one is None or is_partitioned(one):
                     continue
@@ -116,4 +116,4 @@ def _check(module: nn.Module) -> None:
             fix="leave deepspeed.zero.Init out of configure_model and init_module: the strategy partitions what is "
             "built there.",
         )
-    check_materialisable(module)
+    check_materializable(module)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ..distributed.shards import read_whole
+from ..distributed.shards import read_full
 from .engine import EngineOptimizer, EngineRoot
 from .fragments import (
     Fragment,
@@ -220,7 +220,7 @@ def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str
     """
     settle(root)
     parameters = dict(root.module.named_parameters(remove_duplicate=False))
-    result = {name: read_whole(value) for name, value in state.items()}
+    result = {name: read_full(value) for name, value in state.items()}
     masters: dict[str, Any] = {}
     seen: set[int] = set()
     for own, name in targets.items():
@@ -327,7 +327,7 @@ def _put_entry(root: EngineRoot, inner: Any, parameter: Any, entry: Mapping[str,
     flat = flats_of(root, parameter)[0]
     target = inner.state[flat]
     for key, value in entry.items():
-        whole = read_whole(value)
+        whole = read_full(value)
         if not (isinstance(whole, Tensor) and whole.ndim and whole.shape == shape):
             before = target.get(key)
             if before is not None and _number(before) != _number(whole):

@@ -553,15 +553,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             return super().start_sum(tensor)
         return cast("PipelineRoot", root).start_sum(tensor)
 
-    def drop_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of a window which was broken off; of all modules for None."""
         from .engine import EngineRoot
 
         for root in [module] if module is not None else self.engines.live():
             if isinstance(root, EngineRoot) and root.engine is not None:
-                root.drop_gradients()
+                root.discard_gradients()
 
-    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors."""
         return tensors
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "as_shards",
     "fits",
-    "gather_whole",
+    "full_tensor",
+    "gather_full",
     "has_parts",
     "has_shards",
     "is_sharded",
     "local",
     "own_box",
-    "read_whole",
-    "whole",
+    "read_full",
 ]
 
 # Any in this file: the content of checkpoints.
@@ -104,7 +104,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
     )
 
 
-def whole(tensor: DTensor) -> Tensor:
+def full_tensor(tensor: DTensor) -> Tensor:
     """Return the whole tensor, with memory of its own, on its device. On every rank: it communicates."""
     with torch.no_grad():
         result = tensor.full_tensor()
@@ -113,7 +113,7 @@ def whole(tensor: DTensor) -> Tensor:
         return result.clone() if is_same else result
 
 
-def gather_whole(tree: Any, *, keep: bool) -> Any:
+def gather_full(tree: Any, *, keep: bool) -> Any:
     """Return a structure with every sharded tensor whole, on the CPU. On every rank: it communicates.
 
     One tensor at a time is whole on all ranks. Those that share memory (tied weights) still do.
@@ -128,7 +128,7 @@ def gather_whole(tree: Any, *, keep: bool) -> Any:
     def gather(value: Any) -> Any:
         if not is_sharded(value):
             return value
-        full = whole(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one
+        full = full_tensor(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one
         if not keep:
             return None
         part = _part(value)
@@ -138,7 +138,7 @@ def gather_whole(tree: Any, *, keep: bool) -> Any:
     return map_leaves(tree, gather)
 
 
-def read_whole(tree: Any) -> Any:
+def read_full(tree: Any) -> Any:
     """Return a structure with every tensor that is still in a file read whole, and sharded ones left as they are."""
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 

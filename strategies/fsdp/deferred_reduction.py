@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.shards import as_shards, is_sharded, whole
+from ..distributed.shards import as_shards, full_tensor, is_sharded
 
 __all__ = ["average", "forget", "holds_gradient"]
 
@@ -78,7 +78,7 @@ def _whole_gradient(one: Any) -> Tensor:
     total = torch.zeros(waiting[0].shape, dtype=dtype, device=waiting[0].device)
     for gradient in waiting:
         # A parameter that tensor parallelism shards has a part of it here; its ranks read the same data.
-        total += whole(gradient) if is_sharded(gradient) else gradient
+        total += full_tensor(gradient) if is_sharded(gradient) else gradient
     return total
 
 

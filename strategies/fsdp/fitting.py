@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..distributed.shards import as_shards, fits, is_sharded, read_whole
+from ..distributed.shards import as_shards, fits, is_sharded, read_full
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,7 +25,7 @@ def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dic
         if is_sharded(own) and fits(value, own.shape):
             fitted[name] = as_shards(value, own, is_kept=False)  # the module copies it into its own memory
         else:
-            fitted[name] = read_whole(value)
+            fitted[name] = read_full(value)
     return fitted
 
 
@@ -50,6 +50,6 @@ def fit_state_of(parameter: Tensor, state: Any) -> Any:
     return {
         key: as_shards(value, parameter)
         if is_sharded(parameter) and parameter.ndim and fits(value, parameter.shape)
-        else read_whole(value)
+        else read_full(value)
         for key, value in state.items()
     }

@@ -62,9 +62,9 @@ class ShardedRoot(nn.Module):
         names: The parameters of the module that were sharded, or replicated, or ignored.
         replicated: Parameters that are whole on every rank, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
-        synchronises: Whether the next backward pass averages gradients.
+        is_synchronized: Whether the next backward pass averages gradients.
         unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
-        has_unreduced: Whether there may be gradients that no backward pass has averaged yet.
+        has_deferred: Whether there may be gradients that no backward pass has averaged yet.
         reached: Set when a backward pass went through this module, until the gradients of `replicated` are averaged;
             never where there are none, or `is_by_parts`.
         is_by_parts: Whether the user's module is not run as a whole (manual optimization): each of its children is
@@ -79,8 +79,8 @@ class ShardedRoot(nn.Module):
         self.module = module
         self.names = frozenset(name for name, _ in module.named_parameters())
         self.is_by_parts = is_by_parts
-        self.synchronises = True
-        self.has_unreduced = False
+        self.is_synchronized = True
+        self.has_deferred = False
         self.reached = Mark()
         self.output: Any = None
         # By name: parameters that were built with empty_init=True, and what their versions were then.
@@ -150,25 +150,25 @@ class ShardedRoot(nn.Module):
 
     def set_sync(self, enabled: bool) -> None:
         """Let backward passes average gradients, or add to whole ones on this rank only."""
-        self.synchronises = enabled
-        self.has_unreduced = self.has_unreduced or not enabled
+        self.is_synchronized = enabled
+        self.has_deferred = self.has_deferred or not enabled
         for unit in units_of(self):
             unit.set_requires_gradient_sync(enabled, recurse=False)
 
     def waits_for_average(self, parameters: Iterable[Tensor] | None = None) -> bool:
         """Return whether some of these parameters, None: of all, have gradients on this rank that were not averaged."""
-        return self.has_unreduced and any(holds_gradient(one) for one in self._members(parameters))
+        return self.has_deferred and any(holds_gradient(one) for one in self._members(parameters))
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Average what passes without synchronisation left for these parameters. On every rank: it communicates."""
-        if self.has_unreduced:
+        if self.has_deferred:
             average(self._members(parameters))
-            self.has_unreduced = self.waits_for_average()
+            self.has_deferred = self.waits_for_average()
 
-    def forget_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+    def discard_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Drop gradients of these parameters, None: of all, that were not averaged yet; end a broken-off pass."""
         forget(self._members(parameters))
-        self.has_unreduced = parameters is not None and self.waits_for_average()
+        self.has_deferred = parameters is not None and self.waits_for_average()
         reshard(self)
 
     def _members(self, parameters: Iterable[Tensor] | None) -> list[Any]:

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ModuleError
 from ..construction.materialize import (
-    check_materialisable,
+    check_materializable,
     empty_names,
-    materialise,
-    materialise_from_rank_zero,
+    materialize,
+    materialize_from_rank_zero,
     modules_of_unit,
 )
 from ..construction.wrap_policy import choose_units
@@ -81,7 +81,7 @@ def shard(
     parts = [part for part in _parts(module) if part not in chosen] if is_by_parts else []
     _check_parts(parts, module)
     _check_values(module)
-    check_materialisable(module, param_init_fn=plan.param_init_fn)
+    check_materializable(module, param_init_fn=plan.param_init_fn)
     has_values = is_rank_zero or not plan.sync_module_states
     unfilled = empty_names(module, param_init_fn=plan.param_init_fn) if has_values else []
     if is_by_parts and settings["reshard_after_forward"] is None:
@@ -197,9 +197,9 @@ def _give_values(
     where = torch.device("cpu") if plan.offload else device
     inner = [one for one in done if one is not unit]
     if plan.sync_module_states and dist.get_world_size() > 1:
-        materialise_from_rank_zero(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+        materialize_from_rank_zero(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
     else:
-        materialise(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+        materialize(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
     for owner in modules_of_unit(unit, inner):
         for one in owner.parameters(recurse=False):
             if not (is_sharded(one) or one.is_contiguous()):

@@ -20,7 +20,7 @@ from ...errors import ConfigError, ModuleError
 from ..base import NoLoss, non_finite_norm
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
-from ..distributed.shards import gather_whole, is_sharded, local
+from ..distributed.shards import gather_full, is_sharded, local
 from .arguments import read_arguments
 from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
 from .plan import ShardingPlan, check_mesh
@@ -424,7 +424,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         from .root import ShardedRoot
 
         is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
-        return _unsynchronised(cast("ShardedRoot", module)) if is_deferred else nullcontext()
+        return _deferring_reduction(cast("ShardedRoot", module)) if is_deferred else nullcontext()
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
@@ -436,27 +436,27 @@ class FSDPStrategy(ProcessGroupStrategy):
             explain(error)
             raise
         for root in self._roots:
-            if not root.synchronises:
-                root.has_unreduced = True
+            if not root.is_synchronized:
+                root.has_deferred = True
                 continue
-            root.has_unreduced = root.waits_for_average()  # of parts that this pass did not reach
+            root.has_deferred = root.waits_for_average()  # of parts that this pass did not reach
             # Only of a module that this pass went through: one that is not in use any more may still be alive here,
             # and not on the other ranks, which would wait for each other in different collectives.
             if root.reached.is_set:
                 root.reached.is_set = False
                 self.average_gradients(root.replicated)
 
-    def drop_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None) -> None:
         """Forget gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
         for root in self._roots:
-            if root.has_unreduced and module in (None, root):
-                root.forget_gradients()
+            if root.has_deferred and module in (None, root):
+                root.discard_gradients()
 
-    def drop_gradients_of(self, optimizer: Optimizer) -> None:
+    def discard_gradients_of(self, optimizer: Optimizer) -> None:
         """Forget those of the optimizer's parameters; another optimizer's window goes on."""
         for root in self._roots:
-            if root.has_unreduced:
-                root.forget_gradients(_parameters(optimizer))
+            if root.has_deferred:
+                root.discard_gradients(_parameters(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step the optimizer; see `Strategy.optimizer_step`.
@@ -465,7 +465,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             ModuleError: Gradients of its parameters were not averaged: it would step without them.
         """
         for root in self._roots:
-            if root.has_unreduced and closure is None and root.waits_for_average(_parameters(optimizer)):
+            if root.has_deferred and closure is None and root.waits_for_average(_parameters(optimizer)):
                 raise ModuleError(
                     f"{type(optimizer).__name__} steps, and gradients of its parameters were not averaged over ranks: "
                     "all backward passes since the last step ran under no_backward_sync.",
@@ -474,7 +474,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 )
         return super().optimizer_step(optimizer, closure)
 
-    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return this rank's parts of tensors, sharing their memory, without empty ones."""
         return local(tensors)
 
@@ -512,7 +512,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def gather_state(self, state: Any) -> Any:
         """Return a state with whole tensors on rank 0's CPU; None stands for them elsewhere. On every rank."""
-        return gather_whole(state, keep=self.is_global_zero)
+        return gather_full(state, keep=self.is_global_zero)
 
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of a module, under the user's names; sharded tensors share memory with the parameters."""
@@ -538,7 +538,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
 
 @contextmanager
-def _unsynchronised(root: ShardedRoot) -> Iterator[None]:
+def _deferring_reduction(root: ShardedRoot) -> Iterator[None]:
     root.set_sync(False)
     try:
         yield

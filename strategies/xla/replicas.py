@@ -385,7 +385,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         """Step the optimizer and send off the graph."""
         return self._own.optimizer_step(optimizer, closure)
 
-    def drop_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None) -> None:
         """Forget what waits for the end of a window which was broken off."""
         self._forwarded, self._sums = [], []
 

@@ -26,7 +26,7 @@ class FakeStrategy:
     shards_parameters = False
     checkpoint_io = None
 
-    def own_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
 
     def broadcast(self, value: Any, src: int = 0) -> Any:

@@ -144,11 +144,11 @@ def restore_gradients(run: Run, waiting: list[list[Any]]) -> None:  # Any: tenso
 
 def _placed(gradient: Any, parameter: Tensor) -> Tensor:  # Any: in memory, or in a file and not read yet
     """Return a gradient as its parameter is: on its device, and sharded where that is."""
-    from ...strategies.distributed.shards import as_shards, is_sharded, read_whole
+    from ...strategies.distributed.shards import as_shards, is_sharded, read_full
 
     if is_sharded(parameter):
         return as_shards(gradient, parameter)
-    whole: Tensor = read_whole(gradient)
+    whole: Tensor = read_full(gradient)
     return whole.to(parameter.device)
 
 

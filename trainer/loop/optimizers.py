@@ -82,7 +82,7 @@ class ManagedOptimizer:
         self.optimizer.zero_grad(set_to_none)
         strategy = self._trainer.strategy
         if strategy.shards_parameters:
-            strategy.drop_gradients_of(self.optimizer)
+            strategy.discard_gradients_of(self.optimizer)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

@@ -222,7 +222,7 @@ def drop_window(run: Run) -> None:
         run.watch.note_left(run)
         if run.plan.optimizer is not None:
             run.plan.optimizer.zero_grad()
-            run.fabric.strategy.drop_gradients(run.model)
+            run.fabric.strategy.discard_gradients(run.model)
         if run.schedulers:
             step_due_schedules(run, "epoch", run.progress.epochs + 1)
     run.at_boundary = run.progress.epoch_left = True

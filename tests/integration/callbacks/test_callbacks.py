@@ -37,7 +37,7 @@ class GlooStrategy:
     shards_parameters = False
     checkpoint_io = None
 
-    def own_parts(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def local_shards(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors
 
     def __init__(self, rank: int, size: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from loopwright.errors import ModuleError
 from loopwright.strategies.construction.deferred import DeferredInit
-from loopwright.strategies.construction.materialize import check_materialisable, materialise, materialise_from_rank_zero
+from loopwright.strategies.construction.materialize import check_materializable, materialize, materialize_from_rank_zero
 
 # Any in this file: results that travel between processes.
 
@@ -64,9 +64,9 @@ def shard_by_unit(size: int, *, from_rank_zero: bool, seed: int) -> Net:
     with DeferredInit():
         model = built(seed)
     assert [name for name, one in model.named_parameters() if not one.is_meta] == ["scale"]
-    check_materialisable(model)
+    check_materializable(model)
     mesh = init_device_mesh("cpu", (size,))
-    make = materialise_from_rank_zero if from_rank_zero else materialise
+    make = materialize_from_rank_zero if from_rank_zero else materialize
     done: list[nn.Module] = []
     for unit in [*model.blocks.layers, model]:
         make(unit, device=CPU, inner=done, root=model)
@@ -90,12 +90,12 @@ def case_only_rank_zero_has_values(rank: int, size: int) -> Any:
     with torch.device("meta" if rank == 1 else "cpu"):
         model = built(5)
     identity = {name: one for name, one in model.named_parameters() if not one.is_meta}
-    materialise_from_rank_zero(model, device=CPU)
+    materialize_from_rank_zero(model, device=CPU)
     assert all(dict(model.named_parameters())[name] is one for name, one in identity.items())
     assert model.head.weight is model.embedding.weight
     group = dist.new_group([1, 0])
     other = built(5 + rank)
-    materialise_from_rank_zero(other, device=CPU, group=group)
+    materialize_from_rank_zero(other, device=CPU, group=group)
     return unlike(model, built(5)), unlike(other, built(5))
 
 
@@ -108,7 +108,7 @@ def case_errors(rank: int, size: int) -> Any:
     told = []
     for module in wrong:
         with pytest.raises(ModuleError) as caught:
-            materialise_from_rank_zero(module, device=CPU)
+            materialize_from_rank_zero(module, device=CPU)
         told.append(str(caught.value))
     return told
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from loopwright.errors import ModuleError
 from loopwright.strategies.construction.deferred import DeferredInit
-from loopwright.strategies.construction.materialize import materialise
+from loopwright.strategies.construction.materialize import materialize
 from loopwright.strategies.construction.operator_replay import is_deferred
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def test_values_and_random_numbers_are_those_of_building_directly(name: str) -> 
         torch.set_default_dtype(before)
     assert torch.equal(torch.get_rng_state(), state), "code after it would draw other numbers"
     assert sum(is_deferred(one) for one in module.parameters()) >= 0.8 * len(list(module.parameters()))
-    materialise(module, device=CPU)
+    materialize(module, device=CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert_same(module, expected)
 
@@ -236,7 +236,7 @@ def test_without_values_nothing_is_drawn_but_tables_are_computed() -> None:
         module = nn.ModuleDict({"inits": Inits(), "tables": Buffers(), "layer": nn.Linear(2, 2)})
     assert torch.equal(torch.get_rng_state(), state)
     module["layer"].weight.requires_grad_(False)
-    materialise(module, device=CPU)
+    materialize(module, device=CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(one.is_meta for one in [*module.parameters(), *module.buffers()])
     assert not module["layer"].weight.requires_grad
@@ -257,7 +257,7 @@ def test_a_context_within_another_sets_empty_only() -> None:
             nn.Linear(3, 3)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.empty(1).is_meta
-    materialise(module, device=CPU)
+    materialize(module, device=CPU)
     assert_same(module, expected)
 
 
@@ -272,7 +272,7 @@ def test_a_later_context_goes_on_where_an_earlier_one_ended() -> None:
         module.to(torch.bfloat16)
         nn.init.normal_(module.weight)
     module.to(torch.bfloat16)  # nothing to do: no harm
-    materialise(module, device=CPU)
+    materialize(module, device=CPU)
     assert_same(module, expected)
 
 
@@ -296,4 +296,4 @@ def test_an_input_that_is_changed_before_values_are_computed_is_named() -> None:
         module.weight.data.copy_(table)
     table += 1
     with pytest.raises(ModuleError, match=r"shape \(3,\), which .*test_deferred.py:\d+ .* was changed"):
-        materialise(module, device=CPU)
+        materialize(module, device=CPU)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loopwright.errors import ModuleError
 from loopwright.strategies.construction.deferred import DeferredInit
 from loopwright.strategies.construction.materialize import (
-    check_materialisable,
+    check_materializable,
     empty_names,
-    materialise,
+    materialize,
     modules_of_unit,
 )
 
@@ -65,7 +65,7 @@ def test_the_whole_model_is_never_there_while_units_get_their_values_and_are_cut
     assert live.now < layer_bytes
     with LiveBytes() as live:
         for unit in model:
-            materialise(unit, device=CPU)
+            materialize(unit, device=CPU)
             assert unit.weight.shape == (64, 64)
             unit.weight = nn.Parameter(unit.weight.detach()[:4].clone())
     assert live.now <= 17 * layer_bytes / 16 + 64
@@ -81,7 +81,7 @@ def test_what_is_needed_only_on_the_way_is_given_back_on_the_way() -> None:
         layer.weight = nn.Parameter(value)
         del value
     with LiveBytes() as live:
-        materialise(layer, device=CPU)
+        materialize(layer, device=CPU)
     assert (layer.weight == 16).all()
     assert live.peak <= 2.5 * 64 * 64 * 4
 
@@ -94,11 +94,11 @@ def test_units_leave_out_inner_units_and_ties_hold_across_units() -> None:
         model["head"].weight.tag = "shared"
     inner = [model["block"], model["embedding"]]
     assert modules_of_unit(model, inner) == [model, model["head"]]
-    materialise(model["block"], device=CPU, recurse=False)
+    materialize(model["block"], device=CPU, recurse=False)
     assert not model["block"].weight.is_meta
     assert model["head"].weight.is_meta
-    materialise(model["embedding"], device=CPU)
-    materialise(model, device=CPU, inner=inner)
+    materialize(model["embedding"], device=CPU)
+    materialize(model, device=CPU, inner=inner)
     assert model["head"].weight is model["embedding"].weight
     assert model["head"].weight.tag == "shared"
     torch.manual_seed(0)
@@ -120,17 +120,17 @@ class Attributes(nn.Module):
 def test_tensors_in_attributes_get_values_too() -> None:
     with DeferredInit():
         module, lstm, lazy = Attributes(), nn.LSTM(2, 2), nn.LazyLinear(2)
-    materialise(module.layer, device=CPU)
-    materialise(module, device=CPU, inner=[module.layer])
+    materialize(module.layer, device=CPU)
+    materialize(module, device=CPU, inner=[module.layer])
     module.table[2] = 9
     assert module.row.tolist() == [1, 9, 3]
     assert module.plain.tolist() == [1, 1]
     assert module.kept[0]["a"].tolist() == [0]
     assert module.kept[1][0].tolist() == [2]
     assert module.hidden[0] is module.layer.weight
-    materialise(lazy, device=CPU)  # it is filled by its first batch
+    materialize(lazy, device=CPU)  # it is filled by its first batch
     assert lazy(torch.ones(1, 3)).shape == (1, 2)
-    materialise(lstm, device=CPU)
+    materialize(lstm, device=CPU)
     assert all(one is other for one, other in zip(lstm._flat_weights, lstm.parameters(), strict=True))
     assert lstm(torch.ones(1, 1, 2))[0].sum().backward() is None
 
@@ -144,14 +144,14 @@ class Scaled(nn.Module):
 
 def test_what_was_not_written_down_is_filled_by_functions_or_named() -> None:
     with pytest.raises(ModuleError) as caught:
-        check_materialisable(nn.Sequential(Scaled("meta"), nn.Sequential(Scaled("meta")), nn.Linear(1, 1)))
+        check_materializable(nn.Sequential(Scaled("meta"), nn.Sequential(Scaled("meta")), nn.Linear(1, 1)))
     assert "0 (Scaled): scale on the meta device" in str(caught.value)
     assert "1.0 (Scaled): scale on the meta device" in str(caught.value)
     assert "Linear" not in str(caught.value)
     assert "param_init_fn=" in caught.value.fix
     layer = nn.Linear(2, 2, device="meta")
     torch.manual_seed(0)
-    materialise(layer, device=CPU)
+    materialize(layer, device=CPU)
     torch.manual_seed(0)
     assert torch.equal(layer.weight, nn.Linear(2, 2).weight)
     fills: list[Callable[[nn.Module], object]] = [
@@ -162,13 +162,13 @@ def test_what_was_not_written_down_is_filled_by_functions_or_named() -> None:
     ]
     for fill in fills:
         module = nn.Sequential(Scaled("meta"))
-        materialise(module, device=CPU, param_init_fn=fill)
+        materialize(module, device=CPU, param_init_fn=fill)
         assert all((one == 3).all() and one.requires_grad for one in module.parameters())
     layer = nn.Linear(2, 2, device="meta")
     with pytest.raises(ModuleError, match="Linear: still on the meta device"):
-        materialise(layer, device=CPU, param_init_fn=lambda one: one.to("meta"))
+        materialize(layer, device=CPU, param_init_fn=lambda one: one.to("meta"))
     module = nn.Sequential(Scaled("meta"))
-    materialise(module, device=CPU, empty=True)
+    materialize(module, device=CPU, empty=True)
     module.load_state_dict(nn.Sequential(Scaled("cpu")).state_dict())
     assert module[0].scale.tolist() == [1, 1]
 
@@ -196,12 +196,12 @@ def test_what_was_built_empty_is_filled_by_the_users_functions_and_else_left_to_
 
     model = build()
     assert empty_names(model) == ["2.weight", "2.bias", "3.bias"]
-    materialise(model, device=CPU)
+    materialize(model, device=CPU)
     assert [float(model[at].weight[0, 0].detach()) for at in (0, 1, 3)] == [1.0, 2.0, 1.0]
     model = build()
     fill = lambda module: [nn.init.constant_(one, 3.0) for one in module.parameters(recurse=False)]  # noqa: E731
     assert empty_names(model, param_init_fn=fill) == []
-    materialise(model, device=CPU, param_init_fn=fill)
+    materialize(model, device=CPU, param_init_fn=fill)
     assert all(bool((one == 3.0).all()) for one in model.parameters())
 
 
@@ -220,21 +220,21 @@ def test_changes_after_the_context_are_refused_as_they_are_lost() -> None:
         change(model)
         if message:
             with pytest.raises(ModuleError, match=message):
-                check_materialisable(model)
+                check_materializable(model)
         else:
-            check_materialisable(model)
+            check_materializable(model)
         with DeferredInit():
             nn.Linear(1, 1)  # a later context forgives nothing
         if message:
             with pytest.raises(ModuleError, match=message):
-                materialise(model, device=CPU)
+                materialize(model, device=CPU)
         assert name
     with pytest.raises(ModuleError, match=r"\(the model\) \(Linear\): bias, weight changed, moved or copied"):
-        materialise(copy.deepcopy(built()[0]), device=CPU)
+        materialize(copy.deepcopy(built()[0]), device=CPU)
     model = built()
     model[0].requires_grad_(False).weight.requires_grad_(True)
     model[1].weight = nn.Parameter(torch.full((2,), 5.0))
-    materialise(model, device=CPU)
+    materialize(model, device=CPU)
     assert [one.requires_grad for one in model[0].parameters()] == [True, False]
     assert model[1].weight.tolist() == [5, 5]
     assert not any("deferred" in name or "made" in name for one in model.modules() for name in vars(one))
