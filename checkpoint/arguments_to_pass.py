@@ -22,7 +22,7 @@ from .plain import Untrusted, to_plain
 
 __all__ = ["INSTANTIATOR", "describe", "put_back", "require_passed", "split", "to_pass_key", "trusted_key"]
 
-# Any in this file: hyperparameters of any form.
+# Any in this file: hyperparameters of any type.
 
 INSTANTIATOR = "_instantiator"
 _LONGEST_TEXT = 120

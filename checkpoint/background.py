@@ -1,10 +1,10 @@
-"""Checkpoints that are written while training goes on. Users pass `plugins=[lw.AsyncCheckpointIO()]`.
+"""`AsyncCheckpointIO`: checkpoints that are written while training continues.
 
-    save_checkpoint    main thread: waits for the save before, copies the state to host memory, starts a thread
-    the thread         writes through the wrapped plugin; it alone touches files
-    wait               main thread: returns when the file is complete, or raises what went wrong
+    save_checkpoint    main thread: waits for the previous save, copies the state to host memory, starts a thread
+    the thread         writes through the wrapped plugin; no other thread touches files
+    wait               main thread: returns when the file is complete, or raises the error of the save
 
-The Trainer decides when to wait: all ranks do it at the same places of the program.
+The Trainer decides when to wait; all ranks do so at the same points of the program.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _WORTH_SAYING_S = 1.0
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Let `save_checkpoint` return as soon as the state is copied; a thread writes it.
+    """Saves in the background: `save_checkpoint` returns as soon as the state is copied, and a thread writes it.
 
-    At most one save is on its way: the next waits for it. The copy takes as much host memory as the state, from the
+    At most one save is pending: the next one waits for it. The copy takes as much host memory as the state, from the
     first save to the end of the run.
 
-    A save that failed is raised by the Trainer at the next optimizer step, on all ranks, else at the next save, else
-    when the verb ends; without a Trainer at the next save or in `teardown`, and it is logged at once.
+    The error of a failed save is logged at once. The Trainer raises it at the next optimizer step, on all ranks, else
+    at the next save, else at the end of the run; without a Trainer, the next save or `teardown` raises it.
 
     Args:
-        checkpoint_io: Writes and reads the files; None: as without a plugin.
+        checkpoint_io: Plugin that writes and reads the files; None is the default one.
 
     Attributes:
         checkpoint_io: The wrapped plugin.
-        on_failure: Called in the thread when a save failed, so that somebody comes to `wait`; set by the Trainer.
+        on_failure: Called in the thread when a save failed, so that the run calls `wait`; set by the Trainer.
 
     Raises:
-        ConfigError: `checkpoint_io` is none, or saves in the background itself.
+        ConfigError: `checkpoint_io` is not a checkpoint plugin, or saves in the background itself.
     """
 
     is_background = True
@@ -56,17 +56,17 @@ class AsyncCheckpointIO(CheckpointIO):
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
         if checkpoint_io is not None and not callable(getattr(checkpoint_io, "save_checkpoint", None)):
             raise ConfigError(
-                f"AsyncCheckpointIO was given {checkpoint_io!r}, which is no checkpoint plugin.",
-                fix="pass a CheckpointIO, or nothing.",
+                f"Expected a CheckpointIO for AsyncCheckpointIO, got {checkpoint_io!r}.",
+                fix="pass a CheckpointIO, or omit it.",
             )
         if getattr(checkpoint_io, "is_background", False):
             raise ConfigError(
-                f"AsyncCheckpointIO was given an {type(checkpoint_io).__name__}, which saves in the background itself.",
+                f"Expected a CheckpointIO that does not save in the background, got {type(checkpoint_io).__name__}.",
                 fix="wrap the plugin that writes the files.",
             )
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.on_failure: Callable[[], None] | None = None
-        # A plugin of the user's may keep what it is given: that must not be overwritten by the next copy.
+        # A user's plugin may keep the checkpoint: the next copy must not overwrite it.
         self._is_ours = type(self.checkpoint_io) is TorchCheckpointIO
         self._copies = HostCopy(keeps_memory=self._is_ours)
         self._write: _Write | None = None
@@ -82,7 +82,7 @@ class AsyncCheckpointIO(CheckpointIO):
         *,
         also_to: Sequence[str | Path] = (),
     ) -> None:
-        """Copy a checkpoint and begin to write it. Waits for the save before, and raises what that one met.
+        """Copy a checkpoint and begin to write it. Waits for the previous save, and raises its error.
 
         Args:
             checkpoint: Tensors and plain values; may be changed as soon as this returns. With DTensors, every rank
@@ -113,10 +113,10 @@ class AsyncCheckpointIO(CheckpointIO):
         self._write.start()
 
     def wait(self, *, before_save: bool = False) -> None:
-        """Return when nothing is on its way any more. On the ranks that save.
+        """Wait for the pending save. Called on the ranks that save.
 
         Args:
-            before_save: Whether the next save is what waits: how long it did is logged, once.
+            before_save: Whether a save is waiting: a long wait is logged, once.
 
         Raises:
             CheckpointError: The save failed; raised once. Other plugins raise their own errors.
@@ -125,14 +125,14 @@ class AsyncCheckpointIO(CheckpointIO):
         if write is None:
             return
         began_s = time.monotonic()
-        write.join()  # Ctrl-C may end this: then it is still on its way
+        write.join()  # Ctrl-C may interrupt this: then it is still pending
         waited_s = time.monotonic() - began_s
         self._write = None
         if before_save and waited_s >= _WORTH_SAYING_S and not self._has_said:
             self._has_said = True
             logger.warning(
-                "a save waited %.1f s for %s to be written: training stands still when checkpoints come faster than "
-                "the disk takes them. This is said once.",
+                "a save waited %.1f s for %s to be written: training blocks when checkpoints come faster than the disk "
+                "writes them. This warning is logged once.",
                 waited_s,
                 write.paths[0],
             )
@@ -271,7 +271,7 @@ class _Write(threading.Thread):
         self.error = error
         if self._on_failure is not None:
             self._on_failure()
-        else:  # without a Trainer, nobody may ask before the program ends
+        else:  # without a Trainer, nothing may call `wait` before the program ends
             logger.error("%s could not be saved in the background", self.paths[0], exc_info=error)
 
 

@@ -1,4 +1,4 @@
-"""CheckpointIO: the plugin that a strategy saves and loads files through. A user passes one with `plugins=`."""
+"""`CheckpointIO`: the plugin through which a strategy saves and loads files; users pass one with `plugins=`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through"]
 
 
 class CheckpointIO(ABC):
-    """Where checkpoints go and in what form. Override it to write elsewhere; it is called on the ranks that save."""
+    """Interface for saving, loading and removing checkpoints. It is called on the ranks that save."""
 
     @abstractmethod
     def save_checkpoint(
@@ -24,12 +24,12 @@ class CheckpointIO(ABC):
         path: str | Path,
         storage_options: Any = None,  # Any: belongs to the plugin
     ) -> None:
-        """Write a checkpoint; when this returns, it is at the path or on its way there.
+        """Write a checkpoint; when this returns, it is written or being written.
 
         Args:
             checkpoint: Tensors and plain values.
             path: File or URL.
-            storage_options: What the user passed to `trainer.save_checkpoint`.
+            storage_options: Passed by the user to `trainer.save_checkpoint`.
         """
 
     @abstractmethod
@@ -48,12 +48,12 @@ class CheckpointIO(ABC):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path."""
 
-    def teardown(self) -> None:  # noqa: B027  # most have nothing to do
-        """Finish what is on its way; called once, when the run ends."""
+    def teardown(self) -> None:  # noqa: B027  # optional
+        """Finish pending saves; called once, when the run ends."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """One sealed file per checkpoint, written atomically, or a folder if it holds sharded tensors: the default."""
+    """The default: one file per checkpoint, written atomically, or a folder if it holds sharded tensors."""
 
     def save_checkpoint(
         self,
@@ -88,14 +88,14 @@ class TorchCheckpointIO(CheckpointIO):
         lazy: bool = False,
         verify: bool = True,
     ) -> dict[str, Any]:  # Any: tensors and plain values, nested
-        """Return the checkpoint at the path, of either form; see `storage.load`."""
+        """Return the checkpoint at the path, a file or a folder; see `storage.load`."""
         return storage.load(path, map_location=map_location, weights_only=weights_only, lazy=lazy, verify=verify)
 
     def verify_share(self, path: str | Path, rank: int, size: int) -> bool:
         """Verify this rank's share of the checkpoint at the path; see `storage.verify_share`.
 
         Returns:
-            Whether `load_checkpoint` takes verify=False, once all ranks have done so: that of a subclass may not.
+            Whether `load_checkpoint` accepts verify=False afterwards: that of a subclass may not.
         """
         if "verify" not in inspect.signature(self.load_checkpoint).parameters:
             return False
@@ -103,7 +103,7 @@ class TorchCheckpointIO(CheckpointIO):
         return True
 
     def identify(self, path: str | Path) -> str | None:
-        """Return what tells the checkpoint at the path from others; None if nothing does. See `identity.identify`."""
+        """Return a fingerprint of the checkpoint at the path; None if there is none. See `identity.identify`."""
         from .identity import identify
 
         return identify(path)
@@ -121,16 +121,16 @@ def load_through(
     weights_only: bool | None,
     optional: Mapping[str, object],
 ) -> Any:  # Any: what a user's own returns
-    """Call an IO's `load_checkpoint` with those of the arguments that it takes.
+    """Call the `load_checkpoint` of an IO with the arguments that it accepts.
 
-    Older plugins of the field take neither map_location nor weights_only, and decide for themselves how they read.
+    Older plugins accept neither map_location nor weights_only.
 
     Args:
         io: A CheckpointIO.
         path: File, folder or URL.
         map_location: As in torch.load.
         weights_only: Whether to read tensors and plain values only.
-        optional: Arguments that only an IO gets that names them: `lazy`, `verify`.
+        optional: Arguments that are passed only to an IO that names them: `lazy`, `verify`.
     """
     known = inspect.signature(io.load_checkpoint).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())

@@ -1,4 +1,4 @@
-"""Copies a checkpoint into host memory of its own, so that training goes on while background.py writes it."""
+"""`HostCopy`: a copy of a checkpoint in host memory, which background.py writes while training continues."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Taken:
     """A copy of a checkpoint.
 
     Attributes:
-        checkpoint: The copy; tensors are on the CPU, and DTensors hold this rank's part there.
-        settle: Waits until the copy is complete; called by whoever reads it, in any thread.
+        checkpoint: The copy; tensors are on the CPU, and DTensors hold this rank's local shard there.
+        settle: Waits until the copy is complete; must be called before it is read, in any thread.
     """
 
     checkpoint: Any  # Any: tensors and plain values, nested
@@ -148,7 +148,7 @@ class _Copier:
         return made
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same form over copied memory; tensors that shared memory still share it."""
+        """Return a tensor of the same layout over copied memory; tensors that shared memory still share it."""
         has_one_storage = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
         if not has_one_storage:
             return tensor.clone().cpu() if tensor.device.type != "meta" else tensor

@@ -1,4 +1,4 @@
-"""`identify`: which checkpoint is at a path, told from another one that is saved there."""
+"""`identify`: a fingerprint of the checkpoint at a path, which changes when another one is saved there."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["identify"]
 
 
 def identify(path: str | Path, storage_options: dict[str, Any] | None = None) -> str | None:  # Any: fsspec's own
-    """Return what differs between two checkpoints; costs little, however large they are, and checks nothing.
+    """Return a fingerprint of a checkpoint. Reads a few bytes, whatever its size, and verifies nothing.
 
     Args:
         path: File, folder or URL.
         storage_options: Arguments of the remote file system.
 
     Returns:
-        The digest in the manifest of a folder, or in the seal of a file. None if it has neither (files of other
-        programs), or cannot be read: whoever loads it says so.
+        The digest at the end of a folder's manifest, or of a file. None if there is none (files of other programs), or
+        if it cannot be read; then loading raises the error.
     """
     try:
         if is_folder_checkpoint(path, storage_options):

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: `require_plain` refuses the rest by name. storage.save calls it for every checkpoint.
+"""`require_plain`: names every entry of a checkpoint that is not a tensor or a plain value.
 
 The accepted types are those that torch.load(weights_only=True) reads in a script that has added no safe globals.
 """
@@ -57,9 +57,9 @@ def require_plain(value: Any, where: str = "checkpoint") -> None:  # Any: whatev
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")
     entries = (
-        "1 entry that is no tensor or plain value"
+        "1 entry that is not a tensor or a plain value"
         if len(problems) == 1
-        else (f"{len(problems)} entries that are no tensors or plain values")
+        else (f"{len(problems)} entries that are not tensors or plain values")
     )
     raise CheckpointError(
         f"the {where} has {entries}, so it could not be opened with torch.load(weights_only=True):\n    "

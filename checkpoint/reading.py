@@ -62,7 +62,7 @@ def read_on_all_ranks(io: Any, path: str | Path, ranks: Ranks, *, is_safe: bool,
     share = getattr(io, "verify_share", None) if by_parts else None
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
-        if wait_for is not None:  # which rank writes depends on the form: on others nothing is on its way
+        if wait_for is not None:  # which rank writes depends on the format: on others nothing is pending
             ranks.together(lambda: wait_for(path))
         attempt = _Attempt(io, path, ranks)
         # Only the others' success makes this rank's share enough.

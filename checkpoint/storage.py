@@ -1,7 +1,7 @@
-"""How a checkpoint gets to disk and back: whole or not at all.
+"""Checkpoint storage: `save`, `load`, `verify` and `remove`, atomic and verified.
 
-A save writes a temporary file beside the target, seals it (seal.py), waits for the disk, renames it, and waits for the
-folder. A process may be killed at any moment: either the old file or the new one is at the path, each of them whole.
+A save writes a temporary file beside the target, appends a digest (file/digest.py), waits for the disk, renames it, and
+waits for the folder. If the process is killed at any moment, the path has either the old file or the new one, intact.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 
 from ..errors import CheckpointError
 from . import verified
-from .file import digest as seal
-from .file import disk
+from .file import digest, disk
 from .file.archive import Damaged
 from .file.disk import cannot_remove, cannot_write
 from .file.remote import Remote, as_local
@@ -42,7 +41,7 @@ __all__ = [
     "verify_share",
 ]
 
-STAGES = ("opened", "written", "sealed", "synced", "renamed", "folder-synced")
+STAGES = ("opened", "written", "digest-written", "synced", "renamed", "folder-synced")
 
 _BUFFER = 1 << 20
 
@@ -56,20 +55,19 @@ def save(
     path: str | Path,
     storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
 ) -> None:
-    """Write a checkpoint so that it is whole at the path when this returns, and survives a power cut.
+    """Write a checkpoint atomically; when this returns, it is complete and survives a power cut.
 
-    What stood at the path before stays whole until the new file takes its place; so there must be room for both.
-    No copy of the state is made in memory, except of one tensor at a time that is on a device. A remote one is
-    made in a local temporary folder (TMPDIR) first.
+    An existing file stays intact until the new one replaces it, so there must be room for both. The state is not
+    copied in memory, except one tensor at a time that is on a device. A remote checkpoint is first written to a local
+    temporary folder (TMPDIR).
 
     Args:
-        checkpoint: Tensors and plain values only, and `Trusted` objects.
-        path: File or URL. Missing folders are made; a link is replaced, not followed. A folder, that of a sharded
-            checkpoint too, is refused.
+        checkpoint: Tensors, plain values and `Trusted` objects.
+        path: File or URL. Missing folders are created; a link is replaced, not followed. A folder is an error.
         storage_options: Arguments of the remote file system.
 
     Raises:
-        CheckpointError: The content is not plain, or it could not be written; no unfinished file is left.
+        CheckpointError: The content is not plain, or cannot be written; no unfinished file is left.
     """
     require_plain(checkpoint)
     target = as_local(path)
@@ -90,25 +88,25 @@ def load(
     *,
     lazy: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or a folder (sharded, or DeepSpeed's), after comparing it with its checksums.
+    """Read a checkpoint, a file or a folder (sharded, or DeepSpeed's), after verifying its checksums.
 
-    With weights_only=True (or None) nothing in the file can be executed. With False, `Trusted` objects are unpickled,
-    and files of other programs that hold arbitrary objects are read with pickle: both can run any code. Of DeepSpeed's
-    folders nothing is ever executed: with False, objects are left out there.
+    With weights_only=True (or None), nothing in the file can be executed. With False, `Trusted` objects are unpickled,
+    and files of other programs with arbitrary objects are read with pickle: both can run any code. Nothing in folders
+    of DeepSpeed is ever executed: with False, objects are left out.
 
     Args:
         path: File, folder or URL; a remote file is copied to a local temporary folder (TMPDIR) first.
         map_location: Where tensors go, as in torch.load.
         weights_only: Whether to read tensors and plain values only.
         mmap: Whether CPU tensors of a file stay on the disk until they are used, as in torch.load.
-        verify: Whether to read the whole file first and compare checksums.
+        verify: Whether to read the full file first and compare its checksums.
         storage_options: Arguments of the remote file system.
         lazy: Whether tensors stay on the disk: those of a file as with mmap, the sharded ones of a folder as
-            `sharded.StoredTensor`. Otherwise they are whole tensors in both.
+            `sharded.StoredTensor`. Otherwise they are full tensors in both.
 
     Raises:
         CheckpointNotFound: There is no such file; it is a FileNotFoundError too.
-        CheckpointError: The file is damaged, or cannot be read safely; the message says which entry.
+        CheckpointError: The file is damaged, or cannot be read safely; names the entry.
     """
     local = as_local(path)
     if verified.is_folder_checkpoint(path, storage_options):
@@ -150,10 +148,10 @@ def verify_share(
     size: int,
     storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
 ) -> None:
-    """Verify this rank's share of a checkpoint, so that all ranks together read each file once. Does not communicate.
+    """Verify this rank's share of a checkpoint, so that all ranks read each file once. Does not communicate.
 
-    Whoever calls it on all ranks tells them of each other's errors, and loads with verify=False. Of a single file, rank
-    0's share is all. Where each host has a copy of its own, copies of files are not compared that another host read.
+    The caller must share errors between ranks, and then loads with verify=False. Rank 0 verifies all of a single file.
+    If each host has a copy of its own, each copy is verified only in part.
 
     Args:
         path: File, folder of a sharded checkpoint, or URL.
@@ -163,7 +161,7 @@ def verify_share(
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointError: Something in this share is damaged; see `verify`.
+        CheckpointError: A file of this share is damaged; see `verify`.
     """
     if verified.is_folder_checkpoint(path, storage_options):
         from . import sharded
@@ -234,8 +232,8 @@ def _write(checkpoint: dict[str, Any], file: io.FileIO) -> None:  # Any: see sav
         raise
     writer.detach()
     reached("written")
-    seal.seal(file)
-    reached("sealed")
+    digest.append_digest(file)
+    reached("digest-written")
 
 
 @contextmanager
@@ -251,7 +249,7 @@ def _crc32() -> Iterator[None]:
 
 @contextmanager
 def _explained(checkpoint: dict[str, Any], shown: str, folder: Path) -> Iterator[None]:  # Any: see save
-    """Turn the errors of a save into a CheckpointError that says what, where, how much, and what to do."""
+    """Turn the errors of a save into a CheckpointError with cause, path, size and remedy."""
     outer = sys.exc_info()[1]  # a save may run while an exception is handled, which is not its own
     try:
         yield
@@ -262,7 +260,7 @@ def _explained(checkpoint: dict[str, Any], shown: str, folder: Path) -> Iterator
 
 
 def _first_cause(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Return what happened first: torch's writer raises again while it closes the file."""
+    """Return the first error: torch's writer raises again while it closes the file."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         error = found
@@ -278,7 +276,7 @@ def _raise_explained(
     if not isinstance(error, OSError):
         raise CheckpointError(
             f"the checkpoint {shown!r} could not be written: {type(error).__name__}: {error}{_shared(checkpoint)}",
-            fix="change the named entry, for tensors with .clone(); what was at that path before is whole.",
+            fix="change the named entry, for tensors with .clone(); an existing checkpoint at that path is intact.",
         ) from error
     raise cannot_write(f"the checkpoint {shown!r}", error, _size_bytes(checkpoint), folder) from error
 

@@ -23,13 +23,13 @@ MAX_INT_BITS = 2039
 _DROPPED = object()
 
 
-def to_plain(value: Any, where: str = "") -> tuple[Any, list[str]]:  # Any: hyperparameters of any form
+def to_plain(value: Any, where: str = "") -> tuple[Any, list[str]]:  # Any: hyperparameters of any type
     """Return the value as plain values and tensors, and the key paths of what could not be converted and was left out.
 
     Converted: subclasses of str, int, float, bytes, dict, list, tuple (IntEnum and np.float64 are such), NumPy scalars
     and arrays (to tensors that share no memory), paths (to str), OmegaConf containers, argparse.Namespace,
     SimpleNamespace, dataclasses and mappings (to dict), deque (to list), frozenset (to set). A list with an entry
-    that cannot be converted is left out as a whole, since its other entries would move.
+    that cannot be converted is left out entirely, since its other entries would move.
 
     Args:
         value: What to convert; it is not changed.

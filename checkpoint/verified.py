@@ -1,4 +1,4 @@
-"""`verify`: whether a checkpoint is whole."""
+"""`verify`: compares a checkpoint with its checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 
 from ..errors import CheckpointError, nearest
 from .file.archive import LOCAL_SIGNATURE, Damaged, Record, payloads
-from .file.digest import FORMAT, FORMAT_VERSION, Audit, audit, is_sealed
+from .file.digest import FORMAT, FORMAT_VERSION, Verification, compare_checksums, has_digest
 from .file.record_names import Storage, read_storages, read_storages_from_front
 from .file.remote import Remote, as_local
 
@@ -28,7 +28,7 @@ PathT = TypeVar("PathT", str, Path)
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path; the message names those that are near."""
+    """There is no checkpoint at the path; the message names others in its folder."""
 
     def __str__(self) -> str:
         return CheckpointError.__str__(self)
@@ -36,12 +36,11 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify` saw of a whole file.
+    """The result of `verify` for an intact checkpoint.
 
     Attributes:
-        sealed: Whether every byte was compared with a checksum; always for a folder. Without a seal
-            (files of torch.save and of other libraries) only the records were, and nothing was in a file of torch's old
-            format.
+        sealed: Whether every byte was compared with a checksum; always true for a folder. A file without a digest (of
+            torch.save and other libraries) has checksums for its records only, and one of torch's old format has none.
         size_bytes: Size of the file, or of all files of a folder.
         entries: Number of records in the archive; 0 in torch's old format. For a folder, the chunks of tensors too.
     """
@@ -62,12 +61,11 @@ def verify(
     Args:
         path: File, folder of a sharded checkpoint, or URL.
         storage_options: Arguments of the remote file system.
-        advance: Called with the number of bytes whenever some were read, in whatever thread reads.
+        advance: Called with the number of bytes after each read, in the thread that reads.
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointError: It is truncated or altered, or is no checkpoint; the message says where, with the name
-            of the tensor if a tensor is concerned.
+        CheckpointError: It is truncated or altered, or is not a checkpoint; names the record and the tensor.
     """
     if is_folder_checkpoint(path, storage_options):
         from . import sharded
@@ -113,8 +111,8 @@ def verify_as(path: Path, shown: str, advance: Callable[[int], object] | None = 
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would block whoever opens it
             raise CheckpointError(
-                f"{shown!r} is no file and no folder, but a pipe, a socket or a device.",
-                fix="write what comes out of it to a file, and pass that one's path.",
+                f"{shown!r} is a pipe, a socket or a device, not a file or a folder.",
+                fix="write its output to a file, and pass the path of that file.",
             )
         with open(path, "rb", buffering=_BUFFER) as file:
             return _verify_file(file, os.fstat(file.fileno()).st_size, shown, advance)
@@ -127,11 +125,11 @@ def verify_as(path: Path, shown: str, advance: Callable[[int], object] | None = 
 def newest_valid(
     paths_newest_first: Iterable[PathT], on_skip: Callable[[PathT, CheckpointError], object]
 ) -> PathT | None:
-    """Return the first path whose checkpoint is whole, or None.
+    """Return the first path whose checkpoint is intact, or None.
 
     Args:
         paths_newest_first: Files, folders or URLs.
-        on_skip: Called with each damaged or missing one and the error that says why.
+        on_skip: Called with each damaged or missing one and its error.
     """
     for path in paths_newest_first:
         try:
@@ -160,12 +158,12 @@ def cannot_read(shown: str, error: OSError) -> CheckpointError:
     """Return the error for a file that the system does not let us read."""
     if error.errno == errno.EISDIR:
         return CheckpointError(
-            f"{shown!r} is a folder without manifest.json: no checkpoint, or one whose save did not finish.",
-            fix="pass the path of a .ckpt file, or of the folder of a sharded checkpoint that was saved whole.",
+            f"{shown!r} is a folder without manifest.json: not a checkpoint, or one whose save did not finish.",
+            fix="pass the path of a .ckpt file, or of the folder of a sharded checkpoint whose save finished.",
         )
     return CheckpointError(
         f"the checkpoint {shown!r} cannot be read: {error.strerror or error}.",
-        fix="check the permissions of the file and of the folders above it, and that the disk is well.",
+        fix="check the permissions of the file and of the folders above it, and the disk.",
     )
 
 
@@ -173,13 +171,13 @@ def _verify_file(file: IO[bytes], size: int, shown: str, advance: Callable[[int]
     file.seek(0)
     begin = file.read(64)
     if begin[:4] != LOCAL_SIGNATURE:
-        if is_sealed(file, size):
+        if has_digest(file, size):
             raise _damaged(shown, "the header of its first record is altered")
         if begin[:1] == b"\x80":  # a pickle: torch's format before 1.6, which has no checksums
             return Verified(sealed=False, size_bytes=size, entries=0)
         raise _no_checkpoint(shown, size, begin)
     try:
-        result = audit(file, size, advance)
+        result = compare_checksums(file, size, advance)
     except Damaged as error:
         raise _damaged(shown, _explain_structure(file, size, error)) from error
     problems = _problems(file, result)
@@ -188,11 +186,13 @@ def _verify_file(file: IO[bytes], size: int, shown: str, advance: Callable[[int]
     names = {record.name for record in result.directory.records}
     if "data.pkl" not in names or "constants.pkl" in names:
         kind = "a TorchScript program" if "constants.pkl" in names else "a zip archive that torch.save has not written"
-        raise CheckpointError(f"{shown!r} is no checkpoint: it is {kind}.", fix="pass a file that a Trainer has saved.")
-    return Verified(sealed=result.sealed, size_bytes=size, entries=len(names))
+        raise CheckpointError(
+            f"{shown!r} is not a checkpoint: it is {kind}.", fix="pass a file that a Trainer has saved."
+        )
+    return Verified(sealed=result.has_digest, size_bytes=size, entries=len(names))
 
 
-def _problems(file: IO[bytes], result: Audit) -> list[str]:
+def _problems(file: IO[bytes], result: Verification) -> list[str]:
     problems = []
     if not result.is_frame_intact:
         comment = result.directory.comment.decode("ascii", "replace")
@@ -202,13 +202,13 @@ def _problems(file: IO[bytes], result: Audit) -> list[str]:
             problems.append(
                 f"its format has version {version}, and this Loopwright knows versions up to {FORMAT_VERSION}"
             )
-        problems.append("its headers, its directory or its seal are altered")
+        problems.append("its headers, its directory or its digest are altered")
     if result.altered:
         problems.append(_name_records(file, result))
     return problems
 
 
-def _name_records(file: IO[bytes], result: Audit) -> str:
+def _name_records(file: IO[bytes], result: Verification) -> str:
     storages = {}
     if all(record.name != "data.pkl" for record in result.altered):
         for record, _ in payloads(file, result.directory):
@@ -247,7 +247,7 @@ def _no_checkpoint(shown: str, size: int, begin: bytes) -> CheckpointError:
     is_safetensors = begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") < size
     what = "a safetensors file: weights, without a run's state" if is_safetensors else f"it begins with {begin[:16]!r}"
     return CheckpointError(
-        f"{shown!r} is no checkpoint ({what}), or its first bytes are altered; it has {size} bytes.",
+        f"{shown!r} is not a checkpoint ({what}), or its first bytes are altered; it has {size} bytes.",
         fix="pass a file that a Trainer or torch.save has written.",
     )
 

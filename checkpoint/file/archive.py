@@ -107,7 +107,7 @@ def payloads(file: IO[bytes], directory: Directory) -> Iterator[tuple[Record | N
     and the frame's bytes up to the end record.
 
     Raises:
-        Damaged: A local header is no header, or records overlap.
+        Damaged: A local header is malformed, or records overlap.
     """
     position = 0
     file.seek(0)

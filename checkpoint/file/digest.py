@@ -1,8 +1,8 @@
-"""The seal: a digest that makes every byte of a checkpoint file checked.
+"""The digest of a checkpoint file, with which a reader can verify every byte.
 
-torch.save writes a CRC-32 of each record's payload into the archive's directory. The seal is a BLAKE2b digest of all
-other bytes - headers, padding, the directory with these CRCs, the end record - and stands in the archive's comment,
-where zip readers, torch's among them, do not mind it. So the payloads are not read a second time to seal a file.
+torch.save writes a CRC-32 of each record's payload into the archive's directory. The digest is a BLAKE2b hash of all
+other bytes: headers, padding, the directory with these CRCs, the end record. It is stored in the archive's comment,
+which zip readers, torch's among them, ignore. So the payloads are not read a second time to write it.
 
     loopwright-checkpoint/1 size=00000000000000001717 blake2b=<64 hexadecimal digits>
 """
@@ -18,35 +18,43 @@ from typing import IO
 
 from .archive import END, Damaged, Directory, Record, payloads, read_directory
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Audit", "audit", "is_sealed", "read_file_digest", "seal"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "Verification",
+    "append_digest",
+    "compare_checksums",
+    "has_digest",
+    "read_file_digest",
+]
 
 FORMAT = "loopwright-checkpoint"
 FORMAT_VERSION = 1
 
 _DIGEST_SIZE = 32
-_SEAL_SIZE = len(f"{FORMAT}/{FORMAT_VERSION} size={0:020d} blake2b=") + 2 * _DIGEST_SIZE
+_COMMENT_SIZE = len(f"{FORMAT}/{FORMAT_VERSION} size={0:020d} blake2b=") + 2 * _DIGEST_SIZE
 _CHUNK = 1 << 20
 
 
-class Audit:
-    """What a reading of all bytes found.
+class Verification:
+    """The result of comparing all bytes of a file with its checksums.
 
     Attributes:
         directory: The records.
-        sealed: Whether the file has a seal.
-        is_frame_intact: Whether the seal matches; True without one, since then nothing can be said.
+        has_digest: Whether the file has a digest.
+        is_frame_intact: Whether the digest matches; True without one.
         altered: Records whose payload does not match their CRC.
     """
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
-        self.sealed = False
+        self.has_digest = False
         self.is_frame_intact = True
         self.altered: list[Record] = []
 
 
-def seal(archive: FileIO) -> int:
-    """Seal the archive that torch.save has just written; return its new size in bytes.
+def append_digest(archive: FileIO) -> int:
+    """Append the digest to an archive that torch.save has just written; return its new size in bytes.
 
     Reads the headers and the directory, not the payloads.
 
@@ -61,18 +69,18 @@ def seal(archive: FileIO) -> int:
         digest = _frame_digest(file, directory, read_payload=None)
         file.seek(directory.end)
         end = file.read(END.size)
-    sealed_size = size + _SEAL_SIZE
-    text = _text(sealed_size)
-    tail = end[:-2] + _SEAL_SIZE.to_bytes(2, "little") + text
+    new_size = size + _COMMENT_SIZE
+    text = _text(new_size)
+    tail = end[:-2] + _COMMENT_SIZE.to_bytes(2, "little") + text
     digest.update(tail)
     tail += digest.hexdigest().encode()
     archive.seek(directory.end)
     while tail:
         tail = tail[archive.write(tail) :]
-    return sealed_size
+    return new_size
 
 
-def audit(file: IO[bytes], size: int, advance: Callable[[int], object] | None = None) -> Audit:
+def compare_checksums(file: IO[bytes], size: int, advance: Callable[[int], object] | None = None) -> Verification:
     """Read a file of `size` bytes once, from its beginning to its end, and compare it with its checksums.
 
     Args:
@@ -81,14 +89,14 @@ def audit(file: IO[bytes], size: int, advance: Callable[[int], object] | None = 
         advance: Called with the number of bytes whenever some of a record were read.
 
     Raises:
-        Damaged: The structure is broken, so that no record can be judged.
+        Damaged: The structure is broken, so records cannot be verified.
     """
     directory = read_directory(file, size)
-    result = Audit(directory)
+    result = Verification(directory)
     comment = directory.comment
-    result.sealed = _is_seal(comment)
+    result.has_digest = _is_digest_comment(comment)
     # torch.save without CRCs (an option of torch) leaves zeros: there is nothing to compare with.
-    has_checksums = result.sealed or any(record.crc for record in directory.records)
+    has_checksums = result.has_digest or any(record.crc for record in directory.records)
     buffer = memoryview(bytearray(min(_CHUNK, max((record.size for record in directory.records), default=0))))
 
     def read_payload(record: Record) -> None:
@@ -97,7 +105,7 @@ def audit(file: IO[bytes], size: int, advance: Callable[[int], object] | None = 
             result.altered.append(record)
 
     digest = _frame_digest(file, directory, read_payload)
-    if result.sealed:
+    if result.has_digest:
         file.seek(directory.end)
         tail = file.read(END.size + len(comment))
         digest.update(tail[: -2 * _DIGEST_SIZE])
@@ -106,23 +114,23 @@ def audit(file: IO[bytes], size: int, advance: Callable[[int], object] | None = 
     return result
 
 
-def is_sealed(file: IO[bytes], size: int) -> bool:
-    """Return whether a file of `size` bytes ends with a seal, right or wrong, without reading the rest."""
-    file.seek(max(0, size - _SEAL_SIZE))
-    return file.read(_SEAL_SIZE).startswith(FORMAT.encode())
+def has_digest(file: IO[bytes], size: int) -> bool:
+    """Return whether a file of `size` bytes ends with a digest, right or wrong, without reading the rest."""
+    file.seek(max(0, size - _COMMENT_SIZE))
+    return file.read(_COMMENT_SIZE).startswith(FORMAT.encode())
 
 
 def read_file_digest(file: IO[bytes]) -> str | None:
-    """Return the digest in the seal at the end of a file, which nobody has compared; None without a seal."""
+    """Return the digest at the end of a file without comparing it; None if there is none."""
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _SEAL_SIZE))
-    text = file.read(_SEAL_SIZE)
+    file.seek(max(0, size - _COMMENT_SIZE))
+    text = file.read(_COMMENT_SIZE)
     return text[-2 * _DIGEST_SIZE :].decode("ascii", "replace") if text.startswith(FORMAT.encode()) else None
 
 
-def _is_seal(comment: bytes) -> bool:
-    # A comment of this very length with another beginning is a seal whose first bytes are altered.
-    return len(comment) == _SEAL_SIZE or comment.startswith(FORMAT.encode())
+def _is_digest_comment(comment: bytes) -> bool:
+    # A comment of this length with another beginning is a digest whose first bytes are altered.
+    return len(comment) == _COMMENT_SIZE or comment.startswith(FORMAT.encode())
 
 
 def _text(size: int) -> bytes:

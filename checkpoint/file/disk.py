@@ -1,7 +1,4 @@
-"""What the file system does for a checkpoint: a locked temporary file, fsync, rename, removal of stale files.
-
-And what is said where it refuses.
-"""
+"""File system operations for checkpoints: locked temporary files, fsync, rename, removal of stale files."""
 
 from __future__ import annotations
 
@@ -111,7 +108,7 @@ def remove_stale(folder: Path) -> None:
                 if _lock(file.fileno()) is True:
                     path.unlink()
                     logger.info("removed %s, which an interrupted save had left", path)
-        except OSError as error:  # somebody else's file, or gone already: it does not stop this save
+        except OSError as error:  # another user's file, or gone already: it does not stop this save
             logger.debug("left %s: %s", path, error)
 
 
@@ -177,7 +174,7 @@ def cannot_remove(shown: str, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint that the system does not let us remove."""
     return CheckpointError(
         f"the checkpoint {shown!r} cannot be removed: {error.strerror or error}.",
-        fix=_FIXES.get(error.errno or 0, "remove it by hand."),
+        fix=_FIXES.get(error.errno or 0, "remove it manually."),
     )
 
 
@@ -193,7 +190,7 @@ def cannot_write(what: str, error: OSError, size_bytes: int, folder: Path) -> Ch
     free = _free_bytes(folder)
     text = f"{what} could not be written: {error.strerror or error}. It needs about {size_bytes:,} bytes"
     text += f"; {free:,} bytes are free in {str(folder)!r}." if free is not None else "."
-    text += " No unfinished file is left; if there is a file at that path, it is whole."
+    text += " No unfinished file is left; a file that was at that path is intact."
     return CheckpointError(text, fix=_FIXES.get(error.errno or 0, "check the disk, or choose another folder."))
 
 

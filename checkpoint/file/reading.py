@@ -1,4 +1,4 @@
-"""A checkpoint file read by torch, safely, and what is said where it cannot be."""
+"""`read_file`: a checkpoint file, read safely by torch; and the errors for files that cannot be read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from ...errors import CheckpointError
 from .. import verified
 from ..plain import untrust
-from . import digest as seal
+from . import digest
 
 __all__ = ["read_file"]
 
-# What torch.load raises for bytes that are no checkpoint; it documents no list.
+# What torch.load raises for bytes that are not a checkpoint; it documents no list.
 _READ_ERRORS = (
     pickle.UnpicklingError,
     EOFError,
@@ -39,19 +39,19 @@ def read_file(
 ) -> dict[str, Any]:  # Any: as in torch.load
     """Return the content of a local file that messages call `shown`; see `storage.load`."""
     if verify or not os.access(path, os.R_OK) or not path.is_file():  # the latter are explained there
-        is_sealed = verified.verify_as(path, shown).sealed
+        has_digest = verified.verify_as(path, shown).sealed
     else:
         with open(path, "rb") as file:
-            is_sealed = seal.is_sealed(file, path.stat().st_size)
-    try:  # what we have sealed is plain: nothing but the Trusted entries needs trust
-        loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe or is_sealed)
+            has_digest = digest.has_digest(file, path.stat().st_size)
+    try:  # a file with our digest is plain: only its Trusted entries need trust
+        loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe or has_digest)
     except (OSError, *_READ_ERRORS) as error:
         if not verify:
             verified.verify_as(path, shown)  # if it is damaged, this says where
         _raise_unreadable(error, shown)
     if not isinstance(loaded, dict):
         raise CheckpointError(
-            f"{shown!r} holds a {type(loaded).__name__}, and a checkpoint is a dict.",
+            f"Expected a checkpoint, which is a dict, in {shown!r}, got a {type(loaded).__name__}.",
             fix="pass a file that a Trainer has saved, or read this one with torch.load.",
         )
     result: dict[str, Any] = untrust(loaded, allow=not is_safe)
@@ -59,13 +59,14 @@ def read_file(
 
 
 def _raise_unreadable(error: Exception, shown: str) -> NoReturn:
-    """Raise the error for a file whose bytes are as they were written, and that torch does not read."""
+    """Raise the error for an intact file that torch does not read."""
     if isinstance(error, OSError):
         raise verified.cannot_read(shown, error) from error
     if isinstance(error, pickle.UnpicklingError):
         raise CheckpointError(
-            f"the checkpoint {shown!r} cannot be read safely, as tensors and plain values: {_reason(error)}",
-            fix="pass weights_only=False, only if you trust whoever wrote the file: reading it so can run any code.",
+            f"Expected only tensors and plain values in the checkpoint {shown!r}, which cannot be read safely: "
+            f"{_reason(error)}",
+            fix="pass weights_only=False, only if you trust the author of the file: this can run any code.",
         ) from error
     raise CheckpointError(
         f"the checkpoint {shown!r} cannot be read: {type(error).__name__}: {error}",

@@ -1,4 +1,4 @@
-"""Which tensor lives in which record of a checkpoint file, for messages about damage.
+"""The tensors in the records of a checkpoint file, for messages about damage.
 
 The file's pickle is read by an unpickler that knows no class and calls no function: whatever the pickle asks for
 becomes an inert object that remembers its arguments. Nothing is imported, nothing runs.
@@ -125,7 +125,7 @@ def read_storages(data: bytes, where: str = "checkpoint") -> dict[str, Storage]:
 
 
 def read_storages_from_front(file: IO[bytes], size: int) -> dict[str, Storage]:
-    """Return the storages of a file that has lost its end, read from its first record; {} if that is not whole.
+    """Return the storages of a truncated file, read from its first record; {} if that is not complete.
 
     Args:
         file: File as torch.save writes it: data.pkl comes first.

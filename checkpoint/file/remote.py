@@ -1,7 +1,7 @@
 """Checkpoints at URLs, through fsspec.
 
-A remote store has no fsync, and its files cannot be changed in place: a checkpoint is made whole in a local temporary
-folder (TMPDIR), sent under a temporary key, looked at, and moved.
+A remote store has no fsync, and its files cannot be changed in place: a checkpoint is written to a local temporary
+folder (TMPDIR), uploaded under a temporary key, compared, and moved.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Remote:
         self._store.rm_file(self._key)
 
     def _compare(self, source: Path, key: str) -> None:
-        # The last bytes hold the seal, a digest of all headers and of every record's CRC.
+        # The last bytes hold the digest of all headers and of every record's CRC.
         self._store.invalidate_cache()
         expected = source.stat().st_size
         found = int(self._store.size(key))

@@ -202,7 +202,7 @@ def _parameter_alone(data: torch.Tensor, requires_grad: bool, hooks: object, sta
     return nn.Parameter(data, requires_grad=requires_grad)
 
 
-# Tensors and parameters on which somebody has set attributes, as DeepSpeed does: they come without them.
+# Tensors and parameters with additional attributes, as DeepSpeed sets them, are read without these.
 WITHOUT_ATTRIBUTES: Known = {
     ("torch", "Tensor"): _PLAIN_TENSOR,
     ("torch._tensor", "_rebuild_from_type_v2"): _tensor_alone,

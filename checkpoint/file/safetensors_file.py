@@ -51,7 +51,7 @@ def read_weights(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of a file by name, not read, and its metadata.
 
     Raises:
-        CheckpointError: It is no safetensors file, or is truncated.
+        CheckpointError: It is not a safetensors file, or is truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -59,7 +59,7 @@ def read_weights(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         with safe_open(str(path), "pt", device="cpu") as file:
             metadata = dict(sorted((file.metadata() or {}).items()))  # they come in any order
             found: dict[str, StoredTensor] = {}
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():  # noqa: SIM118  # it is not a mapping
                 part = file.get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
@@ -83,7 +83,7 @@ def write_weights(
     advance: Callable[[int], object] | None = None,
     storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
 ) -> None:
-    """Write tensors as a safetensors file, one at a time in memory; the file takes its place when it is whole.
+    """Write tensors as a safetensors file, one at a time in memory; the file appears when it is complete.
 
     Args:
         weights: By name; one that stands under several names is written once.

@@ -1,4 +1,4 @@
-"""`save_streaming`: one sealed file from tensors that are read one at a time.
+"""`save_streaming`: a checkpoint file from tensors that are read one at a time.
 
 torch.save writes the file with room for the tensors and without their bytes (`torch.serialization.skip_data`). Then
 each is read and written to its place, and its CRC-32 put into the archive. So memory holds one tensor at a time, and
@@ -23,8 +23,7 @@ from .. import storage
 from ..plain import require_plain
 from ..sharded.shard_file import write_tensor
 from ..tensors import AnyTensor, Key, Tree, bracketed, map_tensors, read_tensor, size_bytes, tensors_in
-from . import digest as seal
-from . import disk
+from . import digest, disk
 from .archive import DESCRIPTOR_SIGNATURE, Damaged, Directory, payloads, read_directory
 from .disk import cannot_write
 from .record_names import read_storages
@@ -68,16 +67,16 @@ def save_streaming(
     advance: Advance | None = None,
     storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
 ) -> None:
-    """Write a sealed checkpoint file as storage.save does, from a tree with tensors that have not been read yet.
+    """Write a checkpoint file as storage.save does, from a tree with tensors that have not been read yet.
 
     Args:
         checkpoint: Plain values, tensors, and stored tensors; one that stands in two places is written once.
-        path: File or URL; what stands there is replaced when the new file is whole.
+        path: File or URL; an existing file is replaced when the new one is complete.
         advance: Called with the number of bytes whenever some of a tensor were written.
         storage_options: Arguments of the remote file system.
 
     Raises:
-        CheckpointError: An entry is no plain value, or the file cannot be written.
+        CheckpointError: An entry is not a plain value, or the file cannot be written.
     """
     tensors = [value for _, value in tensors_in(checkpoint)]
     is_odd = any(isinstance(t, Tensor) and (t.layout is not torch.strided or t.is_quantized) for t in tensors)
@@ -183,7 +182,7 @@ def _write(tree: dict[str, Any], sources: dict[str, Any], file: FileIO, advance:
             raise Damaged(f"record {name!r} has no descriptor")
         os.pwrite(file.fileno(), struct.pack("<L", crc), start + size + 4)
     _put_checksums(file, look, crcs)
-    seal.seal(file)
+    digest.append_digest(file)
 
 
 class _Look(NamedTuple):

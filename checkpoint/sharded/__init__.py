@@ -1,8 +1,8 @@
 """Sharded checkpoints: a folder that all ranks write, each its own shards; any process reads it, without a group.
 
     name.ckpt/
-      manifest.json                                   the commit mark: without it the folder is no checkpoint
-      state-<token>.ckpt                              all that is not sharded: a sealed file (storage.py), by rank 0
+      manifest.json                                   the commit mark: without it the folder is not a checkpoint
+      state-<token>.ckpt                              all that is not sharded, as a file of storage.py, by rank 0
       shard-<token>-00000-of-00002.safetensors        one per rank that has something to write
 
 storage.py and verified.py call this for a folder, CheckpointIO for a checkpoint that holds sharded tensors (DTensor).
@@ -43,14 +43,14 @@ def save(
     *,
     group: Any = None,  # Any: ProcessGroup, whose import is heavy
 ) -> None:
-    """Write a checkpoint as a folder, each rank its own shards, so that it is whole at the path when this returns.
+    """Write a checkpoint as a folder, each rank its local shards; it is complete when this returns.
 
     Called on every rank of the group with the same structure: it communicates. What is not sharded is taken from rank
     0. A replicated shard is written once. No copy is made in memory, except of one tensor at a time that is on a device
     or not contiguous.
 
-    A checkpoint folder at the path stays whole until the new manifest takes the place of the old one, in one step; so
-    there must be room for both. A link is replaced, not followed. A single-file checkpoint at the path, and a folder
+    A checkpoint folder at the path stays intact until the new manifest replaces the old one, in one step; so there must
+    be room for both. A link is replaced, not followed. A single-file checkpoint at the path, and a folder
     with other files in it, are refused before anything is written: no system call could replace them in one step.
 
     If a rank is killed, the path has the old checkpoint or the new one. What the killed save has left is removed by the
@@ -68,8 +68,8 @@ def save(
     Raises:
         CheckpointError: Some rank could not write, or the content is not plain; raised on all ranks, names the ranks.
             Unless the commit was done already (its message then comes from fsync or from removing old files), the old
-            checkpoint is whole and nothing unfinished is left.
-        RuntimeError: torch.distributed's own: a rank has died. The old checkpoint or the new one is whole.
+            checkpoint is intact and nothing unfinished is left.
+        RuntimeError: torch.distributed's own: a rank has died. The old checkpoint or the new one is intact.
     """
     from .writer import save as save_on_all_ranks
 

@@ -1,4 +1,4 @@
-"""Folders on disk and at URLs: the few operations that a checkpoint folder needs."""
+"""Storage backends, folders on disk and at URLs: the operations that a checkpoint folder needs."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class LocalBackend:
         """Return the size of a file in bytes.
 
         Raises:
-            OSError: It is not there, or is no regular file.
+            OSError: It is not there, or is not a regular file.
         """
         found = os.stat(self.folder / name)
         if not stat.S_ISREG(found.st_mode):  # a pipe would block whoever opens it
-            raise OSError(errno.EINVAL, "it is no regular file", str(self.folder / name))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(self.folder / name))
         return found.st_size
 
     def open(self, name: str) -> IO[bytes]:
@@ -233,6 +233,6 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
             os.rename(local, hidden)
             shutil.rmtree(hidden)
         elif local.exists():
-            raise OSError(errno.EISDIR, f"it has no {MANIFEST}, so it is no checkpoint folder", str(local))
+            raise OSError(errno.EISDIR, f"it has no {MANIFEST}, so it is not a checkpoint folder", str(local))
     except OSError as error:
         raise cannot_remove(str(path), error) from error

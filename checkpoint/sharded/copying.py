@@ -17,7 +17,7 @@ _PIECE = 16 << 20
 
 
 def copy(source: str | Path, path: str | Path) -> None:
-    """Make `path` a copy of a local checkpoint folder: at any moment the old checkpoint is there or the whole new one.
+    """Make `path` a copy of a local checkpoint folder; at any moment it holds the old or the complete new one.
 
     Raises:
         CheckpointError: Something is at the path that a folder cannot replace.
@@ -43,7 +43,7 @@ def copy(source: str | Path, path: str | Path) -> None:
 
 
 def _renamed(name: str, token: str) -> str:
-    """Return a file's name with the token of this save: those that bear a token nobody holds would be removed."""
+    """Return a file's name with the token of this save: files with a token that no process holds would be removed."""
     own = OWN_NAME.fullmatch(name)
     if own is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""manifest.json: what is in a checkpoint folder and where.
+"""manifest.json: the content of a checkpoint folder.
 
 Its last line is a BLAKE2b digest of all bytes before it. What was decoded is consistent in itself: names lie in the
 folder, the chunks of a tensor cover it exactly, and the chunks in a file cover all its bytes behind the header. So
@@ -43,7 +43,7 @@ __all__ = [
 FORMAT = "loopwright-sharded-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-FILE_DIGEST_SIZE = 64  # the last bytes of a sealed file are its digest in hexadecimal digits
+FILE_DIGEST_SIZE = 64  # the last bytes of a state file are its digest in hexadecimal digits
 
 _FIX = "use an older checkpoint (ckpt_path='last' skips damaged ones), or copy this one again from where it came."
 _MAX_NAMED = 5
@@ -60,7 +60,7 @@ class FileEntry:
 
     Attributes:
         size: In bytes.
-        digest: BLAKE2b in hexadecimal digits: of the header of a shard file; of the state file, the one in its seal.
+        digest: BLAKE2b in hexadecimal digits: of the header of a shard file; of the state file, the one at its end.
     """
 
     size: int
@@ -118,7 +118,7 @@ class Manifest:
     """What is in a checkpoint folder.
 
     Attributes:
-        format_version: Of the folder's form.
+        format_version: Of the folder's layout.
         loopwright_version: Which wrote it.
         torch_version: Which wrote it.
         world_size: Number of ranks that saved.
@@ -217,7 +217,7 @@ def decode(content: bytes, shown: str) -> Manifest:
 
 
 def read_digest(file: IO[bytes]) -> str | None:
-    """Return the digest at the end of a manifest, which nobody has compared; None if it does not end as one does."""
+    """Return the digest at the end of a manifest without comparing it; None if there is none."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_SIZE))
     tail = _TAIL.fullmatch(file.read(_TAIL_SIZE))
     return None if tail is None else tail[1].decode()
@@ -268,13 +268,13 @@ def _parse(raw: Any) -> Manifest:  # Any: whatever JSON held
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{value!r:.80} is no count")
+        raise ValueError(f"{value!r:.80} is not a count")
     return value
 
 
 def _counts(value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.80} is no list")
+        raise TypeError(f"{value!r:.80} is not a list")
     return tuple(_count(item) for item in value)
 
 
@@ -282,7 +282,7 @@ def _names(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.80} is no list")
+        raise TypeError(f"{value!r:.80} is not a list")
     return tuple(_text(item) for item in value)
 
 
@@ -294,14 +294,14 @@ def _text(value: object, pattern: re.Pattern[str] | None = None) -> str:
 
 def _file_name(value: object) -> str:
     if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or value == MANIFEST:
-        raise ValueError(f"{value!r:.80} is no name of a file in the folder")
+        raise ValueError(f"{value!r:.80} is not the name of a file in the folder")
     return value
 
 
 def _dtype(value: object) -> str:
     found = getattr(torch, value, None) if isinstance(value, str) else None
     if not isinstance(value, str) or not isinstance(found, torch.dtype) or value[:1] == "q" or not found.itemsize:
-        raise ValueError(f"{value!r:.80} is no dtype")
+        raise ValueError(f"{value!r:.80} is not a dtype")
     return value
 
 
@@ -341,7 +341,7 @@ def _wrong_chunks(entry: TensorEntry, shards: dict[str, list[tuple[int, int, str
         elif any(o + s > e for o, s, e in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)):
             yield f"the chunk at {chunk.offsets} reaches beyond the shape {entry.shape}"
         elif chunk.file not in shards:
-            yield f"the chunk at {chunk.offsets} is in {chunk.file!r}, which is no shard file of the manifest"
+            yield f"the chunk at {chunk.offsets} is in {chunk.file!r}, which is not a shard file of the manifest"
         elif chunk.start < 8 or chunk.start % entry.torch_dtype.itemsize:
             yield f"the chunk at {chunk.offsets} begins at byte {chunk.start}"
 

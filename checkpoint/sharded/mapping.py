@@ -61,7 +61,7 @@ class MappedFile:
         """Read a part of this memory from the disk, if it has not been read yet; what lies in wide gaps is left out.
 
         Raises:
-            OSError: The disk does not give it, or somebody has cut the file off.
+            OSError: The disk does not give it, or the file was truncated.
         """
         if not part.numel():
             return
@@ -80,7 +80,7 @@ class MappedFile:
         first = address // _PAGE * _PAGE
         while advise(first, address + size - first, _POPULATE_READ):
             if ctypes.get_errno() != errno.EINTR:  # a signal came
-                raise OSError(errno.EIO, "the disk does not give it, or somebody has cut the file off")
+                raise OSError(errno.EIO, "the disk does not give it, or the file was truncated")
 
 
 def map_file(path: Path, size_bytes: int) -> MappedFile | None:
@@ -108,6 +108,6 @@ def _advise() -> Callable[[int, int, int], int] | None:
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     advise.restype = ctypes.c_int
     probe = torch.zeros(2 * _PAGE, dtype=torch.uint8)
-    whole = (probe.data_ptr() + _PAGE - 1) // _PAGE * _PAGE
+    aligned = (probe.data_ptr() + _PAGE - 1) // _PAGE * _PAGE
     called: Callable[[int, int, int], int] = advise
-    return called if called(whole, _PAGE, _POPULATE_READ) == 0 else None
+    return called if called(aligned, _PAGE, _POPULATE_READ) == 0 else None

@@ -38,7 +38,7 @@ class Planner(DefaultSavePlanner):
         try:
             return super().create_global_plan(all_plans)
         except ValueError as error:
-            raise CheckpointError(f"the shards of the ranks do not make up whole tensors: {error}.", fix=fix) from error
+            raise CheckpointError(f"the shards of the ranks do not make up full tensors: {error}.", fix=fix) from error
 
 
 def unfit(tensor: DTensor) -> str | None:

@@ -39,16 +39,16 @@ def load(
     verify: bool = True,
     storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
 ) -> dict[str, Any]:
-    """Read a checkpoint folder, in any process; nobody else needs to take part.
+    """Read a checkpoint folder in any process, without communication.
 
     Args:
         path: Folder or URL.
-        lazy: Whether sharded tensors are given as `StoredTensor`, to be read later and in part; else as whole tensors.
+        lazy: Whether sharded tensors are returned as `StoredTensor`, to be read later in slices; else as full tensors.
             Tensors that were tied are one object.
         map_location: Where tensors go, as in torch.load; those that are not read yet stay where they are.
         weights_only: As in storage.load: False unpickles `Trusted` objects, which can run any code.
         verify: Whether all bytes are compared with their checksums. Without it, the manifest, the sizes and headers of
-            the files are, and the chunks that are read whole.
+            the files are, and the chunks that are read entirely.
         storage_options: Arguments of the remote file system.
 
     Raises:
@@ -96,11 +96,11 @@ def _load(
     tensors: dict[str, AnyTensor] = dict(stored)
     if not lazy:
         try:
-            whole = call_in_threads(lambda tensor: read_to(tensor, map_location), list(stored.values()))
+            read = call_in_threads(lambda tensor: read_to(tensor, map_location), list(stored.values()))
         except CheckpointError as error:  # name all that is wrong, not the first
             problems = files.content_problems()
             raise damaged(shown, problems) if problems else error from error
-        tensors.update(zip(stored, whole, strict=True))
+        tensors.update(zip(stored, read, strict=True))
     used: set[str] = set()
     unknown: list[str] = []
     loaded: dict[str, Any] = put_back(state, tensors, used, unknown)
@@ -234,7 +234,7 @@ def _with_manifest(
     """Call a function with the files of a checkpoint; again with the new ones, if a save has replaced them meanwhile.
 
     Raises:
-        CheckpointError: What the function says of files that nobody has replaced; or they were, again and again.
+        CheckpointError: Raised by the function for files that were not replaced; or they were, again and again.
     """
     for _ in range(_MOST_ATTEMPTS):
         backend = _resolved(path, storage_options)
@@ -262,7 +262,7 @@ def _is_replaced(
 
 
 def read_to(stored: StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
-    """Return a whole tensor where map_location says."""
+    """Return the full tensor on the device of map_location."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     if map_location is None:

@@ -68,7 +68,7 @@ class Layout:
     Attributes:
         header: The bytes before the first tensor.
         starts: The tensors in their order, each with the position of its first byte in the file.
-        size_bytes: Size of the whole file.
+        size_bytes: Size of the file.
     """
 
     header: bytes

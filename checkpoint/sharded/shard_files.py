@@ -54,11 +54,11 @@ class ShardFiles:
         self._lock = threading.Lock()
 
     def mapped(self, name: str) -> MappedFile | None:
-        """Return a file in memory, mapped when it is first asked for; None if it is to be read by other means."""
+        """Return a file in memory, mapped at its first use; None if it must be read by other means."""
         identity = self._identity(name)
         with self._lock:
             known, mapped = self._mapped.get(name, (None, None))
-            # One that was removed is there as long as it is mapped; one that somebody has written to is looked at anew.
+            # One that was removed is there as long as it is mapped; one that was written to is mapped again.
             if isinstance(self.backend, LocalBackend) and identity is not None and identity != known:
                 mapped = map_file(self.backend.folder / name, self.manifest.files[name].size)
                 self._mapped[name] = (identity, mapped)
@@ -180,7 +180,7 @@ class ShardFiles:
         return problems
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
-        """Return what changes when somebody writes to a file; None if it cannot be told."""
+        """Return what changes when a file is written to; None if unknown."""
         if not isinstance(self.backend, LocalBackend):
             return None
         try:

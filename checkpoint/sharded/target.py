@@ -33,7 +33,7 @@ def target_of(path: str | Path, options: dict[str, Any] | None) -> LocalTarget |
     """Return where a save to a path or URL goes. Nothing is written yet.
 
     Raises:
-        CheckpointError: A file is there, or a folder that is no checkpoint.
+        CheckpointError: A file is there, or a folder that is not a checkpoint.
     """
     local = as_local(path)
     if local is None:
@@ -198,7 +198,7 @@ class RemoteTarget:
         stale = {name for name in self.backend.names() if OWN_NAME.fullmatch(name)} - set(manifest.files)
         try:
             self.backend.remove(stale)
-        except Exception as error:  # each remote store has errors of its own; the checkpoint is whole without this
+        except Exception as error:  # each remote store has errors of its own; the checkpoint is complete without this
             logger.warning("cannot remove the files of an older save from %s: %s", self.path, error)
         stages.reached("cleaned")
 
@@ -227,7 +227,7 @@ class RemoteTarget:
         """Return a CheckpointError for an error of the store on this rank."""
         return CheckpointError(
             f"the checkpoint {self.path!r} could not be written: {error}. It needs about {size_bytes:,} bytes. "
-            "What was there before is whole.",
+            "What was there before is intact.",
             fix="check the address, the credentials (storage_options) and the network, and save again.",
         )
 

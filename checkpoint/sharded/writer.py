@@ -1,7 +1,7 @@
 """`save`: writes a checkpoint folder on all ranks.
 
 torch.distributed.checkpoint plans which rank writes which chunk, leaves out copies of replicated ones, and carries
-errors to all ranks. Nothing of its own form is written: its `.metadata` is a pickle, which runs code when it is read.
+errors to all ranks. Its own format is not written: its `.metadata` is a pickle, which runs code when it is read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["save"]
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What rank 0 tells a rank to do: where to write, under which name, for which checkpoint."""
+    """The instructions of rank 0 to a rank: where to write, and under which name."""
 
     folder: str
     shard: str
@@ -83,7 +83,7 @@ def save(
                 no_dist=is_alone,
             )
     except CheckpointException as failure:
-        # All ranks have told rank 0 how they fared: none is writing any more, and none will commit.
+        # All ranks have reported to rank 0: none is writing any more, and none will commit.
         if writer.target is not None:
             writer.target.abort()
         _raise_failures(failure, str(path), writer.rank)
@@ -106,18 +106,18 @@ def _raise_failures(failure: CheckpointException, shown: str, rank: int) -> NoRe
     if own is not None and not isinstance(own, Exception):
         raise own from None  # Ctrl-C
     first = next(iter(errors.values()))
-    told = [
+    reports = [
         f"rank {rank}: {error.what if isinstance(error, CheckpointError) else f'{type(error).__name__}: {error}'}"
         for rank, error in errors.items()
     ]
     raise CheckpointError(
-        f"the sharded checkpoint {shown!r} was not saved; {' '.join(told)}",
+        f"the sharded checkpoint {shown!r} was not saved; {' '.join(reports)}",
         fix=first.fix if isinstance(first, CheckpointError) else "see the error of that rank.",
     ) from first
 
 
 class _Writer(StorageWriter):
-    """Our form of checkpoint folder, as torch.distributed.checkpoint asks for it.
+    """Our format of a checkpoint folder, as a StorageWriter of torch.distributed.checkpoint.
 
     Attributes:
         split: The checkpoint of this rank.

@@ -1,4 +1,4 @@
-"""Converts checkpoints from one form to another, on files alone."""
+"""Conversion of checkpoint files from one format to another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def guess_format(path: str | Path) -> str:
 def write_as(
     opened: Opened, path: str | Path, to: str, *, num_shards: int = 1, advance: Callable[[int], object] | None = None
 ) -> None:
-    """Write a checkpoint in another form; what stands at the path is replaced when the new one is whole.
+    """Write a checkpoint in another format; an existing one is replaced when the new one is complete.
 
     Args:
         opened: What to write.
@@ -58,7 +58,7 @@ def write_as(
         advance: Called with the number of bytes whenever some were written.
 
     Raises:
-        CheckpointError: The content does not fit the form, or cannot be written.
+        CheckpointError: The content does not fit the format, or cannot be written.
     """
     if to == "safetensors":
         write_weights(weights_of(opened), path, advance=advance)
@@ -89,7 +89,7 @@ def weights_of(opened: Opened) -> dict[str, Any]:  # Any: Tensor or StoredTensor
         return weights
     places = sorted({path.rpartition("/")[0] for path, _ in tensors_in(opened.tree)})[:10]
     raise CheckpointError(
-        f"{opened.path!r} ({opened.form}) has no entry 'state_dict'; tensors stand under {places or 'nothing'}.",
+        f"{opened.path!r} ({opened.format}) has no entry 'state_dict'; tensors stand under {places or 'nothing'}.",
         fix="say with --weights-key where the weights are.",
     )
 
@@ -101,7 +101,7 @@ def without_training(opened: Opened) -> Opened:
     own = opened.tree.get(OWN_KEY)
     if isinstance(own, dict):
         tree[OWN_KEY] = {key: own[key] for key in _OWN_KEPT if key in own}
-    return Opened(opened.path, opened.form, tree, opened.is_bare, opened.dropped, opened.metadata)
+    return Opened(opened.path, opened.format, tree, opened.is_bare, opened.dropped, opened.metadata)
 
 
 def rename(opened: Opened, prefixes: Sequence[tuple[str, str]]) -> Opened:
@@ -138,7 +138,7 @@ def rename(opened: Opened, prefixes: Sequence[tuple[str, str]]) -> Opened:
     if isinstance(own, dict) and isinstance(own.get("frozen"), dict):
         frozen = {**own["frozen"], "parameters": [renamed(name) for name in own["frozen"].get("parameters", [])]}
         tree[OWN_KEY] = {**own, "frozen": frozen}
-    return Opened(opened.path, opened.form, tree, opened.is_bare, opened.dropped, opened.metadata)
+    return Opened(opened.path, opened.format, tree, opened.is_bare, opened.dropped, opened.metadata)
 
 
 def _rename_optimizer(state: Any, renamed: Callable[[Any], Any]) -> Any:  # Any: an optimizer's state

@@ -183,7 +183,7 @@ class DcpFolder:
         """Return what was saved, nested as it was; its tensors are not read.
 
         Args:
-            read_object: Reads what torch.save has written of an object that is no tensor; gets its path, too.
+            read_object: Reads what torch.save has written of an object that is not a tensor; gets its path, too.
         """
         root: dict[str, Any] = {}  # Any: see above
         for name, entry in self._entries.items():
@@ -199,7 +199,7 @@ class DcpFolder:
         tree: dict[str, Any] = _with_lists(root)
         return tree
 
-    def read_record(self, name: str, offset: tuple[int, ...]) -> Any:  # Any: a tensor, if the folder is whole
+    def read_record(self, name: str, offset: tuple[int, ...]) -> Any:  # Any: a tensor, if the folder is intact
         """Return a chunk of a tensor."""
         try:
             return torch.load(io.BytesIO(self._record(name, offset)), map_location="cpu", weights_only=True)
@@ -216,7 +216,7 @@ class DcpFolder:
             advance: Called with the number of bytes whenever a record was read.
         """
         from ..file.archive import Damaged
-        from ..file.digest import audit
+        from ..file.digest import compare_checksums
 
         problems = []
         for name, offset in self._places:
@@ -224,7 +224,7 @@ class DcpFolder:
                 raw = self._record(name, offset)
                 if advance is not None:
                     advance(len(raw))
-                if raw[:4] == b"PK\x03\x04" and audit(io.BytesIO(raw), len(raw)).altered:
+                if raw[:4] == b"PK\x03\x04" and compare_checksums(io.BytesIO(raw), len(raw)).altered:
                     problems.append(f"{self._shown(name, offset)} does not match its checksum")
             except (CheckpointError, Damaged) as error:
                 problems.append(f"{self._shown(name, offset)}: {getattr(error, 'what', error)}")

@@ -1,4 +1,4 @@
-"""Which form of checkpoint a path has, and its content in the one shape that convert, diff and inspect work on.
+"""`open_checkpoint`: the content of a checkpoint of any format, as convert, diff and inspect expect it.
 
 Nothing in a file is executed, unless the caller trusts it, and tensors stay on disk.
 """
@@ -43,9 +43,9 @@ class Reading:
 
     Attributes:
         trust: Whether to unpickle what cannot be read safely, which can run any code.
-        drop_objects: Whether to leave out entries that are no plain values, where they would be an error.
+        drop_objects: Whether to leave out entries that are not plain values, instead of raising an error.
         weights_key: Where the weights stand in a file of another program: `model`, or `ema/model`; None to look.
-        verify: Whether to compare the checksums of the whole checkpoint first.
+        verify: Whether to compare the checksums of the full checkpoint first.
     """
 
     trust: bool = False
@@ -56,20 +56,21 @@ class Reading:
 
 @dataclass(slots=True)
 class Opened:
-    """A checkpoint of any form.
+    """A checkpoint of any format.
 
     Attributes:
         path: As the user gave it.
-        form: "checkpoint", "sharded checkpoint", "Lightning checkpoint", "Lightning sharded checkpoint", "DCP folder",
-            "DeepSpeed folder", "DeepSpeed universal folder", "state dict", "safetensors", or "file of torch.save".
+        format: "checkpoint", "sharded checkpoint", "Lightning checkpoint", "Lightning sharded checkpoint",
+            "DCP folder", "DeepSpeed folder", "DeepSpeed universal folder", "state dict", "safetensors", or "file of
+            torch.save".
         tree: The content with the field's keys; weights alone stand under `state_dict`. Tensors may not be read yet.
         is_bare: Whether there are weights only, without the keys around them.
-        dropped: Paths of entries that were left out, since they are no plain values.
+        dropped: Paths of entries that were left out, since they are not plain values.
         metadata: Of a safetensors file; of a folder of DeepSpeed its version, the ZeRO stage and the number of ranks.
     """
 
     path: str
-    form: str
+    format: str
     tree: dict[str, Any]  # Any: plain values and tensors, nested
     is_bare: bool = False
     dropped: list[str] = field(default_factory=list)
@@ -77,7 +78,7 @@ class Opened:
 
 
 def open_checkpoint(path: str | Path, how: Reading) -> Opened:
-    """Return the content of a checkpoint of any form that Loopwright knows.
+    """Return the content of a checkpoint of any format that Loopwright knows.
 
     Raises:
         CheckpointNotFound: There is nothing at the path.
@@ -158,7 +159,7 @@ def _load_with_objects(file: Any, how: Reading, *, is_zip: bool) -> Any:  # Any:
         except Exception as error:  # the objects were inert, and what used them may fail in any way
             raise CheckpointError(
                 f"{file!s} holds objects that cannot be left out: {type(error).__name__}: {error}",
-                fix="pass --trust, only if you trust whoever wrote it: reading it so can run any code.",
+                fix="pass --trust, only if you trust its author: this can run any code.",
             ) from error
 
 
@@ -167,25 +168,25 @@ def _refuse_dropped(shown: str, dropped: list[str], how: Reading) -> None:
         return
     more = f", and {len(dropped) - _MAX_NAMED} more" if len(dropped) > _MAX_NAMED else ""
     raise CheckpointError(
-        f"{shown!r} has {len(dropped)} entries that are no tensors or plain values: "
+        f"{shown!r} has {len(dropped)} entries that are not tensors or plain values: "
         f"{', '.join(dropped[:_MAX_NAMED])}{more}.",
         fix="pass --drop-objects to leave them out"
-        + ("." if how.trust else ", or --trust if you trust whoever wrote the file: it can run any code then."),
+        + ("." if how.trust else ", or --trust if you trust the author of the file: this can run any code."),
     )
 
 
 def _classified(opened: Opened, how: Reading) -> Opened:
     tree = opened.tree
-    is_file = opened.form == "file of torch.save"
+    is_file = opened.format == "file of torch.save"
     if how.weights_key is not None:
         opened.tree = {"state_dict": _at(opened, how.weights_key)}
         opened.is_bare = True
     elif is_file and OWN_KEY in tree and "state_dict" in tree:
-        opened.form = "checkpoint"
+        opened.format = "checkpoint"
     elif is_file and LIGHTNING_VERSION_KEY in tree and "state_dict" in tree:
-        opened.form = "Lightning checkpoint"
+        opened.format = "Lightning checkpoint"
     elif "state_dict" not in tree and any(is_tensor(value) for value in tree.values()):
-        opened.form = "state dict" if is_file else opened.form
+        opened.format = "state dict" if is_file else opened.format
         opened.tree, opened.is_bare = {"state_dict": tree}, True
     return opened
 
@@ -221,8 +222,8 @@ def _open_dcp(path: Path, how: Reading) -> Opened:
     if not is_dcp_folder(path):
         names = [entry.name for entry in find_checkpoints(path)][:5]
         raise CheckpointError(
-            f"{str(path)!r} is a folder without {sharded_mark()} or {METADATA}: no checkpoint, or one whose save did "
-            f"not finish.{' It holds ' + ', '.join(names) + '.' if names else ''}",
+            f"{str(path)!r} is a folder without {sharded_mark()} or {METADATA}: not a checkpoint, or one whose save "
+            f"did not finish.{' It holds ' + ', '.join(names) + '.' if names else ''}",
             fix="pass the path of a checkpoint.",
         )
     dropped: list[str] = []
@@ -242,10 +243,10 @@ def _open_dcp(path: Path, how: Reading) -> Opened:
     if is_lightning:
         tree.update(_read_torch(extra, how, dropped))
     _refuse_dropped(str(path), dropped, how)
-    form = "Lightning sharded checkpoint" if is_lightning else "DCP folder"
+    name = "Lightning sharded checkpoint" if is_lightning else "DCP folder"
     if how.weights_key is None:
         _rename_as_field(tree)
-    return _classified(Opened(str(path), form, tree, dropped=dropped), how)
+    return _classified(Opened(str(path), name, tree, dropped=dropped), how)
 
 
 def sharded_mark() -> str:

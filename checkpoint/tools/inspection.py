@@ -29,7 +29,7 @@ def describe(opened: Opened) -> dict[str, Any]:  # Any: JSON
     assert isinstance(own, dict)
     found: dict[str, Any] = {  # Any: JSON
         "path": opened.path,
-        "form": opened.form,
+        "form": opened.format,
         "size_bytes": disk_bytes(opened.path),
         "written_by": _written_by(opened, own),
         "counts": _counts(tree, own),
@@ -86,7 +86,7 @@ def _written_by(opened: Opened, own: Mapping[str, Any]) -> dict[str, Any]:  # An
             found["schema_note"] = f"newer than this Loopwright reads (up to {SCHEMA_VERSION})"
     if "world_size" in own:
         found["world_size"] = own["world_size"]
-    if opened.form == "sharded checkpoint":
+    if opened.format == "sharded checkpoint":
         try:
             manifest = sharded.read_manifest(opened.path)
         except CheckpointError:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint of any form is whole."""
+"""`check`: compares a checkpoint of any format with its checksums."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check(path: str | Path, advance: Callable[[int], object] | None = None) -> s
 
     Args:
         path: File, folder or URL.
-        advance: Called with the number of bytes whenever some were read, in whatever thread reads.
+        advance: Called with the number of bytes after each read, in the thread that reads.
 
     Raises:
         CheckpointNotFound: There is nothing at the path.
-        CheckpointError: It is damaged, or no checkpoint; names what is wrong, as file and tensor.
+        CheckpointError: It is damaged, or not a checkpoint; names files and tensors.
     """
     local = as_local(path)
     if local is not None and is_dcp_folder(local) and not sharded.is_folder_checkpoint(local):
@@ -43,7 +43,7 @@ def check(path: str | Path, advance: Callable[[int], object] | None = None) -> s
         return f"every byte matches its checksum ({found.entries} records, {found.size_bytes:,} bytes)"
     if not found.entries:
         return f"it can be opened (torch's old format has no checksums; {found.size_bytes:,} bytes)"
-    return f"{found.entries} records match their checksums, {found.size_bytes:,} bytes (no seal: headers have none)"
+    return f"{found.entries} records match their checksums, {found.size_bytes:,} bytes (no digest: headers have none)"
 
 
 def _check_dcp(path: Path, advance: Callable[[int], object] | None) -> str:

@@ -40,7 +40,7 @@ def save_split(
         advance: Called with the number of bytes whenever some were written.
 
     Raises:
-        CheckpointError: The content is not plain, or cannot be written; what stood at the path is whole.
+        CheckpointError: The content is not plain, or cannot be written; an existing one is intact.
     """
     tensors: dict[str, AnyTensor] = {}
     first: dict[object, str] = {}

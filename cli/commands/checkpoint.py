@@ -23,10 +23,10 @@ _COMMANDS = {
     "inspect": "say what is in a checkpoint: who wrote it, counts, weights, optimizers, hyperparameters",
     "verify": "read every byte and compare it with the checksums; name what is damaged",
     "diff": "compare two checkpoints: keys, shapes, values of tensors, plain values",
-    "convert": "write a checkpoint in another form: one file, sharded, safetensors, a state dict, Lightning's",
+    "convert": "write a checkpoint in another format: one file, sharded, safetensors, a state dict, Lightning's",
     "consolidate": "make one file of a sharded checkpoint",
 }
-_FOLDER_FORMS = (
+_FOLDER_FORMATS = (
     "sharded checkpoint", "Lightning sharded checkpoint", "DCP folder", "DeepSpeed folder",
     "DeepSpeed universal folder",
 )  # fmt: skip
@@ -83,7 +83,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-objects",
         action="store_true",
-        help="leave out entries that are no tensors or plain values, and list them",
+        help="leave out entries that are not tensors or plain values, and list them",
     )
     parser.add_argument(
         "--trust", action="store_true",
@@ -200,8 +200,8 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "  loopwright checkpoint diff a.ckpt b.ckpt\n"
         "  loopwright checkpoint diff a.ckpt folder.ckpt --weights-only --rtol 1e-5 --atol 1e-8\n",
     )
-    parser.add_argument("first", metavar="A", help="a checkpoint of any form")
-    parser.add_argument("second", metavar="B", help="a checkpoint, of the same form or of another")
+    parser.add_argument("first", metavar="A", help="a checkpoint of any format")
+    parser.add_argument("second", metavar="B", help="a checkpoint, of the same format or of another")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance for floats (0: bit for bit)")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance for floats (0: bit for bit)")
     parser.add_argument("--values", type=int, default=3, metavar="N", help="elements of a tensor to name (3)")
@@ -253,7 +253,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "  loopwright checkpoint convert last.ckpt sharded.ckpt --to sharded --shards 8\n"
         "  loopwright checkpoint convert last.ckpt folder/ --to deepspeed\n",
     )
-    parser.add_argument("source", metavar="IN", help="a checkpoint of any form")
+    parser.add_argument("source", metavar="IN", help="a checkpoint of any format")
     parser.add_argument("target", metavar="OUT", help="file, folder or URL to write")
     parser.add_argument(
         "--to", choices=FORMATS, metavar="FORMAT",
@@ -305,7 +305,7 @@ def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: in
         sys.stderr.write(f"loopwright checkpoint {given.command}: left out {path}, which is no plain value\n")
     size = disk_bytes(given.target)
     said = f", {show_bytes(size)}" if size is not None else ""
-    sys.stdout.write(f"{given.target}: {to}{said}, from {given.source} ({opened.form})\n")
+    sys.stdout.write(f"{given.target}: {to}{said}, from {given.source} ({opened.format})\n")
     return 0
 
 
@@ -367,8 +367,8 @@ def _consolidate(given: argparse.Namespace) -> int:
     to = guess_format(given.target)
     _refuse_target(given)
     opened = open_checkpoint(given.source, _reading(given, verify=True))
-    if opened.form not in _FOLDER_FORMS:
+    if opened.format not in _FOLDER_FORMATS:
         raise ConfigError(
-            f"{given.source!r} is a {opened.form}, in one file already.", fix="use `loopwright checkpoint convert`."
+            f"{given.source!r} is a {opened.format}, in one file already.", fix="use `loopwright checkpoint convert`."
         )
     return _write(given, opened, to)

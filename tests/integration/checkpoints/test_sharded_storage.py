@@ -159,7 +159,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_leaves_the_old_checkpoint(tmp
     expected = {"unpicklable": "Unpicklable: no way to send this",
                 "not plain": r"rank 0: [^$]*\[.object.\]: object", "ctrl-c": "rank 1",
                 "partial": r"rank 1: .*p: its placements are \(Partial", "one more": r"rank 0 lacks more \(rank 1\)",
-                "one less": "do not make up whole tensors: .*more invalid fill",
+                "one less": "do not make up full tensors: .*more invalid fill",
                 "a file": "there is a file at that path"}  # fmt: skip
     for name, (raised, left) in first.items():
         assert raised.startswith("CheckpointError: the sharded checkpoint"), name

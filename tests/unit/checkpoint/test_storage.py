@@ -219,7 +219,7 @@ def test_a_file_like_lightnings_loads(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path) -> None:
     torch.save(torch.ones(1), tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="holds a Tensor"):
+    with pytest.raises(CheckpointError, match="got a Tensor"):
         load(tmp_path / "a.pt")
 
 

@@ -70,7 +70,7 @@ def test_an_altered_structure_is_named(saved: Path) -> None:
     [
         (b"", "0 bytes"),
         (b"PK", "truncated"),
-        (b"hello, this is text", "no checkpoint"),
+        (b"hello, this is text", "not a checkpoint"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
         ((9).to_bytes(8, "little") + b'{"a":{}}' + b"x" * 20, "safetensors"),
         (b"PK\x03\x04" + b"\0" * 100, "truncated"),

@@ -244,7 +244,7 @@ def test_a_full_disk_ends_training_and_leaves_what_was_saved_whole(number: int, 
 
 def test_a_save_that_fails_is_an_error_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(stage: str) -> None:
-        if stage == "sealed":
+        if stage == "digest-written":
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(storage, "reached", reached)

@@ -209,7 +209,7 @@ def test_weights_are_those_of_zero_to_fp32_bit_for_bit(folders: Folders, name: s
 def test_commands_know_the_form(folders: Folders, tmp_path: Path) -> None:
     path = folders.path / "3"
     opened = open_checkpoint(path, Reading())
-    assert opened.form == "DeepSpeed folder"
+    assert opened.format == "DeepSpeed folder"
     assert opened.metadata["ranks"] == "2"
     assert "records match" in check(path)
     write_as(opened, tmp_path / "one.ckpt", "checkpoint")

@@ -126,7 +126,7 @@ def test_a_folder_of_lightning_keeps_lightnings_keys(tmp_path: Path) -> None:
     content["param_shapes"] = [{f"_forward_module.{name}": size for name, size in content["param_shapes"][0].items()}]
     torch.save(content, tmp_path / "checkpoint" / "mp_rank_00_model_states.pt")
     opened = open_checkpoint(tmp_path, Reading())
-    assert opened.form == "DeepSpeed folder"
+    assert opened.format == "DeepSpeed folder"
     tree = storage.load(tmp_path)
     assert list(tree["state_dict"]) == ["weight", "bias", "frozen", "tied"]
     assert tree["optimizer_states"][0]["param_groups"][0]["param_names"] == ["weight", "bias"]

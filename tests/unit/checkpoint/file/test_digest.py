@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from loopwright.checkpoint import load, save, verify
 from loopwright.checkpoint.file.archive import Damaged, payloads, read_directory
-from loopwright.checkpoint.file.digest import audit, seal
+from loopwright.checkpoint.file.digest import append_digest, compare_checksums
 from loopwright.errors import CheckpointError
 
 
@@ -85,7 +85,7 @@ def test_a_seal_of_another_file_is_detected(saved: Path, checkpoint: dict[str, A
     save(checkpoint, saved.with_name("other.ckpt"))
     seal_size = len(zipfile.ZipFile(saved).comment)
     saved.write_bytes(saved.read_bytes()[:-seal_size] + saved.with_name("other.ckpt").read_bytes()[-seal_size:])
-    with pytest.raises(CheckpointError, match="headers, its directory or its seal"):
+    with pytest.raises(CheckpointError, match="headers, its directory or its digest"):
         verify(saved)
 
 
@@ -126,7 +126,7 @@ def test_many_records_and_shared_memory_survive(tmp_path: Path) -> None:
 
 def test_a_file_is_sealed_once(saved: Path) -> None:
     with open(saved, "r+b", buffering=0) as file, pytest.raises(Damaged, match="comment already"):
-        seal(file)
+        append_digest(file)
 
 
 def test_a_newer_format_is_named(saved: Path) -> None:
@@ -151,6 +151,6 @@ def test_records_beyond_4_gib_are_understood(tmp_path: Path) -> None:
 def test_audit_reads_a_file_without_a_seal(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     with open(tmp_path / "a.pt", "rb") as file:
-        result = audit(file, (tmp_path / "a.pt").stat().st_size)
-    assert not result.sealed
+        result = compare_checksums(file, (tmp_path / "a.pt").stat().st_size)
+    assert not result.has_digest
     assert result.altered == []

@@ -99,7 +99,7 @@ def test_stages_are_reached(url: str, checkpoint: dict[str, Any], monkeypatch: p
     seen: list[str] = []
     monkeypatch.setattr(storage, "reached", seen.append)
     save(checkpoint, url)
-    assert seen == ["opened", "written", "sealed", "renamed"]
+    assert seen == ["opened", "written", "digest-written", "renamed"]
 
 
 def test_a_protocol_without_its_package_is_explained(checkpoint: dict[str, Any]) -> None:

@@ -342,18 +342,18 @@ def _rename_shard(new: str) -> Callable[[dict[str, Any]], None]:
 
 
 CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a name above": (_rename_shard("../outside.safetensors"), "no name of a file in the folder"),
-    "an absolute name": (_rename_shard("/outside.safetensors"), "no name of a file in the folder"),
-    "a hidden name": (_rename_shard(".."), "no name of a file in the folder"),
-    "the manifest itself": (_rename_shard("manifest.json"), "no name of a file in the folder"),
-    "a state above": (_set("state", "../a.ckpt"), "no name of a file in the folder"),
+    "a name above": (_rename_shard("../outside.safetensors"), "not the name of a file in the folder"),
+    "an absolute name": (_rename_shard("/outside.safetensors"), "not the name of a file in the folder"),
+    "a hidden name": (_rename_shard(".."), "not the name of a file in the folder"),
+    "the manifest itself": (_rename_shard("manifest.json"), "not the name of a file in the folder"),
+    "a state above": (_set("state", "../a.ckpt"), "not the name of a file in the folder"),
     "a state that is not listed": (_set("state", "b.ckpt"), "is not among its files"),
     "a chunk in the state file": (lambda raw: _set(*CHUNK, "file", raw["state"])(raw), "no shard file"),
     "a shape without its chunks": (_set(*ROWS, "shape", [2**40, 3]), "its chunks have 15 elements"),
     "an enormous shape": (_set(*ROWS, "shape", [2**61, 2**61]), "has the shape"),
-    "an enormous number": (_set(*ROWS, "shape", [10**30, 3]), "is no count"),
-    "a negative size": (_set(*CHUNK, "sizes", [-2, 3]), "is no count"),
-    "a bool for a number": (_set(*CHUNK, "start", True), "is no count"),
+    "an enormous number": (_set(*ROWS, "shape", [10**30, 3]), "is not a count"),
+    "a negative size": (_set(*CHUNK, "sizes", [-2, 3]), "is not a count"),
+    "a bool for a number": (_set(*CHUNK, "start", True), "is not a count"),
     "another number of dimensions": (_set(*CHUNK, "offsets", [0]), "number of dimensions"),
     "a chunk outside": (_set(*CHUNK, "offsets", [4, 0]), "reaches beyond"),
     "an overlap": (_set(*CHUNK, "offsets", [1, 0]), "overlap"),
@@ -365,8 +365,8 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unaligned start": (_set(*CHUNK, "start", 9), "begins at byte 9"),
     "a size that the file has not": (lambda raw: next(iter(raw["files"].values())).update(size=2**50), "bytes"),
     "an empty chunk": (_set(*CHUNK, "sizes", [0, 3]), "a chunk is empty"),
-    "a quantized dtype": (_set(*ROWS, "dtype", "qint8"), "is no dtype"),
-    "a function for a dtype": (_set(*ROWS, "dtype", "load"), "is no dtype"),
+    "a quantized dtype": (_set(*ROWS, "dtype", "qint8"), "is not a dtype"),
+    "a function for a dtype": (_set(*ROWS, "dtype", "load"), "is not a dtype"),
     "another dtype": (_set(*ROWS, "dtype", "float64"), "follow|end at byte|begins at byte"),
     "a tensor that no state names": (_set("tensors", "x", {"shape": [0], "dtype": "int8", "chunks": []}), "'x'"),
     "a tensor less": (lambda raw: raw["tensors"].update(
@@ -401,7 +401,7 @@ def test_a_pipe_in_the_folder_does_not_block(small: Path) -> None:
     shard = shard_of(small)
     shard.unlink()
     os.mkfifo(shard)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         verify(small)
 
 

@@ -116,7 +116,7 @@ def test_safetensors_are_those_of_the_library(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", TIED_KEY: '{"tied": "a"}'}
     save_file({"w": torch.ones(2)}, tmp_path / "theirs.safetensors", metadata={"made": "by"})
     theirs = open_checkpoint(tmp_path / "theirs.safetensors", Reading())
-    assert (theirs.form, theirs.is_bare, theirs.metadata) == ("safetensors", True, {"made": "by"})
+    assert (theirs.format, theirs.is_bare, theirs.metadata) == ("safetensors", True, {"made": "by"})
     assert torch.equal(read_tensor(theirs.tree["state_dict"]["w"]), torch.ones(2))
     content = (tmp_path / "theirs.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(content[:-1])
@@ -259,7 +259,7 @@ def test_objects_of_other_programs_are_listed_or_left_out_and_never_run(tmp_path
         open_checkpoint(path, Reading())
     found = open_checkpoint(path, Reading(drop_objects=True))
     assert len(found.dropped) == 3
-    assert found.form == "Lightning checkpoint"
+    assert found.format == "Lightning checkpoint"
     assert found.tree["hyper_parameters"] == {"args": {"width": 3}, "path": "a/b"}
     assert torch.equal(found.tree["state_dict"]["w"], torch.ones(2))
     assert not ran.exists()
@@ -312,7 +312,7 @@ def test_trusted_objects_go_along_unopened(tmp_path: Path) -> None:
 def test_the_old_format_of_torch_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     found = open_checkpoint(tmp_path / "old.pt", Reading())
-    assert found.form == "state dict"
+    assert found.format == "state dict"
     assert torch.equal(found.tree["state_dict"]["a"], torch.ones(2))
 
 

@@ -75,7 +75,7 @@ def opened(path: Path, **how: Any) -> Opened:
 @pytest.mark.parametrize("name", ["fsdp", "parallel"])
 def test_a_sharded_checkpoint_of_lightning_is_one_with_the_fields_keys(folders: Path, name: str) -> None:
     found = opened(folders / name)
-    assert found.form == "Lightning sharded checkpoint"
+    assert found.format == "Lightning sharded checkpoint"
     expected = {
         "state_dict": {"weight": WEIGHT, "bias": BIAS, "tied": WEIGHT},
         "optimizer_states": [NUMBERED],
@@ -88,7 +88,7 @@ def test_a_sharded_checkpoint_of_lightning_is_one_with_the_fields_keys(folders: 
 def test_folders_of_torch_are_read_whatever_their_keys(folders: Path) -> None:
     bare = opened(folders / "bare")
     assert bare.is_bare
-    assert bare.form == "DCP folder"
+    assert bare.format == "DCP folder"
     assert not differences(bare.tree, {"state_dict": {"weight": WEIGHT, "bias": BIAS}})
     nested = opened(folders / "nested")
     assert not differences(nested.tree, {"app": {"net": {"weight": WEIGHT}, "step": 3}})
@@ -195,7 +195,7 @@ def test_a_pickle_planted_in_dcp_metadata_never_runs(folders: Path, tmp_path: Pa
 
 
 def test_an_object_in_a_dcp_folder_is_listed_or_left_out_and_never_runs(folders: Path) -> None:
-    with pytest.raises(CheckpointError, match="1 entries that are no tensors or plain values: object"):
+    with pytest.raises(CheckpointError, match="1 entries that are not tensors or plain values: object"):
         opened(folders / "objects")
     found = opened(folders / "objects", drop_objects=True)
     assert found.dropped == ["object"]

@@ -130,7 +130,7 @@ def test_verify_names_what_is_damaged_and_goes_on(call: Call, tmp_path: Path) ->
     assert call("convert", tmp_path / "a.ckpt", tmp_path / "c.ckpt")[0] == 2
     assert not (tmp_path / "c.ckpt").exists()
     torch.save({"a": weight}, tmp_path / "plain.pt")
-    assert "no seal" in call("verify", tmp_path / "plain.pt")[1]
+    assert "no digest" in call("verify", tmp_path / "plain.pt")[1]
 
 
 def test_verify_tells_what_it_cannot_read_from_what_is_damaged(
@@ -148,7 +148,7 @@ def test_verify_tells_what_it_cannot_read_from_what_is_damaged(
     assert "'loop.ckpt' cannot be read: Too many levels" in problem
     code, said, _ = call("verify", "pipe.ckpt", "empty.ckpt", "whole.ckpt")
     assert code == 1
-    assert "is no file and no folder, but a pipe" in said
+    assert "is a pipe, a socket or a device" in said
     assert "empty.ckpt: DAMAGED" in said
     code, _, problem = call("verify", "nosuch://a/b.ckpt")
     assert code == 2
@@ -165,7 +165,7 @@ def test_a_look_at_a_damaged_file_says_how_it_is_damaged(
     for changed, expected in (
         (content[: len(content) // 2], "is damaged: it is truncated: it has"),
         (b"", "is damaged: it is truncated: it has 0 bytes"),
-        (b"hello world, and more" * 9, "is no checkpoint (it begins with b'hello world, and'"),
+        (b"hello world, and more" * 9, "is not a checkpoint (it begins with b'hello world, and'"),
     ):
         Path("a.ckpt").write_bytes(changed)
         code, _, problem = call(command, *["a.ckpt", "whole.ckpt"][: 2 if command == "diff" else 1])
@@ -230,7 +230,7 @@ def test_objects_are_left_out_or_trusted_when_asked(call: Call, tmp_path: Path) 
     torch.save({"state_dict": {"w": torch.ones(1)}, "job": range(3), "epoch": 1}, source)
     code, _, problem = call("convert", source, target)
     assert code == 2
-    assert "1 entries that are no tensors or plain values: job" in problem
+    assert "1 entries that are not tensors or plain values: job" in problem
     code, _, problem = call("convert", source, target, "--drop-objects")
     assert (code, problem) == (0, "loopwright checkpoint convert: left out job, which is no plain value\n")
     assert "left out      job: no plain value" in call("inspect", source)[1]
