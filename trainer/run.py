@@ -19,6 +19,7 @@ from .loop.non_finite import LossWatch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from ..callbacks import Callback
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from .loop.own_steps import OwnSteps
     from .loop.run_signals import Guard
     from .loop.schedule import LRSchedulerConfig
+    from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
-    from .state import Progress
+    from .setup.loaders import Loaders
+    from .state import Progress, TrainerState
     from .trainer import Trainer
 
 __all__ = ["BeforeValidation", "Run", "StepPlan"]
@@ -120,6 +123,11 @@ class Run:
     Attributes:
         trainer: The plan: its arguments.
         fabric: The machine.
+        callbacks: In the order in which they are called.
+        loaders: The data of each stage.
+        output: Sends records to the loggers.
+        state: Verb, stage and status of the Trainer.
+        seconds_since_validation: Returns the seconds of training since the last validation.
         module: The user's module.
         model: The module as the strategy set it up.
         batch_idx: Index of the training batch at hand in its epoch.
@@ -139,6 +147,9 @@ class Run:
         after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
         has_ranks: Whether there are several processes.
         agreement: Lets all ranks stop at the same point; None with one process.
+        stream_state: Where the training data were when the run ended.
+        is_over: Whether the verb has returned.
+        is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
         undo: Takes back, when the run ends, what it changed on parameters; None where nothing was.
         carried: The window that goes on in the next epoch; None without `accumulate_across_epochs`.
     """
@@ -152,6 +163,11 @@ class Run:
     metrics: Metrics
     progress: Progress
     guard: Guard
+    callbacks: list[Callback]
+    loaders: Loaders
+    output: LogOutput
+    state: TrainerState
+    seconds_since_validation: Callable[[], float]
     window_loss: WindowLoss
     watch: LossWatch
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -177,6 +193,16 @@ class Run:
     agreement: Agreement | None = None
     carried: CarriedWindow | None = None
     undo: Callable[[], None] | None = None
+    stream_state: dict[str, Any] | None = None
+    is_over: bool = False
+    is_after_error: bool = False
+
+    @property
+    def ranks_answer(self) -> bool:
+        """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
+        if not self.has_ranks or self.fabric.watch is None:
+            return False
+        return not self.is_after_error or (self.agreement is not None and self.agreement.is_by_signal)
 
     @property
     def device(self) -> torch.device:

@@ -45,6 +45,8 @@ class Progress:
         nonfinite_steps: Those of them that `nonfinite_loss="skip"` dropped.
         samples: Samples in finished windows, as far as batches tell their size.
         tokens: Tokens in finished windows; counted where `max_tokens` is given.
+        samples_before, tokens_before: These counts at the beginning of fit, or at the checkpoint: with several ranks
+            they are of all ranks, and each adds its own. Not part of the state.
         validated_at: `total_batches` when the last validation inside fit ended, -1 before the first.
         validated_s: Training time in seconds at that moment (for a validation interval in time).
         epoch_announced: Whether on_train_epoch_start has fired for an epoch that is not open yet.
@@ -76,6 +78,8 @@ class Progress:
     validation_ending: bool = False
     eval_batches: int = 0
     tokens: int = 0
+    samples_before: int = 0
+    tokens_before: int = 0
 
     def end_epoch(self) -> None:
         """Count the present epoch as done."""
@@ -98,10 +102,13 @@ class Progress:
         state = Progress(**asdict(self))
         if self.is_closing_epoch:
             state.end_epoch()
-        return asdict(state)
+        counts = asdict(state)
+        del counts["samples_before"], counts["tokens_before"]
+        return counts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the counts; names that an older version did not know keep their value."""
         for name, value in state_dict.items():
             if name in self.__slots__:
                 setattr(self, name, value)
+        self.samples_before, self.tokens_before = self.samples, self.tokens

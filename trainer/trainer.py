@@ -225,7 +225,6 @@ class Trainer(TrainerAttributes):
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
         self.stream_state: dict[str, Any] | None = None
-        self.samples_before = self.tokens_before = 0
         self.records_at = (0, 0)
         # The window that was under way when the last fit ended, after an epoch that cut it short.
         self.carried_states: dict[str, Any] = {}
@@ -324,9 +323,9 @@ class Trainer(TrainerAttributes):
                 run.watch.conclude(self.progress)
             run.lifecycle.on_fit_end()
             if run.has_ranks:
-                samples, tokens = snapshot.count_data(self)
-                self.progress.samples = self.samples_before = samples
-                self.progress.tokens = self.tokens_before = tokens
+                samples, tokens = snapshot.count_data(run)
+                self.progress.samples = self.progress.samples_before = samples
+                self.progress.tokens = self.progress.tokens_before = tokens
             self._finish(run)
 
     def validate(
@@ -586,6 +585,11 @@ class Trainer(TrainerAttributes):
             metrics=self._metrics,
             progress=self.progress,
             guard=self._guard,
+            callbacks=self.callbacks,
+            loaders=self.loaders,
+            output=self.output,
+            state=self.state,
+            seconds_since_validation=self.fit_loop.seconds_since_validation,
             window_loss=WindowLoss(self.fabric.device) if not has_ranks else self._window_of_ranks(),
             watch=self._watch_losses,
             is_automatic=bool(getattr(module, "automatic_optimization", True)),
@@ -650,7 +654,7 @@ class Trainer(TrainerAttributes):
                 advice = advice_on(error, run.module)
                 if advice is not None:
                     add_place(error, advice)
-        self.saving.is_after_error = True
+        self.saving.is_after_error = run.is_after_error = True
         try:
             self.saving.wait_after(error)
             run.metrics.table = run.metrics.nowhere
@@ -661,7 +665,7 @@ class Trainer(TrainerAttributes):
             logger_.exception("on_exception failed after %s", type(error).__name__)
             add_place(error, f"then on_exception failed: {type(second).__name__}: {second}")
         finally:
-            self.saving.is_after_error = False
+            self.saving.is_after_error = run.is_after_error = False
         self.output.finalize("failed")
         if self.profiler is not None:
             self.profiler.teardown(self.state.fn)
@@ -728,6 +732,8 @@ class Trainer(TrainerAttributes):
     def _detach(self) -> None:
         """Undo what beginning the run attached; the module stays on its device."""
         run, self._run = self._run, None
+        if run is not None:
+            run.is_over = True
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
@@ -743,7 +749,7 @@ class Trainer(TrainerAttributes):
                 run.own_steps.remove()
             if run.stream is not None:
                 if self.state.fn == "fit":
-                    self.stream_state = snapshot.stream_state(run)
+                    self.stream_state = run.stream_state = snapshot.stream_state(run)
                 run.stream.shut_down()
         self.loaders.shut_down()
         self._metrics.table = self._metrics.nowhere
@@ -799,7 +805,7 @@ class Trainer(TrainerAttributes):
             return
         self._share_buffers(run)
         generators, window = self.loaders.capture_generators(), run.metrics.window
-        before = run.before_validation = snapshot.before_validation(self, run)
+        before = run.before_validation = snapshot.before_validation(run)
         self.state.stage = "sanity_check"
         run.lifecycle.on_sanity_check_start()
         self._eval_loop(run, "validation", data).run(run, data)
@@ -822,7 +828,7 @@ class Trainer(TrainerAttributes):
         data = self.loaders.eval["validation"]
         run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
         self.state.stage = "validate"
-        before = run.before_validation = snapshot.before_validation(self, run)
+        before = run.before_validation = snapshot.before_validation(run)
         own = run.lifecycle.own("on_validation_model_zero_grad")
         if own is not None:
             own()
@@ -980,7 +986,7 @@ class Trainer(TrainerAttributes):
 
     def samples_of_all_ranks(self) -> int:
         """Return the samples trained on, without asking the other ranks: each is taken to have as many as this one."""
-        before = self.samples_before
+        before = self.progress.samples_before
         return before + (self.progress.samples - before) * self.strategy.topology.data_size
 
     def write_hyperparameters(self) -> None:
@@ -1115,9 +1121,7 @@ class Trainer(TrainerAttributes):
     @property
     def ranks_answer(self) -> bool:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
-        if self.world_size == 1 or self.fabric.watch is None:
-            return False
-        return not self.saving.is_after_error or (self.agreement is not None and self.agreement.is_by_signal)
+        return self.world_size > 1 and self.fabric.watch is not None and (self._run is None or self._run.ranks_answer)
 
     def _launch(self, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
         """Run a verb in new processes, and take back what it changed there."""
@@ -1145,7 +1149,6 @@ class Trainer(TrainerAttributes):
         checkpoint = result.get("checkpoint")
         if checkpoint is not None:
             self.progress.load_state_dict(result["progress"])
-            self.samples_before, self.tokens_before = self.progress.samples, self.progress.tokens
             self.stream_state = result["stream"]
             self.rng_course.note_left(result["rng_of_ranks"])
             self._timeline = result["timeline"]
@@ -1158,7 +1161,7 @@ class Trainer(TrainerAttributes):
         self.output.latest.update(result["logged"])
         self.should_stop = result["should_stop"]
         self.output.join_versions(result["versions"])
-        snapshot.put_back_loggers(self, result["loggers"])
+        snapshot.put_back_loggers(self.output, result["loggers"])
         for callback in self.callbacks:
             if self.state.fn == "fit":
                 vars(callback)["_adopted_by"] = self._identity

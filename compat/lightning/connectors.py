@@ -224,7 +224,7 @@ class _CheckpointConnector:
         run = self._trainer.latest_run()
         if run is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
-        return snapshot.collect(self._trainer, run, is_weights_only=bool(weights_only))
+        return snapshot.collect(run, is_weights_only=bool(weights_only))
 
     def restore_training_state(self) -> None:
         """Refuse: a run's state is put back at its beginning."""

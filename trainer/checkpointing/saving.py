@@ -105,7 +105,7 @@ class Saving:
 
             ranks.meet(trainer, "trainer.save_checkpoint")
         self.wait(before_save=True)
-        checkpoint = snapshot.collect(trainer, run, is_weights_only=is_weights_only)
+        checkpoint = snapshot.collect(run, is_weights_only=is_weights_only, has_score=self.has_score)
         has_own_part = strategy.saves_shards("full")
         if run.has_ranks and not ranks_answer:
             from ..loop.ranks import require_whole

@@ -1,4 +1,4 @@
-"""Takes a run's whole state for a checkpoint, and puts it back."""
+"""The state of a run for a checkpoint: taken, and put back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ... import __version__
 from ...callbacks import Callback
@@ -21,7 +22,8 @@ from ..run import BeforeValidation, Run
 from .optimizer_record import all_names, differences, fit_groups, names_of
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from ...fabric import Fabric
+    from ..metrics.log_output import LogOutput
 
 __all__ = [
     "before_validation",
@@ -34,7 +36,6 @@ __all__ = [
     "put_back_loggers",
     "read",
     "restore_frozen",
-    "restore_loggers",
     "restore_module",
     "restore_training",
     "stream_state",
@@ -46,25 +47,30 @@ logger = logging.getLogger(__name__)
 # --- out -----------------------------------------------------------------------------------------------------------
 
 
-def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, Any]:
+def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> dict[str, Any]:
     """Return the checkpoint of a run: tensors and plain values only.
 
     Anything else that a hook or a state holds is refused when the checkpoint is written.
+
+    Args:
+        run: The present run, or the last one.
+        is_weights_only: Whether to leave out what only training needs.
+        has_score: Whether the checkpoint bears the score of the latest validation, and so the weights of then.
     """
-    fabric = trainer.fabric
+    fabric, ranks_answer = run.fabric, run.ranks_answer
     states: dict[str, Any] = {
         "module": fabric.strategy.module_state_dict(run.model),
-        "progress": _progress(trainer, run),
+        "progress": _progress(run),
     }
-    if run.validated is not None and trainer.saving.has_score:
-        states["module"], after = run.validated.split(states["module"], lambda names: _union(trainer, names))
+    if run.validated is not None and has_score:
+        states["module"], after = run.validated.split(states["module"], lambda names: _union(run, names))
         if after and not is_weights_only:
             states["after_validation"] = after
     extra: dict[str, Any] = _hyperparameters(run.module, "")
     if run.datamodule is not None:
         extra.update(_hyperparameters(run.datamodule, "datamodule_"))
     if not is_weights_only:
-        states["callbacks"] = _callback_states(trainer)
+        states["callbacks"] = _callback_states(run.callbacks)
         states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
         if run.configured:
@@ -74,29 +80,29 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
         if run.carried is not None:
             states.update(run.carried.states())
         states["schedule_progress"] = [config.last_metric_step for config in run.schedulers]
-        states["metrics"] = run.metrics.state_dict(run.module, alone=not trainer.ranks_answer)
+        states["metrics"] = run.metrics.state_dict(run.module, alone=not ranks_answer)
         states["metric_objects"] = metric_states(run.module)
         states["rng"] = capture_rng()
-        states["validation_generators"] = trainer.loaders.capture_generators()
+        states["validation_generators"] = run.loaders.capture_generators()
         states["frozen"] = {
             "parameters": [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad],
             "modules": _evaluating(run.module),
         }
-        states["unfinished"] = _unfinished(trainer, run)
-        states["loggers"] = logger_states(trainer)
+        states["unfinished"] = _unfinished(run)
+        states["loggers"] = logger_states(run.output)
         _leave_validation(run, states)
-        if trainer.ranks_answer:
+        if ranks_answer:
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
-            states["rng_of_ranks"] = trainer.strategy.gather_objects(states["rng"])
+            states["rng_of_ranks"] = fabric.strategy.gather_objects(states["rng"])
         if run.stream is not None:
-            # After fit the stream is closed; where it was in an epoch that a limit cut short is kept by the trainer.
-            states["data"] = stream_state(run) if run is trainer._run else trainer.stream_state
-            if trainer.ranks_answer and states["data"] is not None:
+            # After fit the stream is closed; where it was in an epoch that a limit cut short is kept.
+            states["data"] = run.stream_state if run.is_over else stream_state(run)
+            if ranks_answer and states["data"] is not None:
                 from ..loop import ranks
 
-                states["data"] = ranks.gather_data(trainer.strategy, states["data"])
+                states["data"] = ranks.gather_data(fabric.strategy, states["data"])
         # Communicates; after an error of this rank alone nobody would answer.
-        if trainer.ranks_answer or not run.has_ranks:
+        if ranks_answer or not run.has_ranks:
             own_state = fabric.strategy.state_dict()
             if own_state:
                 states["strategy"] = own_state
@@ -110,9 +116,9 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
                 extra[type(run.datamodule).__qualname__] = own
     checkpoint = contents.write(
         Content(states, extra),
-        epoch=trainer.current_epoch,
-        global_step=trainer.global_step,
-        world_size=trainer.world_size,
+        epoch=run.progress.epochs,
+        global_step=run.progress.steps,
+        world_size=fabric.world_size,
         version=__version__,
     )
     if is_weights_only:
@@ -125,17 +131,17 @@ def collect(trainer: Trainer, run: Run, *, is_weights_only: bool) -> dict[str, A
     return checkpoint
 
 
-def _union(trainer: Trainer, names: list[str]) -> list[str]:
-    if not trainer.ranks_answer:
+def _union(run: Run, names: list[str]) -> list[str]:
+    if not run.ranks_answer:
         return names
-    return list(dict.fromkeys(name for theirs in trainer.strategy.gather_objects(names) for name in theirs))
+    return list(dict.fromkeys(name for theirs in run.fabric.strategy.gather_objects(names) for name in theirs))
 
 
-def before_validation(trainer: Trainer, run: Run) -> BeforeValidation:
+def before_validation(run: Run) -> BeforeValidation:
     """Return what a validation is about to change, for a checkpoint that is taken during it."""
     return BeforeValidation(
         rng=capture_rng(),
-        generators=trainer.loaders.capture_generators(),
+        generators=run.loaders.capture_generators(),
         metric_objects=metric_states(run.module, copy=True),
         evaluating=_evaluating(run.module),
         eval_batches=run.progress.eval_batches,
@@ -143,11 +149,11 @@ def before_validation(trainer: Trainer, run: Run) -> BeforeValidation:
     )
 
 
-def note_row_of_validation(trainer: Trainer, run: Run) -> None:
+def note_row_of_validation(run: Run) -> None:
     """Remember where the loggers were before a validation's first row: one that is repeated logs its rows again."""
     before = run.before_validation
     if before is not None and before.loggers is None:
-        before.loggers = logger_states(trainer)
+        before.loggers = logger_states(run.output)
 
 
 # Hooks that a repeated validation calls again.
@@ -181,17 +187,15 @@ def _leave_validation(run: Run, states: dict[str, Any]) -> None:
             states["loggers"] = before.loggers
 
 
-def _unfinished(trainer: Trainer, run: Run) -> dict[str, Any]:
+def _unfinished(run: Run) -> dict[str, Any]:
     """Return what is still due at the event that is under way; see trainer/checkpointing/unfinished.py."""
     due: dict[str, Any] = {}
-    untold = run.lifecycle.untold() if run is trainer.present_run() else None
+    untold = None if run.is_over else run.lifecycle.untold()
     if untold is not None:
         due["told_later"] = untold
-    if trainer.progress.validation_ending:
+    if run.progress.validation_ending:
         own = capture_rng()
-        due["validation_end"] = {
-            "rng_of_ranks": trainer.strategy.gather_objects(own) if trainer.ranks_answer else [own]
-        }
+        due["validation_end"] = {"rng_of_ranks": run.fabric.strategy.gather_objects(own) if run.ranks_answer else [own]}
     return due
 
 
@@ -206,42 +210,43 @@ def stream_state(run: Run) -> dict[str, Any]:
     position = None if run.at_boundary else run.progress.batches_in_epoch
     if run.before_validation is None:
         return run.stream.state_dict(position)
-    with run.trainer.loaders.before_validation(run.before_validation.generators):
+    with run.loaders.before_validation(run.before_validation.generators):
         return run.stream.state_dict(position)
 
 
-def _progress(trainer: Trainer, run: Run) -> dict[str, Any]:
+def _progress(run: Run) -> dict[str, Any]:
     state = run.progress.state_dict()
-    if trainer.state.fn == "fit":
-        state["validated_s"] = trainer.fit_loop.seconds_since_validation()
-    if trainer.ranks_answer:
-        state["samples"], state["tokens"] = count_data(trainer)
+    if run.state.fn == "fit":
+        state["validated_s"] = run.seconds_since_validation()
+    if run.ranks_answer:
+        state["samples"], state["tokens"] = count_data(run)
     return state
 
 
-def count_data(trainer: Trainer) -> tuple[int, int]:
+def count_data(run: Run) -> tuple[int, int]:
     """Return the samples and tokens that all ranks have trained on; each counts its own since fit began or resumed."""
-    progress, topology = trainer.progress, trainer.strategy.topology
-    own = (progress.samples - trainer.samples_before, progress.tokens - trainer.tokens_before)
+    progress, strategy = run.progress, run.fabric.strategy
+    topology = strategy.topology
+    own = (progress.samples - progress.samples_before, progress.tokens - progress.tokens_before)
     copies = topology.world_size // topology.data_size  # ranks that train on the same samples
-    samples, tokens = (sum(column) // copies for column in zip(*trainer.strategy.gather_objects(own), strict=True))
-    return trainer.samples_before + samples, trainer.tokens_before + tokens
+    samples, tokens = (sum(column) // copies for column in zip(*strategy.gather_objects(own), strict=True))
+    return progress.samples_before + samples, progress.tokens_before + tokens
 
 
-def logger_states(trainer: Trainer) -> dict[str, Any]:
+def logger_states(output: LogOutput) -> dict[str, Any]:
     """Return the states of loggers by number and class; those without any are left out."""
     states: dict[str, Any] = {}
-    for index, item in enumerate(trainer.loggers):
+    for index, item in enumerate(output.loggers):
         # A logger writes here what it has pending; one that cannot must not cost the checkpoint.
-        trainer.output.ask(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
+        output.ask(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
             {f"{index}-{type(item).__name__}": item.state_dict()}
         ))  # fmt: skip
     return {key: state for key, state in states.items() if state}
 
 
-def _callback_states(trainer: Trainer) -> dict[str, Any]:
+def _callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     states = {}
-    for callback in trainer.callbacks:
+    for callback in callbacks:
         state = callback.state_dict()
         if state:
             states[callback.state_key] = state
@@ -269,12 +274,12 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
 # --- in ------------------------------------------------------------------------------------------------------------
 
 
-def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
+def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
     """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
     from ...checkpoint import arguments_to_pass
     from ...checkpoint.reading import Ranks, read_on_all_ranks  # not imported where nothing is resumed
 
-    strategy = trainer.fabric.strategy
+    strategy = fabric.strategy
 
     def on_all_ranks(function: Callable[[], Any]) -> Any:
         from ...fabric.on_all_ranks import run_on_all_ranks  # only where there are several processes
@@ -284,7 +289,7 @@ def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
     checkpoint = read_on_all_ranks(
         strategy.checkpoint_io,
         path,
-        Ranks(trainer.global_rank, trainer.world_size, strategy.gather_objects, on_all_ranks),
+        Ranks(fabric.global_rank, fabric.world_size, strategy.gather_objects, on_all_ranks),
         is_safe=not is_trusted,
         by_parts=strategy.shards_parameters,
     )
@@ -294,28 +299,28 @@ def read(trainer: Trainer, path: str, *, is_trusted: bool) -> Content:
     return content
 
 
-def restore_module(trainer: Trainer, run: Run, content: Content) -> None:
+def restore_module(run: Run, content: Content) -> None:
     """Put back module, data module and callbacks; the hooks first."""
     checkpoint = content.extra["__checkpoint__"]
     after = content.states.get("after_validation")
-    if after and trainer.state.fn == "fit":  # what training goes on with; the rest is for whoever evaluates
+    if after and run.state.fn == "fit":  # what training goes on with; the rest is for whoever evaluates
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **after}
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
         own(checkpoint)
     strict = bool(getattr(run.module, "strict_loading", True))
-    trainer.fabric.strategy.load_module_state_dict(run.model, checkpoint["state_dict"], strict=strict)
+    run.fabric.strategy.load_module_state_dict(run.model, checkpoint["state_dict"], strict=strict)
     load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
     if run.datamodule is not None:
         state = content.extra.get(type(run.datamodule).__qualname__)
         if state is not None:
             run.datamodule.load_state_dict(state)
     run.lifecycle.of_callbacks("on_load_checkpoint")(checkpoint)
-    _restore_callbacks(trainer, checkpoint.get("callbacks", {}))
+    _restore_callbacks(run.callbacks, checkpoint.get("callbacks", {}))
 
 
-def _restore_callbacks(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    known = {callback.state_key: callback for callback in trainer.callbacks if _has_state(callback)}
+def _restore_callbacks(callbacks: list[Callback], states: Mapping[str, Any]) -> None:
+    known = {callback.state_key: callback for callback in callbacks if _has_state(callback)}
     unused = [key for key in states if key not in known]
     if unused:
         logger.warning("the checkpoint has the state of callbacks that this Trainer has not: %s", ", ".join(unused))
@@ -328,21 +333,21 @@ def _has_state(callback: Callback) -> bool:
     return find_override(callback, "load_state_dict", (Callback,)) is not None
 
 
-def restore_loggers(trainer: Trainer, content: Content) -> None:
-    """Let loggers go on in the same files. Called before anything is logged."""
-    put_back_loggers(trainer, content.states.get("loggers", {}))
-
-
-def put_back_loggers(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    """Let loggers go on where `logger_states` saw them."""
-    for index, item in enumerate(trainer.loggers):
+def put_back_loggers(output: LogOutput, states: Mapping[str, Any]) -> None:
+    """Let loggers continue in the same files, where `logger_states` saw them. Called before anything is logged."""
+    for index, item in enumerate(output.loggers):
         state = states.get(f"{index}-{type(item).__name__}")
         if state:
             item.load_state_dict(state)
 
 
-def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[], None] | None:
+def restore_training(run: Run, content: Content, path: str) -> Callable[[], None] | None:
     """Put back counts, optimizers, schedules, precision and metrics.
+
+    Args:
+        run: The run, whose optimizers are built.
+        content: The checkpoint.
+        path: Where it was read.
 
     Returns:
         What puts back the random number generators, to be called last; None where the checkpoint has none.
@@ -350,8 +355,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     Raises:
         CheckpointError: The checkpoint has weights only, or another number of optimizers or schedules.
     """
-    states = content.states
-    path = trainer.ckpt_path
+    states, strategy = content.states, run.fabric.strategy
     if "optimizers" not in states:
         raise CheckpointError(
             f"{path} has weights only, and trainer.fit needs optimizers and counts to resume.",
@@ -364,16 +368,15 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
                 f"{path} has {len(saved)} {what}, and configure_optimizers made {len(have)}.",
                 fix="resume with the optimizers and schedules of the run that saved it.",
             )
-    trainer.progress.load_state_dict(states["progress"])
-    trainer.samples_before, trainer.tokens_before = trainer.progress.samples, trainer.progress.tokens
+    run.progress.load_state_dict(states["progress"])
     record = states.get("optimizer_record", {})
     names = record.get("names", [None] * len(run.optimizers))
     put_back = [
-        _load_optimizer(trainer, run, optimizer, state, saved)
+        _load_optimizer(run, optimizer, state, saved, path)
         for optimizer, state, saved in zip(run.optimizers, states["optimizers"], names, strict=True)
     ]
-    if record and trainer.is_global_zero:
-        _tell_differences(trainer, differences(record["configured"], run.configured, put_back))
+    if record and run.fabric.is_global_zero:
+        _report_differences(path, differences(record["configured"], run.configured, put_back))
     if not run.is_automatic and "gradients" in states:
         manual.restore_gradients(run, states["gradients"])
     for config, state in zip(run.schedulers, states.get("schedulers", []), strict=True):
@@ -381,9 +384,9 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
         config.last_metric_step = last
     if "strategy" in states:
-        trainer.strategy.load_state_dict(states["strategy"])
+        strategy.load_state_dict(states["strategy"])
     if "precision" in states:
-        trainer.fabric.precision.load_state_dict(states["precision"])
+        run.fabric.precision.load_state_dict(states["precision"])
     if "metrics" in states:
         run.metrics.load_state_dict(states["metrics"], run.module)
     if content.is_foreign:
@@ -396,7 +399,7 @@ def restore_training(trainer: Trainer, run: Run, content: Content) -> Callable[[
     if run.has_ranks or len(of_ranks) > 1:
         from ..loop import ranks
 
-        return ranks.restore_rng_of(of_ranks, trainer.global_rank, trainer.world_size)
+        return ranks.restore_rng_of(of_ranks, run.fabric.global_rank, run.fabric.world_size)
     return lambda: restore_rng(rng)
 
 
@@ -426,16 +429,16 @@ def parameter_names(run: Run) -> list[list[list[str]] | None]:
 
 
 def _load_optimizer(
-    trainer: Trainer, run: Run, optimizer: Any, state: dict[str, Any], saved: list[list[str]] | None
+    run: Run, optimizer: Optimizer, state: dict[str, Any], saved: list[list[str]] | None, path: str
 ) -> tuple[dict[str, Any], list[int]]:
     """Put an optimizer's state back, and return it with which of its groups each group was.
 
     Args:
-        trainer: Names the checkpoint.
         run: Its module's parameters are known by name.
         optimizer: Steps the module.
         state: In torch's layout.
-        saved: Names of its parameters by group; None where nobody noted them.
+        saved: Names of its parameters by group; None where the checkpoint has none.
+        path: Where the checkpoint was read.
     """
     order = list(range(len(state["param_groups"])))
     own = (
@@ -449,22 +452,22 @@ def _load_optimizer(
     elif own is not None:
         state = contents.fit_by_name(state, own)
     try:
-        trainer.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
+        run.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
     except ValueError as error:
         raise CheckpointError(
-            f"{trainer.ckpt_path}: the state of {type(optimizer).__name__} does not fit: {error}.",
+            f"{path}: the state of {type(optimizer).__name__} does not fit: {error}.",
             fix="resume with the same parameter groups, or start from the weights with load_from_checkpoint.",
         ) from error
     return state, order
 
 
-def _tell_differences(trainer: Trainer, found: list[str]) -> None:
-    """Say what was configured otherwise than for the run that is resumed: the checkpoint's values are used."""
+def _report_differences(path: str, found: list[str]) -> None:
+    """Report what is configured differently from the run that is resumed: the checkpoint's values are used."""
     if found:
         logger.warning(
             "%s goes on with the optimizers and schedules that it has, and configure_optimizers gives others:\n  %s"
             "\n  To use a value of yours, write it into checkpoint['optimizer_states'] or ['lr_schedulers'] in the "
             "module's on_load_checkpoint(checkpoint).",
-            trainer.ckpt_path,
+            path,
             "\n  ".join(found),
         )

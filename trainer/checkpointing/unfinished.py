@@ -35,7 +35,7 @@ def _end_validation(trainer: Trainer, run: Run, rng_of_ranks: list[dict[str, Any
     """Bring on_validation_end, with the module and the random number generators as they are at a validation's end."""
     from . import snapshot
 
-    before = run.before_validation = snapshot.before_validation(trainer, run)
+    before = run.before_validation = snapshot.before_validation(run)
     before.is_over = True
     if len(rng_of_ranks) == trainer.world_size:
         restore_rng(rng_of_ranks[trainer.global_rank])

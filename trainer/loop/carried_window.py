@@ -121,7 +121,7 @@ class CarriedWindow:
         if run.has_ranks:
             ranks_window = cast(RanksWindowLoss, window)
             state.update(form=ranks_window.form, scale=ranks_window._scale)
-        gather = run.has_ranks and self._trainer.ranks_answer
+        gather = run.has_ranks and run.ranks_answer
         state["losses"] = run.fabric.strategy.gather_objects(own) if gather else [own]
         return {"window": state, "gradients": manual.waiting_gradients(run)}
 

@@ -95,12 +95,12 @@ class DataLimits:
 
     def _exchange(self) -> None:
         trainer, progress, topology = self._trainer, self._progress, self._strategy.topology
-        own = (progress.samples - trainer.samples_before, progress.tokens - trainer.tokens_before, *self._largest)
+        own = (progress.samples - progress.samples_before, progress.tokens - progress.tokens_before, *self._largest)
         sums = [sum(column) for column in zip(*self._strategy.gather_objects(own), strict=True)]
         copies = topology.world_size // topology.data_size  # ranks that train on the same samples
         samples, tokens, most_samples, most_tokens = (count // copies for count in sums)
-        samples += trainer.samples_before
-        tokens += trainer.tokens_before
+        samples += progress.samples_before
+        tokens += progress.tokens_before
         self._judge(samples, tokens)
         micro = micro_batch_size(trainer.loaders.train)
         if micro is None:

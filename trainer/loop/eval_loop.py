@@ -196,7 +196,7 @@ class EvalLoop:
         if every and run.progress.eval_batches % every == 0 and run.metrics.has_step_values:
             row, _ = run.metrics.read_step(on_all_ranks=False)  # ranks may have different numbers of batches
             if row:
-                note_row_of_validation(trainer, run)
+                note_row_of_validation(run)
                 trainer.log_metrics(row, step=run.progress.eval_batches - 1)
 
 

@@ -119,7 +119,7 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     waiting = []
     for optimizer in run.optimizers:
         has_stepped = any(optimizer is one for one in run.stepped)
-        if run.trainer.ranks_answer and not has_stepped:  # rank 0 writes the checkpoint, and all ranks read it
+        if run.ranks_answer and not has_stepped:  # rank 0 writes the checkpoint, and all ranks read it
             reduce_gradients(run, optimizer)
         gradients = [] if has_stepped else [parameter.grad for parameter in parameters_of(optimizer)]
         waiting.append(gradients if any(gradient is not None for gradient in gradients) else [])

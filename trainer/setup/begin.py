@@ -242,9 +242,9 @@ def begin_fit(
     content = None
     if path is not None:
         trainer.ckpt_path = path
-        content = snapshot.read(trainer, path, is_trusted=is_trusted)
-        snapshot.restore_module(trainer, run, content)
-        snapshot.restore_loggers(trainer, content)
+        content = snapshot.read(trainer.fabric, path, is_trusted=is_trusted)
+        snapshot.restore_module(run, content)
+        snapshot.put_back_loggers(run.output, content.states.get("loggers", {}))
     _agree_on_folders(trainer, "fit")
     build_optimizers(run)
     monitored = [*run.schedulers, *trainer.callbacks]
@@ -253,7 +253,7 @@ def begin_fit(
         from ..loop.own_steps import OwnSteps  # not imported where the trainer makes every step
 
         run.own_steps = OwnSteps(run)
-    restore = snapshot.restore_training(trainer, run, content) if content is not None else None
+    restore = snapshot.restore_training(run, content, str(path)) if content is not None else None
     if content is None and before is not None:
         from .continuing import continue_training  # not imported in a first fit
 
@@ -264,7 +264,7 @@ def begin_fit(
 
         progress = trainer.progress  # with several ranks, an interrupted fit has left each rank's own there
         counts = (
-            (trainer.samples_before, trainer.tokens_before) if run.has_ranks else (progress.samples, progress.tokens)
+            (progress.samples_before, progress.tokens_before) if run.has_ranks else (progress.samples, progress.tokens)
         )
         trainer.fit_loop.is_used_up = is_reached(trainer, *counts)
     trainer.write_hyperparameters()
@@ -427,8 +427,8 @@ def begin_evaluation(
     steps, epochs = trainer.progress.steps, trainer.progress.epochs
     if path is not None:
         trainer.ckpt_path = path
-        content = snapshot.read(trainer, path, is_trusted=is_trusted)
-        snapshot.restore_module(trainer, run, content)
+        content = snapshot.read(trainer.fabric, path, is_trusted=is_trusted)
+        snapshot.restore_module(run, content)
         counts = content.states.get("progress", {})
         # Records belong to the step of the weights, not to that of a training which this Trainer did before.
         steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)

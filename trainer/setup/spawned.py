@@ -71,13 +71,13 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         "progress_bar": dict(trainer.progress_bar_metrics),
         "should_stop": trainer.should_stop,
         "versions": trainer.output.versions(),
-        "loggers": snapshot.logger_states(trainer),
+        "loggers": snapshot.logger_states(trainer.output),
     }
     if is_fit:
         run = trainer.latest_run()
         assert run is not None
         # On every rank: taking states may communicate.
-        whole = trainer.strategy.gather_state(snapshot.collect(trainer, run, is_weights_only=False))
+        whole = trainer.strategy.gather_state(snapshot.collect(run, is_weights_only=False))
         checkpoint = content["checkpoint"] = move_to_device(whole, _CPU)
         content["module"] = move_to_device(_module_content(trainer, run, checkpoint), _CPU)
         content["progress"] = trainer.progress.state_dict()
