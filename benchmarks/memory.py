@@ -270,7 +270,7 @@ class Parts:
         root = self._root()
         yield from (one.grad for one in self._model.parameters())
         if root is not None:
-            yield from root.parts()
+            yield from root.gradient_shards()
 
     def _state(self) -> Iterator[Any]:
         raw = self._optimizer

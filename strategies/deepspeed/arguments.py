@@ -1,79 +1,264 @@
-"""What DeepSpeedStrategy was given, arguments and a configuration, as one; and what the Trainer's plan says of it."""
+"""DeepSpeedStrategy's arguments: the configuration they make, and what cannot work in them.
+
+Checks return every problem as (what, fix), before any process starts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
 from ...errors import ConfigError
-from . import checks as checks
 from . import config as configs
+from .config import ABSENT, Config, at, is_stage, leaves, section_of, stage_of, write
 
-__all__ = ["Given", "facts_of", "read_given"]
+__all__ = ["Arguments", "Given", "build", "check_against", "check_arguments", "check_sections", "read_given"]
 
-# Any in this file: values of a JSON document, and what users give.
+T = TypeVar("T")
+Problems = list[tuple[str, str]]
+
+_DEVICES = ("none", "cpu", "nvme")
+# Keys whose values are objects. DeepSpeed (0.19) ignores a mistyped one with all that it says.
+_SECTIONS = ("activation_checkpointing", "aio", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization")
+_KEYS = (
+    *_SECTIONS, "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "prescale_gradients",
+    "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
+
+
+def _key(default: T, *paths: str) -> T:
+    """Return a field whose value stands at these paths of the configuration."""
+    return field(default=default, metadata={"paths": paths})
+
+
+_ZERO, _PARAMETERS = "zero_optimization", "zero_optimization.offload_param"
+_OPTIMIZER, _ACTIVATIONS = "zero_optimization.offload_optimizer", "activation_checkpointing"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The strategy's arguments that become DeepSpeed's configuration; its docstring describes each."""
+
+    zero_optimization: bool = True
+    stage: int = _key(2, f"{_ZERO}.stage")
+    remote_device: str | None = None
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_params_device: str = _key("cpu", f"{_PARAMETERS}.device")
+    nvme_path: str | None = _key("/local_nvme", f"{_OPTIMIZER}.nvme_path", f"{_PARAMETERS}.nvme_path")
+    params_buffer_count: int = _key(5, f"{_PARAMETERS}.buffer_count")
+    params_buffer_size: int = _key(100_000_000, f"{_PARAMETERS}.buffer_size")
+    max_in_cpu: int = _key(1_000_000_000, f"{_PARAMETERS}.max_in_cpu")
+    offload_optimizer_device: str = _key("cpu", f"{_OPTIMIZER}.device")
+    optimizer_buffer_count: int = _key(4, f"{_OPTIMIZER}.buffer_count")
+    block_size: int = _key(1_048_576, "aio.block_size")
+    queue_depth: int = _key(8, "aio.queue_depth")
+    single_submit: bool = _key(False, "aio.single_submit")
+    overlap_events: bool = _key(True, "aio.overlap_events")
+    thread_count: int = _key(1, "aio.thread_count")
+    pin_memory: bool = _key(False, f"{_OPTIMIZER}.pin_memory", f"{_PARAMETERS}.pin_memory")
+    sub_group_size: int = _key(1_000_000_000_000, f"{_ZERO}.sub_group_size")
+    contiguous_gradients: bool = _key(True, f"{_ZERO}.contiguous_gradients")
+    overlap_comm: bool = _key(True, f"{_ZERO}.overlap_comm")
+    allgather_partitions: bool = _key(True, f"{_ZERO}.allgather_partitions")
+    reduce_scatter: bool = _key(True, f"{_ZERO}.reduce_scatter")
+    allgather_bucket_size: int = _key(200_000_000, f"{_ZERO}.allgather_bucket_size")
+    reduce_bucket_size: int = _key(200_000_000, f"{_ZERO}.reduce_bucket_size")
+    zero_allow_untested_optimizer: bool = _key(True, "zero_allow_untested_optimizer")
+    loss_scale: float = _key(0, "fp16.loss_scale")
+    initial_scale_power: int = _key(16, "fp16.initial_scale_power")
+    loss_scale_window: int = _key(1000, "fp16.loss_scale_window")
+    hysteresis: int = _key(2, "fp16.hysteresis")
+    min_loss_scale: int = _key(1, "fp16.min_loss_scale")
+    partition_activations: bool = _key(False, f"{_ACTIVATIONS}.partition_activations")
+    cpu_checkpointing: bool = _key(False, f"{_ACTIVATIONS}.cpu_checkpointing")
+    contiguous_memory_optimization: bool = _key(False, f"{_ACTIVATIONS}.contiguous_memory_optimization")
+    synchronize_checkpoint_boundary: bool = _key(False, f"{_ACTIVATIONS}.synchronize_checkpoint_boundary")
+
+    @property
+    def effective_stage(self) -> int:
+        """The ZeRO stage, 0 with `zero_optimization=False`."""
+        return self.stage if self.zero_optimization else 0
+
+    def section(self, name: str) -> dict[str, Any]:  # Any: values of a JSON document
+        """Return one section, whether the run uses it or not."""
+        config: Config = {}
+        for one in fields(self):
+            for path in one.metadata.get("paths", ()):
+                write(config, path, getattr(self, one.name))
+        section: dict[str, Any] = config[name]
+        return section
+
+
+def build(arguments: Arguments) -> Config:
+    """Return the configuration of the constructor's arguments; the section on float16 is added with that dtype."""
+    zero = arguments.section("zero_optimization")
+    if arguments.effective_stage == 0:
+        zero = {"stage": 0}
+    if not arguments.offload_optimizer:
+        zero.pop("offload_optimizer", None)
+    if not arguments.offload_parameters:
+        zero.pop("offload_param", None)
+    return {
+        "zero_allow_untested_optimizer": arguments.zero_allow_untested_optimizer,
+        # Torch's optimizers run on the host, too; DeepSpeed's own are faster there, and need a compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "activation_checkpointing": arguments.section("activation_checkpointing"),
+        "aio": arguments.section("aio"),
+        "zero_optimization": zero,
+    }
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the constructor was given.
+    """The arguments and the configuration of a constructor, combined.
 
     Attributes:
-        config: DeepSpeed's configuration of all of it.
-        arguments: The constructor's, with the stage that the configuration says.
-        where: Where the configuration stands, for messages.
+        config: DeepSpeed's configuration.
+        arguments: The arguments, with the configuration's stage.
+        where: Location of the configuration, for messages.
         problems: (what, fix) of what cannot work.
     """
 
-    config: dict[str, Any]
-    arguments: configs.Arguments
+    config: Config
+    arguments: Arguments
     where: str
-    problems: list[tuple[str, str]]
+    problems: Problems
 
 
-def read_given(config: Any, values: Mapping[str, Any]) -> Given:
-    """Return what a constructor was given, with every problem of it.
+def read_given(config: object, values: Mapping[str, Any]) -> Given:  # Any: the constructor's arguments
+    """Return the configuration of a constructor, with every problem in it.
 
     Args:
-        config: A dict, a path, or None; see `configs.read`.
-        values: The constructor's arguments by name; others are passed over.
+        config: A dict, a path, or None; see `config.read`.
+        values: The constructor's arguments by name; others are ignored.
     """
-    arguments = configs.Arguments(**{name: values[name] for name in configs.ARGUMENTS})
-    problems: list[tuple[str, str]] = []
-    where = "the strategy's arguments"
-    content = configs.build(arguments)
+    arguments = Arguments(**{one.name: values[one.name] for one in fields(Arguments)})
+    where, content, problems = "the strategy's arguments", build(arguments), []
     try:
-        read, place = configs.read(config)
-        if read is not None:
-            where = place
-            problems += checks.check_sections(read, where)
+        own, place = configs.read(config)
+        if own is not None:
+            where, problems = place, check_sections(own, place)
             if not problems:
-                content, arguments = configs.combined(read, arguments, where)
+                content, arguments = _combined(own, arguments, where)
     except ConfigError as error:
         problems.append((error.what.rstrip("."), error.fix.rstrip(".")))
-    problems += checks.check_arguments(arguments)
-    problems += checks.check_activations(content, where)
+    problems += check_arguments(arguments) + _check_activations(content, where)
     return Given(content, arguments, where, problems)
 
 
-def facts_of(plan: Mapping[str, Any], *, world_size: int, batch_size: int | None, dtype: str) -> configs.Facts:
-    """Return what is known of a run.
+def _combined(config: Config, arguments: Arguments, where: str) -> tuple[Config, Arguments]:
+    """Return the user's configuration with what only the arguments say, and the arguments with its stage.
 
-    Args:
-        plan: The Trainer's; empty where the loop is the user's own.
-        world_size: Number of processes.
-        batch_size: Samples of one micro-batch of one process, where the plan does not say; None: nobody knows.
-        dtype: Of the parameters that the engine computes with.
+    ZeRO's section is the configuration's, except for arguments that were passed. null is the same as a missing key.
     """
-    clip = plan.get("gradient_clip_val", None) or 0.0
-    is_norm = plan.get("gradient_clip_algorithm") in (None, "norm")
-    return configs.Facts(
-        world_size=world_size,
-        accumulate=plan.get("accumulate_grad_batches"),
-        clip=None if not plan else float(clip) if is_norm else 0.0,
-        micro_batch=plan.get("micro_batch_size") or batch_size,
-        dtype=dtype,
-        global_batch=plan.get("global_batch_size"),
-        grad_dtype=plan.get("grad_accumulation_dtype"),
-    )
+    check_against(config, arguments, where)
+    config = {key: value for key, value in config.items() if value is not None}
+    if "zero_optimization" not in config:
+        return configs.merged(config, build(arguments)), arguments
+    zero = config["zero_optimization"]
+    zero = dict(zero) if isinstance(zero, Mapping) else {"stage": stage_of(config)}
+    if arguments.stage == Arguments.stage and arguments.zero_optimization and is_stage(zero.get("stage", 0)):
+        arguments = replace(arguments, stage=int(zero.get("stage", 0)))
+    if zero.get("stage") == "auto":
+        del zero["stage"]
+    config["zero_optimization"] = zero
+    ours = build(arguments)
+    standard = build(Arguments(stage=arguments.stage))
+    for path, value in leaves(ours.pop("zero_optimization"), "zero_optimization."):
+        is_passed = at(standard, path) != value or path == "zero_optimization.stage"
+        if is_passed and at(config, path) in (ABSENT, "auto"):
+            write(config, path, value)
+    return configs.merged(config, ours), arguments
+
+
+def check_against(config: Config, arguments: Arguments, where: str) -> None:
+    """Refuse arguments that contradict the user's configuration.
+
+    Raises:
+        ConfigError: With both values of each.
+    """
+    standard = build(Arguments())
+    passed = [(path, value) for path, value in leaves(build(arguments)) if at(standard, path) != value]
+    rows = [
+        (path, at(config, path), value) for path, value in passed if at(config, path) not in (ABSENT, "auto", value)
+    ]
+    if rows:
+        raise configs.differences(rows, where, "the strategy's arguments")
+
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+
+def check_arguments(arguments: Arguments) -> Problems:
+    """Return the problems of the constructor's arguments."""
+    found = [] if is_stage(arguments.stage) else [_not_a_stage("stage", arguments.stage)]
+    for name in ("offload_params_device", "offload_optimizer_device", "remote_device"):
+        value = getattr(arguments, name)
+        if value not in _DEVICES and not (name == "remote_device" and value is None):
+            found.append((f"expected {name} to be 'cpu' or 'nvme', got {value!r}", "use 'cpu' or 'nvme'"))
+    stage = arguments.effective_stage
+    parameters = arguments.offload_params_device if arguments.offload_parameters else "none"
+    optimizer = arguments.offload_optimizer_device if arguments.offload_optimizer else "none"
+    found += _check_offload(stage, "offload_parameters", parameters, "offload_optimizer", optimizer)
+    if arguments.offload_optimizer and stage == 0:
+        found.append(("offload_optimizer=True without ZeRO", "use stage=1, 2 or 3"))
+    if "nvme" in (parameters, optimizer) and not arguments.nvme_path:
+        found.append(("a device is 'nvme' and nvme_path is missing", "pass nvme_path, a folder on that disk"))
+    return found
+
+
+def check_sections(config: Mapping[str, Any], where: str) -> Problems:  # Any: values of a JSON document
+    """Return the problems of the user's configuration that DeepSpeed would ignore, or fail at later."""
+    found = []
+    for key, value in config.items():
+        match = [] if key in _KEYS else get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
+        if match:
+            found.append((f"{where}: {key!r} is not a key of DeepSpeed", f"write {match[0]!r}"))
+        is_switch = key == "zero_optimization" and isinstance(value, bool)
+        if key in _SECTIONS and value is not None and not is_switch and not isinstance(value, Mapping):
+            found.append((f"{where}: {key}: expected an object, got {value!r}", "write {...}, or leave it out"))
+    zero = section_of(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage == "auto":
+        return found
+    if not is_stage(stage):
+        return [*found, _not_a_stage(f"{where}: zero_optimization.stage", stage)]
+    names = ("offload_param", "offload_optimizer")
+    parameters, optimizer = (str(section_of(zero, name).get("device", "none")) for name in names)
+    found += _check_offload(int(stage), f"{where}: offload_param", parameters, f"{where}: {names[1]}", optimizer)
+    dtype = section_of(config, "data_types").get("grad_accum_dtype")
+    # DeepSpeed (0.19) then takes its BF16_Optimizer, whose state has another layout.
+    if dtype in ("fp32", "float32") and stage_of(config) == 1 and optimizer == "none":
+        what = f"{where}: grad_accum_dtype is {dtype!r} in ZeRO stage 1, where DeepSpeed uses another kind of optimizer"
+        found.append((what, "use stage 2 or 3, or leave data_types out"))
+    return found
+
+
+def _not_a_stage(name: str, value: object) -> tuple[str, str]:
+    return f"expected {name} to be a ZeRO stage, got {value!r}", "use 0, 1, 2 or 3"
+
+
+def _check_offload(stage: int, name: str, parameters: str, other: str, optimizer: str) -> Problems:
+    """Return the problems of the devices that parameters and optimizer are offloaded to."""
+    found = []
+    if parameters != "none" and stage != 3:
+        found.append((f"{name} in ZeRO stage {stage}, where every process has all parameters", "use stage 3"))
+    if optimizer == "nvme" and stage != 3:
+        found.append((f"{other} on 'nvme' in ZeRO stage {stage}", "use stage 3, or the device 'cpu'"))
+    return found
+
+
+def _check_activations(config: Config, where: str) -> Problems:
+    """Return the problems of the section on activation checkpointing."""
+    options, found = configs.activation_options(config), []
+    if options["contiguous_checkpointing"] and not options["partition_activations"]:
+        what = f"{where}: contiguous_memory_optimization without partition_activations"
+        found.append((what, "set partition_activations, too: one buffer is made of the partitions"))
+    if options["contiguous_checkpointing"] and options["num_checkpoints"] is None:
+        what = f"{where}: contiguous_memory_optimization without the number of checkpointed parts of the model"
+        found.append((what, 'pass config={"activation_checkpointing": {"number_checkpoints": ...}}'))
+    return found

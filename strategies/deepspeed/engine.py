@@ -1,16 +1,15 @@
 """A module inside a DeepSpeed engine, and the gradients that the engine holds.
 
-The engine does the backward pass, the reduction and the step. Accumulation is ours: at every backward pass the engine
-is told whether it ends a window; where nobody knows, in manual optimization, the step ends it. Gradients are scaled and
-clipped in the engine's own buffers, between the last backward pass of a window and the step; the engine's own clipping
-is off.
+The engine does the backward pass, the reduction and the step. Accumulation is ours: every backward pass tells the
+engine whether it ends a window; in manual optimization the step ends it. Gradients are scaled and clipped in the
+engine's buffers, between the last backward pass of a window and the step; the engine's own clipping is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,85 +19,79 @@ from ...precision.base import DefaultDtype
 from ..base import non_finite_norm
 from ..ddp.replica import NOTHING, Call, loss_tensor
 from ..distributed.clipping import largest_over_ranks
-from .evaluation import Event, gathering_in_steps, modules_noted, repeat
-from .ops import quietly
+from .gathering import Event, gathering_in_steps, modules_noted, repeat
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["EngineOptimizer", "EngineRoot", "link_in_order", "match_statistics", "start"]
+    from .engine_types import Engine, State, Zero
 
-# Any in this file: deepspeed has no types, and what the user's steps take and return.
+__all__ = ["EngineOptimizer", "EngineRoot", "norm_of", "norm_over_ranks"]
 
-# Of a user's module: the root that it was set up with last. Other objects than the strategy may set it up next.
-_ENGINE = "_deepspeed_root"
+# Any in this file: what the user's steps take and return; process groups, whose type depends on the backend.
 
-
-_BLOCK_BYTES = 4096  # of disks; some have 512
+# Attribute of a user's module: the root that it was set up with last, perhaps by another strategy object.
+_ROOT = "_deepspeed_root"
 
 
 class EngineRoot(nn.Module):
-    """What runs a module; the engine around it comes with the optimizer.
+    """A module as its engine runs it; the engine is made with the optimizer.
 
-    Its forward runs the `Call` that was left for it, so that any step of the module runs under the engine's hooks, and
-    batches of any structure pass them by.
+    Its forward runs a `Call`, so that any step of the module runs under the engine's hooks, and batches of any
+    structure bypass them.
 
     Attributes:
         module: The user's module.
-        engine: The DeepSpeedEngine; None before there is an optimizer.
-        stage: The ZeRO stage.
-        output: What a step returned beside its loss tensor; None where that was all.
-        is_stepped_by_hand: Whether the user's step makes backward passes and optimizer steps itself.
+        stage: ZeRO stage.
+        output: What a step returned beside its loss tensor; None if nothing.
+        is_manual: Whether the user's step makes backward passes and optimizer steps itself.
         ends_window: Whether the next backward pass is the last before a step.
         is_window_open: Whether the last backward pass did not end its window, so that a step has to.
         has_gradients: Whether a backward pass was made since the last step.
-        grad_norm: Norm of the gradients of the last step, before clipping; None where nobody computed it.
+        grad_norm: Norm of the last step's gradients before clipping; None if it was not computed.
         loaded: A state that was loaded before there was an engine, for its masters.
-        first: This rank's parts of float32 values of parameters that were cast before there was an engine, likewise.
-        evaluated: What the last evaluation step has gathered; None before the first. In stage 3 with several ranks.
+        first: Local shards of the float32 values of parameters that were cast before there was an engine.
+        evaluated: What the last evaluation step has gathered; None before the first. Stage 3 on several ranks.
     """
 
     is_pipeline = False
     module: nn.Module
-    engine: Any
+    engine: Engine  # None before start; see has_engine
     stage: int
     output: Any
-    is_stepped_by_hand: bool
+    is_manual: bool
     ends_window: bool
     is_window_open: bool
     has_gradients: bool
     grad_norm: Tensor | None
-    loaded: dict[str, Any] | None
+    loaded: State | None
     first: dict[str, Tensor]
     evaluated: list[Event] | None
 
-    def __init__(self, module: nn.Module, stage: int, *, is_stepped_by_hand: bool = False) -> None:
+    def __init__(self, module: nn.Module, stage: int, *, is_manual: bool = False) -> None:
         super().__init__()
         self.module = module
-        # Beside nn.Module's own registration: the engine has this module as its submodule.
+        # Not through nn.Module: the engine has this module as its submodule.
         self.__dict__.update(
-            engine=None, stage=stage, output=None, ends_window=True, has_gradients=False, grad_norm=None, loaded=None
-        )
-        self.__dict__.update(is_stepped_by_hand=is_stepped_by_hand, is_window_open=False, evaluated=None)
-        self.__dict__.update(_work=None, _clipped_norm=None, first={})
+            engine=None, stage=stage, output=None, is_manual=is_manual, ends_window=True, is_window_open=False,
+            has_gradients=False, grad_norm=None, loaded=None, first={}, evaluated=None, _work=None, _clipped_norm=None,
+        )  # fmt: skip
 
     def forward(self) -> Any:
-        """Run the call that was left, and return what a backward pass may begin at."""
+        """Run the current call, and return what a backward pass may begin at."""
         call, args, kwargs = self.__dict__["_work"]
         output = call.step(*args, **kwargs)
-        if self.is_stepped_by_hand or not torch.is_grad_enabled():
-            # No backward pass begins at it, and the engine's hooks take no outputs of any kind.
-            self.__dict__["output"] = NOTHING if output is None else output
-            return None
-        if not call.is_training or output.__class__ is Tensor:
+        is_manual = self.is_manual or not torch.is_grad_enabled()
+        if not is_manual and (not call.is_training or output.__class__ is Tensor):
             return output
         self.__dict__["output"] = NOTHING if output is None else output
-        return loss_tensor(output)
+        # The engine's hooks do not take outputs of every kind.
+        return None if is_manual else loss_tensor(output)
 
     def run(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], events: list[Event] | None = None
     ) -> Any:
-        """Run a step under the engine's hooks and return what it returned.
+        """Run a step under the engine's hooks and return its output.
 
         What it gathers by itself in stage 3 is added to `events`.
         """
@@ -121,17 +114,20 @@ class EngineRoot(nn.Module):
         return None if extra is NOTHING else extra
 
     def take_over(self) -> None:
-        """Let the engine that the module may have from an earlier run go: its hooks would run beside the next one's.
+        """Destroy the engine of an earlier run of the module, whose hooks would run beside the next one's.
 
-        On every rank: what is on its way arrives.
+        On every rank: parameters under way arrive.
         """
-        own = vars(self.module)
-        before: EngineRoot | None = own.get(_ENGINE)
-        if before is not None and before.engine is not None:
-            if before.stage == 3:
-                before.engine.optimizer.empty_partition_cache()
+        before = vars(self.module).get(_ROOT)
+        if isinstance(before, EngineRoot) and before.has_engine:
+            before.settle()
             before.engine.destroy()
-        own[_ENGINE] = self
+        vars(self.module)[_ROOT] = self
+
+    def settle(self) -> None:
+        """Let no parameter be on its way to a use, as the last evaluation step may have left some. On every rank."""
+        if self.stage == 3 and self.has_engine:
+            self.engine.optimizer.empty_partition_cache()
 
     # -- evaluation in stage 3 -----------------------------------------------------------------------------------
 
@@ -149,43 +145,42 @@ class EngineRoot(nn.Module):
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Compute gradients; the engine reduces them now, or in some stages at the end of the window."""
         own, engine = self.__dict__, self.engine
-        by_hand = own["is_stepped_by_hand"]
-        if kwargs and self.stage == 3:
+        is_manual = own["is_manual"]
+        if retain_graph and self.stage == 3:
             raise ConfigError(
-                "backward was given retain_graph in ZeRO stage 3, where a pass gives back the parameters that a second "
-                "pass over the same graph needs.",
+                "backward was called with retain_graph in ZeRO stage 3, where a pass releases the parameters that a "
+                "second pass over the same graph needs.",
                 fix="add the losses and call backward once, run the forward pass again, or use stage 2.",
             )
-        ends_window = own["ends_window"] and not by_hand
+        ends_window = own["ends_window"] and not is_manual
         engine.set_gradient_accumulation_boundary(ends_window)
         own["has_gradients"], own["is_window_open"] = True, not ends_window
-        if not by_hand:
+        if not is_manual:
             # Another tensor than the step returned: on that one the engine (0.19) has a hook that divides by its own
             # number of micro-batches, which in stage 0 runs before the one that is to prevent it.
-            engine.backward(loss.view_as(loss), scale_wrt_gas=False, **kwargs)
+            engine.backward(loss.view_as(loss), scale_wrt_gas=False, retain_graph=retain_graph)
             return
-        # We are inside the engine's forward pass. Otherwise that one counts backward passes, and what it returns begins
-        # them.
+        # Inside the engine's forward pass, which would count backward passes and begin them at its own output.
         if self.stage:
             engine.optimizer.clear_backward_seen_flag()
         with self.outside_of_step():
             handle = loss.register_hook(lambda _: engine._backward_prologue())
-            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
             handle.remove()
 
-    def outside_of_step(self) -> AbstractContextManager[Any]:
-        """Return a context without the precision of a step, for what a step does by hand beside its forward pass."""
+    def outside_of_step(self) -> AbstractContextManager[object]:
+        """Return a context without the precision of a step, for backward passes and steps inside a manual step."""
         stack = ExitStack()
-        if self.is_stepped_by_hand:
+        if self.is_manual:
             stack.enter_context(torch.autocast(self.engine.device.type, enabled=False))
             stack.enter_context(DefaultDtype(torch.float32))
         return stack
 
     def finish_window(self) -> None:
-        """Let the engine do with its gradients what the last backward pass of a window does, if none has done so."""
+        """Reduce gradients as the last backward pass of a window does, unless it has done so."""
         own, engine = self.__dict__, self.engine
         if not own["is_window_open"]:
             return
@@ -194,7 +189,7 @@ class EngineRoot(nn.Module):
         if self.stage >= 2:
             self.zero.finalize_gradient_accumulation_boundary()
         elif self.stage == 1:
-            # Its `reduce_gradients` leaves to the backward pass what overlaps with it.
+            # `engine.reduce_gradients` leaves to the backward pass what overlaps with it.
             engine._flush_coalesced_reduction_zero12(self.zero)
         else:
             engine.allreduce_gradients()
@@ -210,89 +205,90 @@ class EngineRoot(nn.Module):
             own["ends_window"] = before
 
     @property
-    def has_optimizer(self) -> bool:
-        """Whether the engine has one: for evaluation in stage 3 it is made without."""
-        return self.engine is not None and self.engine.basic_optimizer is not None
+    def has_engine(self) -> bool:
+        """Whether the engine is made."""
+        return self.__dict__["engine"] is not None
 
     @property
-    def zero(self) -> Any:
-        """The ZeRO optimizer; None in stage 0."""
-        return self.engine.optimizer if self.stage else None
+    def has_optimizer(self) -> bool:
+        """Whether the engine has an optimizer: evaluation in stage 3 needs an engine without."""
+        return self.has_engine and self.engine.basic_optimizer is not None
+
+    @property
+    def zero(self) -> Zero:
+        """The ZeRO optimizer, in stages 1 to 3."""
+        return self.engine.optimizer
 
     @property
     def loss_scale(self) -> float:
         """What the engine multiplied losses with."""
         scale = getattr(self.engine.optimizer, "loss_scale", None)
-        if scale is None:
-            scale = getattr(self.engine.optimizer, "cur_scale", 1.0)
-        return float(cast(float, scale))
+        return float(getattr(self.engine.optimizer, "cur_scale", 1.0) if scale is None else scale)
 
-    def parts(self) -> list[Tensor]:
-        """Return this rank's parts of the reduced gradients, times the loss scale, as the engine holds them.
+    def gradient_shards(self) -> list[Tensor]:
+        """Return this rank's shards of the reduced gradients, times the loss scale, as the engine holds them.
 
-        In stage 0 all ranks have all of them; in the others no element is on two ranks, but for padding of zeros.
+        In stage 0 all ranks have all of them; else every element is on one rank, except for padding of zeros.
         """
+        if not self.stage:
+            return _gradients(self.module.parameters())
         zero = self.zero
-        if zero is None:
-            return [one.grad for one in self.module.parameters() if one.grad is not None]
-        if self.stage == 3:
-            if zero.offload_optimizer:
-                return [one.grad for one in zero.fp32_partitioned_groups_flat if one.grad is not None]
-            groups = list(zero.averaged_gradients.values())
-        elif zero.cpu_offload:
+        if self.stage == 3 and zero.offload_optimizer:
+            return _gradients(zero.fp32_partitioned_groups_flat)
+        if self.stage < 3 and zero.cpu_offload:
             zero._wait_for_offload_copies()
-            return [one.grad for one in zero.single_partition_of_fp32_groups if one.grad is not None]
-        else:
-            groups = list(zero.averaged_gradients.values())
-        return [part for group in groups if group is not None for part in group if part is not None]
+            return _gradients(zero.single_partition_of_fp32_groups)
+        return [one for group in zero.averaged_gradients.values() for one in group or () if one is not None]
 
     @property
     def swaps_gradients(self) -> bool:
-        """Whether gradients lie on a disk, where only the engine reaches them."""
-        return bool(self.stage == 3 and self.engine.optimizer.swap_optimizer)
+        """Whether gradients are on a disk, where only the engine can reach them."""
+        return bool(self.stage == 3 and self.zero.swap_optimizer)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply the reduced gradients."""
         self.finish_window()
-        if self.swaps_gradients:
-            # The engine divides by the loss scale when it reads them.
-            _override_scale(self.zero, 1.0 / float(factor))
+        if self.swaps_gradients:  # the engine divides by the loss scale when it reads them
+            self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, 1.0 / float(factor)
             return
-        parts = self.parts()
-        if parts:
-            torch._foreach_mul_(parts, factor if isinstance(factor, float) else factor.to(parts[0].device))
+        shards = self.gradient_shards()
+        if shards:
+            torch._foreach_mul_(shards, factor if isinstance(factor, float) else factor.to(shards[0].device))
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the reduced gradients so that their total norm is at most `max_norm`; return the norm before."""
         self.finish_window()
         if self.swaps_gradients:
-            return self._clip_in_engine(max_norm, norm_type)
-        parts = self.parts()
-        device = next(iter(parts)).device if parts else torch.device("cpu")
-        norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float32) for part in parts]
-        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-        norm = (own if not self.stage else _over_ranks(own, norm_type)) / self.loss_scale
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise non_finite_norm()
-        if parts:
-            # As torch.nn.utils.clip_grad_norm_ does, without reading the norm on the host.
-            torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            norm = self._clip_in_engine(max_norm, norm_type)
+        else:
+            norm = self._norm(norm_type) / self.loss_scale
+            if error_if_nonfinite and not bool(norm.isfinite()):
+                raise non_finite_norm()
+            shards = self.gradient_shards()
+            if shards:
+                # As in torch.nn.utils.clip_grad_norm_, without reading the norm on the host.
+                torch._foreach_mul_(shards, torch.clamp(max_norm / (norm.to(shards[0].device) + 1e-6), max=1.0))
         self.__dict__["_clipped_norm"] = norm
         return norm
+
+    def _norm(self, norm_type: float) -> Tensor:
+        """Return the norm of all ranks' gradients, times the loss scale."""
+        shards = self.gradient_shards()
+        device = shards[0].device if shards else torch.device("cpu")
+        norm = norm_of(shards, norm_type, device)
+        return norm_over_ranks(norm, norm_type) if self.stage else norm
 
     def _clip_in_engine(self, max_norm: float, norm_type: float) -> Tensor:
         if norm_type != 2.0:
             raise ConfigError(
-                f"gradients on a disk can be clipped by their 2-norm only, and norm_type={norm_type!r}.",
+                f"Expected norm_type=2.0 for gradients on a disk, got {norm_type!r}.",
                 fix="use norm_type=2.0, or offload the optimizer to the CPU.",
             )
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        zero = self.zero
-        zero.clip_grad = float(max_norm)
-        norm = torch.as_tensor(combine_grad_norm_groups(zero._get_norm_groups())).detach().clone() / self.loss_scale
-        self.__dict__["_clipped_norm"] = norm
-        return norm
+        self.zero.clip_grad = float(max_norm)
+        norm = torch.as_tensor(combine_grad_norm_groups(self.zero._get_norm_groups()))
+        return norm.detach().clone() / self.loss_scale
 
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the reduced gradients."""
@@ -303,45 +299,42 @@ class EngineRoot(nn.Module):
                 fix="clip by norm (gradient_clip_algorithm='norm'), or offload the optimizer to the CPU.",
             )
         limit = limit * self.loss_scale
-        for part in self.parts():
-            part.clamp_(-limit, limit)
+        for shard in self.gradient_shards():
+            shard.clamp_(-limit, limit)
 
     def step(self) -> bool:
-        """Let the engine step and forget the gradients; return whether it did."""
-        engine, own = self.engine, self.__dict__
+        """Let the engine step and discard the gradients; return whether it stepped."""
+        own = self.__dict__
         self.finish_window()
-        engine.set_gradient_accumulation_boundary(True)
-        if not own["is_stepped_by_hand"]:
-            engine.step()
-        else:
-            if self.stage == 3:
-                # What the forward pass has left whole would keep its values from before the step.
-                engine.optimizer.empty_partition_cache()
-            with self.outside_of_step():
-                engine.step()
+        self._step_engine()
         own["has_gradients"] = False
-        if self.stage == 3 and engine.optimizer.swap_optimizer:
-            _override_scale(engine.optimizer, None)
-            engine.optimizer.clip_grad = 0.0
+        if self.swaps_gradients:
+            self.zero.custom_loss_scaler, self.zero.external_loss_scale, self.zero.clip_grad = False, None, 0.0
         clipped, own["_clipped_norm"] = own["_clipped_norm"], None
-        norm = engine.get_global_grad_norm() if clipped is None else clipped
-        # After an overflow the engine says it with a number of the host.
-        own["grad_norm"] = (
-            norm if norm is None or isinstance(norm, Tensor) else torch.tensor(norm, device=engine.device)
-        )
-        return bool(engine.was_step_applied())
+        norm = self.engine.get_global_grad_norm() if clipped is None else clipped
+        # After an overflow the engine returns a number.
+        own["grad_norm"] = torch.tensor(norm, device=self.engine.device) if isinstance(norm, float | int) else norm
+        return bool(self.engine.was_step_applied())
+
+    def _step_engine(self) -> None:
+        engine = self.engine
+        engine.set_gradient_accumulation_boundary(True)
+        if self.is_manual:
+            self.settle()  # full parameters of the forward pass would keep their values from before the step
+        with self.outside_of_step():
+            engine.step()
 
     def discard_gradients(self) -> None:
-        """Forget gradients that wait for a step that will not come."""
+        """Discard gradients of a window that ends without a step."""
         own = self.__dict__
         if not own["has_gradients"]:
             return
         own["has_gradients"], own["is_window_open"], own["_clipped_norm"] = False, False, None
-        zero = self.zero
-        if zero is None:
+        if not self.stage:
             for parameter in self.module.parameters():
                 parameter.grad = None
             return
+        zero = self.zero
         zero.zero_grad(set_to_none=True)
         if self.stage == 3:
             if zero.offload_optimizer:
@@ -349,30 +342,32 @@ class EngineRoot(nn.Module):
             else:
                 zero.averaged_gradients = {}
             return
-        # What the engine itself does after an overflow.
+        # As in the engine after an overflow.
         zero.micro_step_id = -1
         zero._release_preflattened_grad_buffers()
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
-        for gradients in (zero.averaged_gradients, zero.all_grad_tensors):  # in the first window one may be empty
-            for number in gradients:
-                gradients[number] = None
+        for number in zero.averaged_gradients:
+            zero.averaged_gradients[number] = None
+        for number in zero.all_grad_tensors:  # may be empty in the first window
+            zero.all_grad_tensors[number] = None
 
 
 class EngineOptimizer:
-    """The optimizer of an engine: the user's own, whose parameters are the engine's flat ones now.
+    """The user's optimizer inside an engine, whose parameters are the engine's flat ones.
 
-    `step` and `zero_grad` are the engine's; all else is the user's optimizer's, of which schedules read and set rates.
+    `step` and `zero_grad` are the engine's; every other attribute is the optimizer's, so that schedules work on it.
 
     Args:
-        optimizer: The user's.
-        root: Has the engine.
+        optimizer: The user's optimizer.
+        root: The module with the engine.
+        groups: The user's parameters of each group.
     """
 
     def __init__(self, optimizer: Optimizer, root: EngineRoot, groups: list[list[nn.Parameter]]) -> None:
         self.__dict__.update(optimizer=optimizer, root=root, groups=groups)
 
-    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
+    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() reads this one
     def __class__(self) -> Any:
         return type(self.optimizer)
 
@@ -391,97 +386,31 @@ class EngineOptimizer:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that were accumulated and not stepped with."""
+        """Discard gradients that were accumulated since the last step."""
         self.root.discard_gradients()
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"
 
 
-def start(
-    deepspeed: Any, root: EngineRoot, optimizer: Optimizer | None, config: dict[str, Any]
-) -> EngineOptimizer | None:
-    """Put an engine around a module and its optimizer. On every rank: it communicates."""
-    groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
-    # DeepSpeed saves the configuration, and so says to checkpoint/deepspeed/folder.py what names begin with.
-    config = {**config, "loopwright": {"prefix": "module."}}
-    with quietly():
-        engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=config, dist_init_required=False)
-    root.__dict__["engine"] = engine
-    match_statistics(root.module)
-    zero = root.zero
-    link_in_order(zero)
-    offload = getattr(zero, "parameter_offload", None)
-    if offload is not None:
-        # DeepSpeed (0.19) may read a parameter ahead that is used twice in what comes, and fails at the second time.
-        offload.get_param_coordinator()._PartitionedParameterCoordinator__prefetch_nvme = False
-    swapper = getattr(zero, "optimizer_swapper", None)
-    if swapper is not None:
-        swapper.swap_out_gradients = _aligned_only(swapper.swap_out_gradients)
-    if zero is not None and getattr(zero, "cpu_offload", False):
-        # With 1 it would not add up micro-batches; windows are ours, and may be longer.
-        zero.gradient_accumulation_steps = max(2, zero.gradient_accumulation_steps)
-    if zero is None and optimizer is not None and hasattr(engine.optimizer, "fp32_groups"):
-        # Its 16-bit optimizer of stage 0 makes a step without gradients, to have state: Adam's count is 1 then.
-        optimizer.state.clear()
-    return None if optimizer is None else EngineOptimizer(optimizer, root, groups)
+def _gradients(tensors: Iterator[nn.Parameter] | list[Tensor]) -> list[Tensor]:
+    return [one.grad for one in tensors if one.grad is not None]
 
 
-def match_statistics(module: nn.Module) -> None:
-    """Give the running statistics of norms the dtype of their weights; torch computes with one dtype of both.
-
-    DeepSpeed (0.19) casts parameters to 16 bits, and leaves buffers as they are.
-    """
-    for layer in module.modules():
-        weight = getattr(layer, "weight", None)
-        for name in ("running_mean", "running_var"):
-            value = getattr(layer, name, None)
-            if isinstance(weight, Tensor) and isinstance(value, Tensor):
-                setattr(layer, name, value.to(weight.dtype))
+def norm_of(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the float32 norm of tensors as one vector: shape (), on the device if there are none."""
+    norms = [torch.linalg.vector_norm(one, norm_type, dtype=torch.float32) for one in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
 
 
-def link_in_order(zero: Any) -> None:
-    """Let parameters know where their masters are, if "round_robin_gradients" has dealt them out in another order.
-
-    DeepSpeed (0.19) takes the order of the optimizer's groups, unless there is padding between parameters: then it asks
-    where each one is, which is right in both cases.
-    """
-    if not getattr(zero, "round_robin_gradients", False):
-        return
-    padding, zero.round_robin_bit16_padding = zero.round_robin_bit16_padding, [[1]] * len(zero.bit16_groups)
-    zero._link_all_hp_params()
-    zero.round_robin_bit16_padding = padding
-    zero._hp_optimizer_states_linked = False
-
-
-def _aligned_only(swap_out: Callable[..., None]) -> Callable[..., None]:
-    """Return what puts gradients on a disk, and keeps in memory those that could not be read back.
-
-    DeepSpeed (0.19) reads a gradient straight to its place in a flat buffer. Where that does not begin at a block of
-    the disk, direct access fails, which nobody looks at: the step is made with what was in the buffer.
-    """
-
-    def swap_out_gradients(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
-        for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
-            tensor.swappable = offset * tensor.element_size() % _BLOCK_BYTES == 0
-        swap_out(parameter=parameter, gradient_offsets=gradient_offsets, gradient_tensors=gradient_tensors)
-
-    return swap_out_gradients
-
-
-def _override_scale(zero: Any, scale: float | None) -> None:
-    zero.custom_loss_scaler = scale is not None
-    zero.external_loss_scale = scale
-
-
-def _over_ranks(norm: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of the parts of all ranks."""
+def norm_over_ranks(norm: Tensor, norm_type: float, group: Any = None) -> Tensor:
+    """Return the norm over the ranks of a group, None for all, from the norm of each rank's shards."""
     import torch.distributed as dist
 
-    if dist.get_world_size() == 1:
+    if group is None and dist.get_world_size() == 1:
         return norm
     if norm_type == float("inf"):
-        return largest_over_ranks(norm)
+        return largest_over_ranks(norm, group)
     total = norm**norm_type
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total ** (1.0 / norm_type)

@@ -1,13 +1,13 @@
-"""Imports DeepSpeed without a surprise: no build that nobody asked for, and builds that say so and end.
+"""DeepSpeed's parts that belong to the process: its import, connection, activation checkpointing, compiled operators.
 
-DeepSpeed compiles parts of itself with the machine's compiler when they are first used; deepspeed_builds.py does it
-instead.
+DeepSpeed compiles operators when they are first used. builds.py compiles them instead: earlier, visibly, with a limit.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import tempfile
 import warnings
@@ -15,21 +15,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ...errors import ConfigError, MissingDependency
+from .builds import build, is_built, missing_for, tools_on_path
+from .config import activation_options, section_of
 
-__all__ = ["connect", "import_deepspeed", "operators_of", "prepare", "quietly", "refusals", "takes_cpu_adam"]
+__all__ = ["configure_activations", "connect", "forget_activations", "import_deepspeed", "operators_of", "prepare",
+           "quietly", "refusals", "takes_cpu_adam"]  # fmt: skip
 
-# Any in this file: deepspeed has no types; values of a JSON document.
-
-_OFFLOADS = ("offload_optimizer", "offload_param")
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
 
-def import_deepspeed() -> Any:
-    """Return the module `deepspeed`, ready for use.
+def import_deepspeed(logging_level: int = logging.WARNING) -> ModuleType:
+    """Return the module `deepspeed`, imported without its warnings; `builds.build` builds its operators.
 
     Raises:
         MissingDependency: It is not installed.
@@ -41,16 +42,18 @@ def import_deepspeed() -> Any:
         if error.name is not None and error.name.split(".")[0] != "deepspeed":
             raise
         raise MissingDependency("deepspeed", needed_for="strategy='deepspeed'", extra="deepspeed") from error
-    # DeepSpeed (0.19) calls collectives by names that torch 2.13 has renamed; users can do nothing about it.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    _watch_builds()
-    from .builds import is_built
+    from deepspeed.utils import logger
 
+    logger.setLevel(logging_level)
+    # DeepSpeed (0.19) calls collectives by names that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    _redirect_builds()
     operators = deepspeed.ops.__compatible_ops__
     # DeepSpeed (0.19) compiles this one, for a minute, as soon as CPU processes connect; only inference uses it.
     if operators.get(_SHARED_MEMORY) and not is_built(_SHARED_MEMORY):
         operators[_SHARED_MEMORY] = False
-    return deepspeed
+    module: ModuleType = deepspeed
+    return module
 
 
 @contextmanager
@@ -64,64 +67,86 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def refusals(where: str) -> Iterator[None]:
-    """Return a context in which what DeepSpeed says of keys and values of its configuration is an error of ours.
+    """Return a context in which DeepSpeed's errors about its configuration become a ConfigError.
 
     Args:
-        where: Where the configuration stands.
+        where: Location of the configuration.
 
     Raises:
-        ConfigError: With every key that DeepSpeed does not know, and every value that it does not take.
+        ConfigError: With every key that DeepSpeed does not know, and every value that it does not accept.
     """
     try:
         yield
     except ValueError as error:
-        if type(error).__name__ != "ValidationError":
+        if type(error).__name__ != "ValidationError":  # pydantic's, in the version that DeepSpeed uses
             raise
-        said: Any = error  # pydantic's, of which only DeepSpeed knows the version
-        lines = "".join(f"\n  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in said.errors())
-        raise ConfigError(f"{where}: DeepSpeed refuses a part of it, {said.title}:{lines}", fix="mend it.") from error
+        problems = error.errors()  # type: ignore[attr-defined]  # pydantic's
+        lines = "".join(f"\n  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
+        title = error.title  # type: ignore[attr-defined]  # pydantic's
+        raise ConfigError(f"{where}: DeepSpeed refuses these keys ({title}):{lines}", fix="correct them.") from error
 
 
-def connect(deepspeed: Any, *, backend: str, timeout: timedelta) -> None:
-    """Let DeepSpeed use the processes that torch.distributed has connected already."""
+def connect(*, backend: str, timeout: timedelta) -> None:
+    """Let DeepSpeed use the connection of torch.distributed."""
+    import deepspeed
     from deepspeed.comm import comm
-
-    if comm.cdb is not None and not comm.cdb.is_initialized():
-        comm.cdb = None  # of an earlier run of this process, which was disconnected since
-    if comm.cdb is None:
-        _forget_groups()
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, dist_init_required=None
-        )
-
-
-def _forget_groups() -> None:
-    """Forget the process groups that DeepSpeed keeps for the whole process: those of an earlier run are gone."""
     from deepspeed.utils import groups
 
+    if comm.cdb is not None and comm.cdb.is_initialized():
+        return
+    comm.cdb = None  # of an earlier run in this process, as are the process groups
     for name, value in vars(groups).items():
         if name.startswith("_") and name.endswith("_GROUP") and value is not None and not callable(value):
             setattr(groups, name, {} if isinstance(value, dict) else None)
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, dist_init_required=None
+    )
 
 
-# --- builds --------------------------------------------------------------------------------------------------------
+# --- activation checkpointing --------------------------------------------------------------------------------------
 
 
-def _watch_builds() -> None:
-    """Let `deepspeed_builds.build` build whatever DeepSpeed loads.
+def configure_activations(config: Mapping[str, Any], device_type: str) -> bool:
+    """Configure `deepspeed.checkpointing`, which is process-wide.
 
-    All its builds go through one method, also those of an optimizer that the user makes.
+    What a script has configured before stays where the configuration is silent.
+
+    Returns:
+        Whether activations stay in buffers until a backward pass.
     """
-    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed import checkpointing
 
-    from .builds import build, tools_on_path
+    options = activation_options(config)
+    is_requested = any(options.values())
+    if device_type == "cpu":
+        # They are on the CPU already; DeepSpeed (0.19) would then free the originals.
+        options["checkpoint_in_cpu"] = False
+    if is_requested or not checkpointing.is_configured():
+        checkpointing.configure(None, **options)
+    return bool(options["contiguous_checkpointing"] or options["checkpoint_in_cpu"])
+
+
+def forget_activations(config: Mapping[str, Any]) -> None:
+    """Reset what `configure_activations` has set, for later runs in this process."""
+    if any(activation_options(config).values()):
+        from deepspeed import checkpointing
+
+        checkpointing.configure(None)
+
+
+# --- operators -----------------------------------------------------------------------------------------------------
+
+
+def _redirect_builds() -> None:
+    """Let `builds.build` build every operator that DeepSpeed loads: all builds go through one method."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
     original = OpBuilder.jit_load
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def jit_load(self: Any, verbose: bool = True) -> Any:
+    def jit_load(self: Any, verbose: bool = True) -> Any:  # Any: DeepSpeed's builder and its operator
         kind = type(self)
         build(self.name, f"{kind.__module__}:{kind.__qualname__}")
         with tools_on_path():
@@ -131,9 +156,9 @@ def _watch_builds() -> None:
 
 
 def operators_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the operators that a configuration makes an engine load, each with what builds it."""
+    """Return the operators that an engine with this configuration loads, each with its builder."""
     found = {}
-    optimizer = str((config.get("optimizer") or {}).get("type")).lower()
+    optimizer = str(section_of(config, "optimizer").get("type")).lower()
     if optimizer in ("adam", "adamw") and takes_cpu_adam(config):
         found["cpu_adam"] = "CPUAdamBuilder"
     if _nvme_paths(config):
@@ -142,29 +167,25 @@ def operators_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def takes_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration asks for DeepSpeed's own Adam on the host, rather than for torch's."""
-    return _device(config, "offload_optimizer") != "none" and bool(config.get("zero_force_ds_cpu_optimizer", False))
+    """Return whether a configuration selects DeepSpeed's own Adam on the host, instead of torch's."""
+    offload = section_of(section_of(config, "zero_optimization"), "offload_optimizer")
+    return offload.get("device", "none") != "none" and bool(config.get("zero_force_ds_cpu_optimizer", False))
 
 
 def prepare(config: Mapping[str, Any], where: str) -> None:
     """Refuse what this machine cannot do for a configuration, and build the operators that the engine will load.
 
-    Called on every process of a node before they connect, and before they are started where that can be.
+    Called on every process of a node before they connect, and in the first process before the others start.
 
     Args:
-        config: DeepSpeed's.
-        where: Where it stands, for the message.
+        config: DeepSpeed's configuration.
+        where: Its location, for messages.
 
     Raises:
-        ConfigError: A folder for NVMe cannot be used; or libaio or the compiler is missing. All of it is named.
+        ConfigError: A folder for NVMe cannot be used, or libaio or the compiler is missing; every problem is named.
         LaunchError: A build failed, or took too long.
     """
-    needed = operators_of(config)
-    if not needed:
-        return
-    from .builds import build, is_built, missing_for
-
-    missing = {name: maker for name, maker in needed.items() if not is_built(name)}
+    missing = {name: maker for name, maker in operators_of(config).items() if not is_built(name)}
     problems = [one for path in _nvme_paths(config) for one in _problems_of(path)]
     problems += [(f"DeepSpeed's {', '.join(missing)} must be built, and there is no {tool} here", fix)
                  for tool, fix in missing_for(missing).items()]  # fmt: skip
@@ -175,25 +196,20 @@ def prepare(config: Mapping[str, Any], where: str) -> None:
         build(name, maker)
 
 
-def _device(config: Mapping[str, Any], section: str) -> str:
-    zero = config.get("zero_optimization")
-    offload = (zero.get(section) or {}) if isinstance(zero, Mapping) else {}
-    return str(offload.get("device", "none"))
-
-
 def _nvme_paths(config: Mapping[str, Any]) -> list[str]:
-    """Return the folders on disks that a configuration names for "nvme", each once."""
-    used = [section for section in _OFFLOADS if _device(config, section) == "nvme"]
-    return list(dict.fromkeys(str(config["zero_optimization"][section].get("nvme_path")) for section in used))
+    """Return the folders for "nvme" in a configuration, each once."""
+    zero = section_of(config, "zero_optimization")
+    sections = [section_of(zero, name) for name in ("offload_optimizer", "offload_param")]
+    return list(dict.fromkeys(str(one.get("nvme_path")) for one in sections if one.get("device") == "nvme"))
 
 
 def _problems_of(path: str) -> list[tuple[str, str]]:
     """Return (what, fix) if DeepSpeed could not swap to a folder."""
-    fix = "pass nvme_path=, a folder on a local disk that can be written to"
+    fix = "pass nvme_path=, a writable folder on a local disk"
     if not Path(path).is_dir():
-        return [(f"nvme_path={path!r} is no folder that exists", fix)]
+        return [(f"nvme_path={path!r} is not an existing folder", fix)]
     try:
-        # As libaio opens files: without the system's cache.
+        # Opened as by libaio: without the system's cache.
         with tempfile.NamedTemporaryFile(dir=path) as file:
             os.close(os.open(file.name, os.O_RDWR | _DIRECT))
     except OSError as error:

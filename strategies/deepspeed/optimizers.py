@@ -1,13 +1,14 @@
 """Optimizer and schedule from the sections of a DeepSpeed configuration, for modules that configure none.
 
-They are made here, and not by the engine, so that the Trainer steps, logs and saves them like all others.
+They are made here, not by the engine, so that the Trainer steps, logs and saves them like all others.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,44 +16,79 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import ConfigError, nearest
+from .config import Config
+from .ops import takes_cpu_adam
+
+if TYPE_CHECKING:
+    from .engine_types import State
 
 __all__ = ["ConfiguredSchedule", "make_optimizer"]
 
-# Any in this file: values of a JSON document; deepspeed has no types.
-
-# DeepSpeed's "Adam" is AdamW, unless its own parameter says otherwise.
+# DeepSpeed's own parameters of Adam, which torch's do not have. Its "Adam" is AdamW unless adam_w_mode says otherwise.
 _OWN_PARAMETERS = ("adam_w_mode", "torch_adam", "bias_correction")
 
 
-def make_optimizer(config: dict[str, Any], module: nn.Module, where: str) -> dict[str, Any]:
-    """Return what `configure_optimizers` would: an optimizer of the trained parameters, and its schedule.
+def make_optimizer(config: Config, module: nn.Module, where: str) -> Config:
+    """Return an optimizer of the trained parameters and its schedule, in the form of `configure_optimizers`.
 
     Args:
-        config: Has a section "optimizer", and may have one "scheduler".
-        module: Whose parameters.
-        where: Where the configuration stands, for messages.
+        config: A configuration with a section "optimizer" or "scheduler".
+        module: The module.
+        where: Location of the configuration, for messages.
 
     Raises:
         ConfigError: There is a schedule without an optimizer, a type is unknown, or its parameters are wrong.
     """
     if "optimizer" not in config:
         raise ConfigError(
-            f'{where} has a section "scheduler" and none "optimizer", and the module configures no optimizer either.',
+            f'{where} has a section "scheduler" without "optimizer", and the module configures no optimizer either.',
             fix='add the section "optimizer", or define configure_optimizers.',
         )
     optimizer = _optimizer(config, [one for one in module.parameters() if one.requires_grad], where)
     if "scheduler" not in config:
         return {"optimizer": optimizer}
-    config = _filled(config, optimizer, module, where)
-    return {
-        "optimizer": optimizer,
-        "lr_scheduler": {"scheduler": _schedule(config, optimizer, where), "interval": "step"},
-    }
+    schedule = _schedule(config, optimizer, module, where)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _filled(config: dict[str, Any], optimizer: Optimizer, module: nn.Module, where: str) -> dict[str, Any]:
-    """Return the configuration without "auto" in its section "scheduler": the run's steps, the optimizer's rate."""
+def _optimizer(config: Config, parameters: list[nn.Parameter], where: str) -> Optimizer:
+    section = config["optimizer"]
+    name = str(section.get("type"))
+    options = dict(section.get("params", {}))
+    own = {key: options.pop(key) for key in _OWN_PARAMETERS if key in options}
+    if own.get("bias_correction", True) is not True:
+        raise ConfigError(f"{where}: optimizer.params.bias_correction=false.", fix="make it in configure_optimizers.")
+    kind = name.lower()
+    made: Callable[..., Optimizer]
+    if kind in ("adam", "adamw"):
+        is_decoupled = kind == "adamw" or bool(own.get("adam_w_mode", True))
+        if takes_cpu_adam(config):
+            from deepspeed.ops.adam import DeepSpeedCPUAdam  # it may be compiled
+
+            made = functools.partial(DeepSpeedCPUAdam, adamw_mode=is_decoupled)
+        else:
+            made = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    else:
+        known = {one.__name__.lower(): one for one in vars(torch.optim).values()
+                 if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer}  # fmt: skip
+        if kind not in known:
+            names = [one.__name__ for one in known.values()]
+            raise ConfigError(
+                f"{where}: optimizer.type={name!r} is unknown{nearest(name, names)}.",
+                fix="use Adam, AdamW or another one of torch.optim; or make DeepSpeed's own in configure_optimizers.",
+            )
+        made = known[kind]
+    try:
+        return made(parameters, **options)
+    except TypeError as error:
+        raise ConfigError(f"{where}: optimizer.params: {error}.", fix="leave that parameter out.") from error
+
+
+def _schedule(config: Config, optimizer: Optimizer, module: nn.Module, where: str) -> LRScheduler:
+    from deepspeed.runtime import lr_schedules
+
     section = config["scheduler"]
+    name = str(section.get("type"))
     options = dict(section.get("params") or {})
     if options.get("warmup_max_lr") == "auto":
         options["warmup_max_lr"] = optimizer.param_groups[0]["lr"]
@@ -61,60 +97,10 @@ def _filled(config: dict[str, Any], optimizer: Optimizer, module: nn.Module, whe
         total = math.inf if trainer is None else trainer.estimated_stepping_batches
         if math.isinf(total):
             raise ConfigError(
-                f'{where}: "auto" for scheduler.params.total_num_steps, and nobody knows how many steps the run has.',
+                f'{where}: "auto" for scheduler.params.total_num_steps, and the number of steps is unknown.',
                 fix="write the number, or pass max_steps to a Trainer.",
             )
         options["total_num_steps"] = int(total)
-    return {**config, "scheduler": {**section, "params": options}}
-
-
-def _optimizer(config: dict[str, Any], parameters: list[nn.Parameter], where: str) -> Optimizer:
-    section = config["optimizer"]
-    name = str(section.get("type"))
-    options = dict(section.get("params", {}))
-    own = {key: options.pop(key) for key in _OWN_PARAMETERS if key in options}
-    if own.get("bias_correction", True) is not True:
-        raise ConfigError(f"{where}: optimizer.params.bias_correction=false.", fix="make it in configure_optimizers.")
-    kind = name.lower()
-    if kind in ("adam", "adamw"):
-        is_decoupled = kind == "adamw" or bool(own.get("adam_w_mode", True))
-        made = _cpu_adam(config, is_decoupled) or (torch.optim.AdamW if is_decoupled else torch.optim.Adam)
-    else:
-        known = {key.lower(): key for key, value in vars(torch.optim).items() if _is_optimizer(value)}
-        if kind not in known:
-            raise ConfigError(
-                f"{where}: optimizer.type={name!r} is unknown{nearest(name, known.values())}.",
-                fix="use Adam, AdamW or another one of torch.optim; or make DeepSpeed's own in configure_optimizers.",
-            )
-        made = getattr(torch.optim, known[kind])
-    try:
-        optimizer: Optimizer = made(parameters, **options)
-    except TypeError as error:
-        raise ConfigError(f"{where}: optimizer.params: {error}.", fix="leave that parameter out.") from error
-    return optimizer
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-
-
-def _cpu_adam(config: dict[str, Any], is_decoupled: bool) -> Any:
-    """Return DeepSpeed's own Adam for the host, where the configuration asks for it; None else. It may be built."""
-    from .ops import takes_cpu_adam
-
-    if not takes_cpu_adam(config):
-        return None
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return functools.partial(DeepSpeedCPUAdam, adamw_mode=is_decoupled)
-
-
-def _schedule(config: dict[str, Any], optimizer: Optimizer, where: str) -> Any:
-    from deepspeed.runtime import lr_schedules
-
-    section = config["scheduler"]
-    name = str(section.get("type"))
-    options = dict(section.get("params", {}))
     kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(kind, type):
         raise ConfigError(
@@ -124,19 +110,19 @@ def _schedule(config: dict[str, Any], optimizer: Optimizer, where: str) -> Any:
     try:
         schedule = kind(optimizer, **options)
     except TypeError as error:
-        raise ConfigError(f"{where}: scheduler.params: {error}.", fix="mend that parameter.") from error
+        raise ConfigError(f"{where}: scheduler.params: {error}.", fix="correct that parameter.") from error
     return schedule if isinstance(schedule, LRScheduler) else ConfiguredSchedule(schedule)
 
 
 class ConfiguredSchedule(LRScheduler):
-    """One of DeepSpeed's own schedules as one of torch's: stepped after each optimizer step, as the engine does.
+    """A schedule of DeepSpeed as one of torch: stepped after each optimizer step, as in the engine.
 
     Args:
-        inner: The schedule, which has set the first rate.
+        inner: DeepSpeed's schedule, which has set the first rate.
     """
 
-    def __init__(self, inner: Any) -> None:
-        # Not torch's own beginning, which would step it.
+    def __init__(self, inner: Any) -> None:  # Any: deepspeed has no types
+        # Not through torch's __init__, which would step it.
         self.inner = inner
         self.optimizer = inner.optimizer
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
@@ -149,12 +135,12 @@ class ConfiguredSchedule(LRScheduler):
         self.last_epoch += 1
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule is."""
+    def state_dict(self) -> State:
+        """Return the position of the schedule."""
         return {**self.inner.state_dict(), "last_epoch": self.last_epoch}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned; rates are in the optimizer's state."""
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load what `state_dict` returned; rates are in the optimizer's state."""
         self.inner.load_state_dict(state_dict)
         self.last_epoch = state_dict["last_epoch"]
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

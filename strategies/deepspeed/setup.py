@@ -1,53 +1,52 @@
-"""How DeepSpeedStrategy puts engines around modules and optimizers. On every rank: it communicates."""
+"""Engines around modules and their optimizers. On every rank: making one communicates."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
 from ..construction.materialize import made_of
 from ..distributed.processes import broadcast_tensors
-from . import config as configs
+from .config import Config
+from .engine import EngineOptimizer, EngineRoot
+from .engine_types import Zero
+from .ops import quietly, refusals
+from .pipeline.engine import PipelineRoot
+from .pipeline.setup import adapt_engine, stage_config
+from .pipeline.state import group_names, learn_groups
+from .state import full_parameters, set_local_masters, set_masters
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .engine import EngineOptimizer, EngineRoot
-    from .pipeline.engine import PipelineRoot
     from .strategy import DeepSpeedStrategy
 
-__all__ = [
-    "check_shapes",
-    "engine_config",
-    "make_contiguous",
-    "move_buffers",
-    "setup_optimizer",
-    "setup_stages",
-    "several",
-    "start",
-]
+__all__ = ["check_shapes", "engine_config", "make_contiguous", "move_buffers", "setup_optimizer", "several", "start"]
+
+_BLOCK_BYTES = 4096  # of a disk
 
 
-def engine_config(strategy: DeepSpeedStrategy) -> dict[str, Any]:  # Any: values of a JSON document
-    """Return what the engine gets: clipping is ours, and so are optimizer and schedule."""
-    config = configs.without_sections(strategy.configure_deepspeed_config(strategy.given_config))
+def engine_config(strategy: DeepSpeedStrategy) -> Config:
+    """Return the engine's configuration, without what the Trainer does: clipping, optimizer and schedule."""
+    config = strategy.configure_deepspeed_config(strategy.given_config)
+    config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
     config["gradient_clipping"] = 0.0
     config.setdefault("steps_per_print", 10**12)
     if strategy.precision.policy.compute_dtype is torch.float16:
-        config["fp16"] = {**configs.fp16_section(strategy.arguments), **config.get("fp16", {}), "enabled": True}
+        config["fp16"] = {**strategy.arguments.section("fp16"), **config.get("fp16", {}), "enabled": True}
     return config
 
 
 def check_shapes(module: nn.Module) -> None:
-    """Refuse parameters of which DeepSpeed (0.19) would say that they cannot be viewed as bytes.
+    """Refuse parameters without a dimension, at which DeepSpeed (0.19) fails with an error about bytes.
 
     Raises:
-        ModuleError: Parameters have no dimension; names them.
+        ModuleError: With their names.
     """
     names = [name for name, one in module.named_parameters() if one.ndim == 0 and not hasattr(one, "ds_id")]
     if names:
@@ -59,7 +58,7 @@ def check_shapes(module: nn.Module) -> None:
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Let parameters lie in the order of their dimensions, which the engine's flat buffers need."""
+    """Make parameters contiguous, for the engine's flat buffers."""
     for one in module.parameters():
         if not one.is_contiguous():
             one.data = one.data.contiguous()
@@ -67,89 +66,78 @@ def make_contiguous(module: nn.Module) -> None:
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Move a module's buffers, and nothing else."""
-    for name, one in list(module.named_buffers()):
-        owner = module.get_submodule(name.rpartition(".")[0])
-        owner._buffers[name.rpartition(".")[2]] = one.to(device)
+    for owner in module.modules():
+        for name, one in owner._buffers.items():
+            owner._buffers[name] = None if one is None else one.to(device)
 
 
-def setup_stages(strategy: DeepSpeedStrategy, module: nn.Module, *, is_automatic: bool) -> PipelineRoot:
-    """Return what runs a module with a PipelineModule in it.
-
-    Raises:
-        ModuleError: The ranks built different modules.
-        ConfigError: It cannot be run.
-    """
-    from .pipeline import start as pipelines
-    from .pipeline import state as deepspeed_stages
-    from .pipeline.engine import PipelineRoot
-
-    found = pipelines.find_pipeline(module)
-    assert found is not None
-    path, pipe = found
-    precision = strategy.precision
-    pipelines.check(module, pipe, strategy.given_config, precision, is_automatic=is_automatic)
-    count = strategy.micro_batches or pipe.num_stages
-    # In stage 0 the engine would add 16-bit gradients up in masters of its own, where no loss weighs them.
-    stage = strategy.stage if precision.policy.compute_dtype is torch.float32 else 1
-    root = PipelineRoot(module, path, pipe, stage=stage, micro_batches=count, precision=precision)
-    everyone = strategy.gather_objects(deepspeed_stages.described(root))
-    root.__dict__["layout"] = deepspeed_stages.learn_names(root, everyone)
-    root.sync_buffers()
-    strategy.engines.add(root)
-    return root
+def several(count: int) -> ConfigError:
+    """Return the error about several optimizers."""
+    return ConfigError(
+        f"Expected one optimizer for a module with DeepSpeedStrategy, got {count}.",
+        fix="use one optimizer with several parameter groups; or strategy='ddp' or 'fsdp'.",
+    )
 
 
-def setup_optimizer(strategy: DeepSpeedStrategy, optimizer: Optimizer, *, is_of_config: bool) -> Optimizer:
-    """Put the engine around the optimizer's module, and return what steps both.
+def setup_optimizer(
+    strategy: DeepSpeedStrategy, roots: list[EngineRoot], optimizer: Optimizer, *, is_of_config: bool
+) -> Optimizer:
+    """Make the engine of an optimizer and its module, and return what steps both.
 
     Args:
-        strategy: Whose engine.
-        optimizer: The user's.
-        is_of_config: Whether it was made of the configuration's section "optimizer".
+        strategy: The strategy.
+        roots: The modules that are set up, the newest last.
+        optimizer: The user's optimizer.
+        is_of_config: Whether it was made from the configuration's section "optimizer".
 
     Raises:
         ConfigError: The module has an optimizer already, is not set up, or the optimizer cannot be used.
     """
-    from .state import set_masters, set_own_masters, whole_parameters
-
     _replace_deferred(optimizer)
     if type(optimizer).__name__ == "LBFGS":
         raise ConfigError(
-            "LBFGS cannot be used with DeepSpeedStrategy: it evaluates the model within its step, which the engine "
-            "makes.",
+            "LBFGS cannot be used with DeepSpeedStrategy: it evaluates the model within its step.",
             fix="use an optimizer such as AdamW or SGD; or strategy='ddp'.",
         )
     unused = [name for name in ("optimizer", "scheduler") if name in strategy.given_config]
     if unused and not is_of_config and strategy.is_global_zero:
         warnings.warn(
-            f"{strategy.where}: what it says under {' and '.join(unused)} does not count, since an optimizer was "
-            "made beside it",
+            f"{strategy.where}: {' and '.join(unused)} are ignored, since the module configures an optimizer",
             stacklevel=3,
         )
-    root = strategy.engines.of(optimizer)
-    if root.engine is not None:
+    root = _root_of(roots, optimizer)
+    if root.has_engine:
         raise several(2)
-    has_masters = strategy.precision.policy.compute_dtype != torch.float32
-    loaded = root.loaded
-    # The engine makes masters of the 16-bit parameters that it has cast: what was there before is put back.
-    masters: Mapping[str, Any] = {}
-    if has_masters:
-        masters = {**whole_parameters(root.module), **(loaded or {})}
-    parts = {name: one for name, one in root.first.items() if name not in masters}
+    # The engine makes masters from the 16-bit parameters that it has cast: the values before are put back.
+    masters: dict[str, Tensor] = {}
+    if strategy.precision.policy.compute_dtype != torch.float32:
+        masters = {**full_parameters(root.module), **(root.loaded or {})}
+    shards = {name: one for name, one in root.first.items() if name not in masters}
     root.__dict__.update(loaded=None, first={})
     if strategy.stage == 0 and strategy.world_size > 1 and not root.is_pipeline:
         broadcast_tensors(list(root.module.buffers()))
     made = start(strategy, root, optimizer)
     if masters:
         set_masters(root, masters)
-    if parts:
-        set_own_masters(root, parts)
-    assert made is not None
-    return made  # type: ignore[return-value]  # it says that it is one
+    if shards:
+        set_local_masters(root, shards)
+    return made  # type: ignore[return-value]  # its __class__ is the optimizer's
+
+
+def _root_of(roots: Iterable[EngineRoot], optimizer: Optimizer) -> EngineRoot:
+    """Return the newest root whose module has a parameter of the optimizer."""
+    own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for root in reversed(list(roots)):
+        if any(id(one) in own for one in root.module.parameters()):
+            return root
+    raise ConfigError(
+        f"no parameter of {type(optimizer).__name__} is in a module that was set up; DeepSpeed needs both together.",
+        fix="pass both to fabric.setup(module, optimizer); make the optimizer from the module's own parameters.",
+    )
 
 
 def _replace_deferred(optimizer: Optimizer) -> None:
-    """Let an optimizer that was made before its module had values have the parameters that got them."""
+    """Replace parameters of an optimizer that was made before its module had values."""
     for group in optimizer.param_groups:
         for number, old in enumerate(group["params"]):
             new = made_of(old)
@@ -160,32 +148,81 @@ def _replace_deferred(optimizer: Optimizer) -> None:
 
 
 def start(strategy: DeepSpeedStrategy, root: EngineRoot, optimizer: Optimizer | None) -> EngineOptimizer | None:
-    """Put an engine around a module and its optimizer; or, for evaluation, around the module alone."""
-    from .engine import start as start_engine
-    from .ops import refusals
+    """Make the engine of a module and its optimizer; or, for evaluation, of the module alone."""
+    import deepspeed
 
-    with refusals(strategy.where):
-        if root.is_pipeline:
-            return _start_stages(strategy, cast("PipelineRoot", root), optimizer)
-        return start_engine(strategy.engines.deepspeed, root, optimizer, engine_config(strategy))
+    groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+    config = engine_config(strategy)
+    model: nn.Module = root
+    if isinstance(root, PipelineRoot):
+        if optimizer is not None:
+            learn_groups(root.layout, strategy.gather_objects(group_names(root, groups)))
+        model, config = root.pipe, stage_config(config, root, trains=optimizer is not None)
+    else:
+        # DeepSpeed saves the configuration, and so the prefix of names for checkpoint/deepspeed/folder.py.
+        config = {**config, "loopwright": {"prefix": "module."}}
+    with refusals(strategy.where), quietly():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    root.__dict__["engine"] = engine
+    _match_statistics(root.module)
+    if root.stage:
+        _adapt_zero(root.zero)
+    elif optimizer is not None and hasattr(engine.optimizer, "fp32_groups"):
+        # The 16-bit optimizer of stage 0 steps without gradients, to have state: Adam's count would be 1.
+        optimizer.state.clear()
+    if isinstance(root, PipelineRoot):
+        adapt_engine(root)
+    return None if optimizer is None else EngineOptimizer(optimizer, root, groups)
 
 
-def _start_stages(
-    strategy: DeepSpeedStrategy, root: PipelineRoot, optimizer: Optimizer | None
-) -> EngineOptimizer | None:
-    from .pipeline.start import stage_config, start_stages
-    from .pipeline.state import group_names, learn_groups
+def _match_statistics(module: nn.Module) -> None:
+    """Give running statistics of norms the dtype of their weights: torch computes with one dtype of both.
 
-    if optimizer is not None:
-        groups = [group["params"] for group in optimizer.param_groups]
-        learn_groups(root.layout, strategy.gather_objects(group_names(root, groups)))
-    config = stage_config(engine_config(strategy), root, trains=optimizer is not None)
-    return start_stages(strategy.engines.deepspeed, root, optimizer, config)
+    DeepSpeed (0.19) casts parameters to 16 bits, but not buffers.
+    """
+    for layer in module.modules():
+        weight = getattr(layer, "weight", None)
+        for name in ("running_mean", "running_var"):
+            value = getattr(layer, name, None)
+            if isinstance(weight, Tensor) and isinstance(value, Tensor):
+                setattr(layer, name, value.to(weight.dtype))
 
 
-def several(count: int) -> ConfigError:
-    """Return the error about several optimizers."""
-    return ConfigError(
-        f"DeepSpeedStrategy was given {count} optimizers for one module, and an engine steps one.",
-        fix="use one optimizer with several parameter groups; or strategy='ddp' or 'fsdp'.",
-    )
+# --- workarounds for DeepSpeed 0.19 --------------------------------------------------------------------------------
+
+
+def _adapt_zero(zero: Zero) -> None:
+    """Correct what a ZeRO optimizer gets wrong; without an optimizer, the same for stage 3's parameters."""
+    if getattr(zero, "round_robin_gradients", False):
+        # It finds masters in the order of the optimizer's groups, unless there is padding between parameters: then it
+        # looks for each, which is right in both cases.
+        padding, zero.round_robin_bit16_padding = zero.round_robin_bit16_padding, [[1]] * len(zero.bit16_groups)
+        zero._link_all_hp_params()
+        zero.round_robin_bit16_padding = padding
+        zero._hp_optimizer_states_linked = False
+    offload = getattr(zero, "parameter_offload", None)
+    if offload is not None:
+        # It may read a parameter ahead that is used twice in what comes, and fails at the second time.
+        offload.get_param_coordinator()._PartitionedParameterCoordinator__prefetch_nvme = False
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is not None:
+        swapper.swap_out_gradients = _aligned_only(swapper.swap_out_gradients)
+    if getattr(zero, "cpu_offload", False):
+        # With 1 it would not sum micro-batches; windows are ours, and may be longer.
+        zero.gradient_accumulation_steps = max(2, zero.gradient_accumulation_steps)
+
+
+def _aligned_only(swap_out: Callable[..., None]) -> Callable[..., None]:
+    """Return what writes gradients to a disk, and keeps in memory those that could not be read back.
+
+    A gradient is read straight to its offset in a flat buffer. Where that is not at a block of the disk, direct access
+    fails silently, and the step would use what was in the buffer.
+    """
+
+    def swap_out_gradients(parameter: object, gradient_offsets: list[int], gradient_tensors: list[Tensor]) -> None:
+        for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
+            is_aligned = offset * tensor.element_size() % _BLOCK_BYTES == 0
+            tensor.swappable = is_aligned  # type: ignore[attr-defined]  # DeepSpeed's tensor
+        swap_out(parameter=parameter, gradient_offsets=gradient_offsets, gradient_tensors=gradient_tensors)
+
+    return swap_out_gradients

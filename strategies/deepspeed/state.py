@@ -1,120 +1,261 @@
-"""The state of a DeepSpeed engine in Loopwright's own layout: whole float32 tensors by the names of parameters.
+"""The state of a DeepSpeed engine in Loopwright's layout: full float32 tensors by the names of parameters.
 
-What every other strategy writes, this one reads, and the reverse, in every ZeRO stage and with any number of processes.
-
-Reading adds up over ranks buffers that are zero where a rank has nothing; writing copies, and does not communicate.
+Every other strategy writes and reads the same, in every ZeRO stage and with any number of processes. Reading sums
+buffers over ranks that are zero where a rank has no elements; writing copies, and does not communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...errors import CheckpointError
 from ..distributed.shards import read_full
 from .engine import EngineOptimizer, EngineRoot
-from .fragments import (
-    Fragment,
-    flats_of,
-    gathered,
-    is_partitioned,
-    is_stepped,
-    lies_in_parts,
-    own_fragment,
-    settle,
-    shape_of,
-    state_of,
-    swap_in,
-    swap_out,
-)
+
+if TYPE_CHECKING:
+    from .engine_types import HalfOptimizer, State, ZeroParameter
 
 __all__ = [
-    "Pending",
-    "gather",
-    "load_module",
-    "load_optimizer",
-    "module_state",
-    "optimizer_state",
-    "set_masters",
-    "set_own_masters",
-    "state_entry",
-    "whole_parameters",
-]
+    "Pending", "check_groups", "entry_of", "full_parameters", "gather", "is_partitioned", "load_module",
+    "load_optimizer", "local_fragment", "module_state", "needs_gathering", "optimizer_state", "set_local_masters",
+    "set_masters", "state_entry", "state_of",
+]  # fmt: skip
 
-# Any in this file: deepspeed has no types; states are of the user's modules and optimizers.
+# Any in this file: entries of states, of the user's modules and optimizers.
+
+
+# --- where a parameter's elements are --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where elements of a parameter are on this rank: the engine keeps masters and state in flat, sharded tensors.
+
+    Attributes:
+        flat: The flat float32 tensor that the optimizer steps; None if this rank has none of the parameter.
+        at: Offset of the elements in `flat`.
+        start: Offset of the elements in the flattened parameter.
+        size: Number of elements.
+    """
+
+    flat: Tensor | None
+    at: int = 0
+    start: int = 0
+    size: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the elements in a tensor that is as long as `flat`."""
+        return tensor.reshape(-1).narrow(0, self.at, self.size)
+
+
+def is_partitioned(parameter: Tensor) -> TypeGuard[ZeroParameter]:
+    """Return whether each rank has a shard of the parameter itself (ZeRO stage 3)."""
+    return hasattr(parameter, "ds_id")
+
+
+def _shape_of(parameter: Tensor) -> torch.Size:
+    return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
+
+
+def needs_gathering(root: EngineRoot, parameter: Tensor) -> bool:
+    """Return whether this rank does not have the full float32 tensor: below stage 3, masters of 16-bit parameters."""
+    if is_partitioned(parameter):
+        return True
+    return root.has_engine and parameter.dtype != torch.float32 and _is_stepped(root, parameter)
+
+
+def _is_stepped(root: EngineRoot, parameter: Tensor) -> bool:
+    """Return whether the engine's optimizer has the parameter: it is trained, and in one of the groups."""
+    if not parameter.requires_grad or not root.has_optimizer:
+        return False
+    if root.stage == 3:
+        return root.zero.get_param_id(parameter) in root.zero.grad_position
+    return root.stage == 0 or any(one is parameter for group in root.zero.bit16_groups for one in group)
+
+
+def state_of(root: EngineRoot, flat: Tensor) -> State:
+    """Return the optimizer's state of a flat tensor."""
+    inner = root.engine.basic_optimizer
+    assert inner is not None
+    state: State = inner.state[flat]
+    return state
+
+
+def _group_of(root: EngineRoot, parameter: Tensor) -> int:
+    """Return the number of the parameter's group of flat tensors, in stages 1 to 3."""
+    zero = root.zero
+    if root.stage == 3:
+        return zero.grad_position[zero.get_param_id(parameter)][0]
+    return next(i for i, group in enumerate(zero.bit16_groups) if any(one is parameter for one in group))
+
+
+def _flat_of(root: EngineRoot, parameter: Tensor) -> Tensor:
+    """Return this rank's flat tensor of the parameter's group; there is one on every rank."""
+    if root.stage == 0:
+        flat = local_fragment(root, parameter).flat
+        assert flat is not None
+        return flat
+    zero = root.zero
+    flats = zero.fp32_partitioned_groups_flat if root.stage == 3 else zero.single_partition_of_fp32_groups
+    return flats[_group_of(root, parameter)]
+
+
+def local_fragment(root: EngineRoot, parameter: Tensor) -> Fragment:
+    """Return where this rank has the parameter's float32 elements."""
+    total = _shape_of(parameter).numel()
+    if root.stage == 0:
+        half = cast("HalfOptimizer", root.engine.optimizer)
+        if hasattr(half, "fp32_groups"):
+            for members, masters in zip(half.fp16_groups, half.fp32_groups, strict=True):
+                for one, master in zip(members, masters, strict=True):
+                    if one is parameter:
+                        return Fragment(master, 0, 0, total)
+        return Fragment(parameter, 0, 0, total)
+    zero = root.zero
+    if is_partitioned(parameter):
+        _, at, _ = zero.grad_position[zero.get_param_id(parameter)]
+        share = parameter.partition_numel()
+        start = share * zero._get_param_partition_rank(parameter)
+        return Fragment(_flat_of(root, parameter), at, start, max(0, min(share, total - start)))
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return Fragment(None)
+    own, flat = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    return Fragment(_flat_of(root, parameter), flat.start, own.start, own.numel)
+
+
+def _swap_in(root: EngineRoot, parameter: Tensor, *, writes: bool = False) -> None:
+    """Load the optimizer's tensors of a parameter's group from disk, until `_swap_out`.
+
+    One group at a time: the engine's buffers have room for one. `writes` as in `_swap_out`.
+    """
+    if not root.swaps_gradients:
+        return
+    number = _group_of(root, parameter)
+    if root.__dict__.get("_swapped_in") == number:
+        return
+    _swap_out(root, writes=writes)
+    if root.zero._swappable_optimizer_subgroup(number):
+        root.zero._optimizer_states_and_gradient_swap_in(number)
+        root.__dict__["_swapped_in"] = number
+
+
+def _swap_out(root: EngineRoot, *, writes: bool = False) -> None:
+    """Release the engine's buffers; with `writes`, their content goes to the disk."""
+    number = root.__dict__.pop("_swapped_in", None)
+    if number is not None:
+        zero = root.zero
+        (zero._optimizer_states_and_gradient_swap_out if writes else zero._release_swap_buffers)(number)
+
+
+@contextmanager
+def _gathered(parameter: Tensor, *, writes: bool = False) -> Iterator[None]:
+    """Return a context in which a partitioned parameter is full; with `writes`, rank 0's changes are kept."""
+    if not is_partitioned(parameter):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if writes else None):
+        yield
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
 
 
 class Pending:
-    """In the place of a tensor that lies in parts on the ranks, until `gather` puts it together on rank 0.
+    """Placeholder of a tensor that is sharded over ranks, until `gather` makes it on rank 0.
 
     Attributes:
-        root: Has the engine.
-        parameter: Whose.
-        key: Of the optimizer's state; None: the parameter itself, in float32.
+        root: The module with the engine.
+        parameter: The parameter; None where this rank does not have it.
+        key: Key of the optimizer's state; None: the parameter itself, in float32.
     """
 
-    # No dataclass: `has_parts` is to see it, not what is in it.
+    is_part = True  # other ranks have the rest
+
+    # Not a dataclass: `has_parts` must see it, not its fields.
     def __init__(self, root: EngineRoot, parameter: Any, key: str | None = None) -> None:
         self.root = root
         self.parameter = parameter
         self.key = key
 
     @property
-    def is_part(self) -> bool:
-        """Whether other ranks have the rest: always."""
-        return True
-
-    @property
     def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return shape_of(self.parameter)
+        """The shape of the full tensor."""
+        return _shape_of(self.parameter)
 
     @property
-    def label(self) -> tuple[Any, ...]:
-        """What is equal for the same tensor."""
+    def label(self) -> tuple[object, ...]:
+        """A value that is equal for the same tensor."""
         return (id(self.parameter), self.key)
 
-    def whole(self) -> Any:
-        """Return the whole tensor. On every rank: it communicates."""
-        return _whole(self)
+    def full(self) -> Any:
+        """Return the full tensor. On every rank: it communicates."""
+        root, parameter = self.root, self.parameter
+        if not root.has_engine or not _is_stepped(root, parameter):
+            with _gathered(parameter):
+                return parameter.detach().float().clone()
+        _swap_in(root, parameter)
+        if root.stage == 0:
+            source = self.source(local_fragment(root, parameter))
+            assert source is not None
+            return source.float().reshape(self.shape).clone()
+        import torch.distributed as dist
+
+        buffer = torch.zeros(self.shape, dtype=torch.float32, device=root.engine.device)
+        self.fill(buffer, local_fragment(root, parameter))
+        dist.all_reduce(buffer)
+        return buffer
+
+    def source(self, fragment: Fragment) -> Tensor | None:
+        """Return the flat tensor with this rank's elements; None without any."""
+        if fragment.flat is None or not fragment.size:
+            return None
+        source: Tensor = fragment.flat if self.key is None else state_of(self.root, fragment.flat)[self.key]
+        return source.detach()
+
+    def fill(self, buffer: Tensor, fragment: Fragment) -> None:
+        """Copy this rank's elements into a full tensor."""
+        source = self.source(fragment)
+        if source is not None:
+            buffer.reshape(-1).narrow(0, fragment.start, fragment.size).copy_(fragment.of(source))
 
 
-# --- out -----------------------------------------------------------------------------------------------------------
-
-
-def module_state(root: EngineRoot, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state with `Pending` where a rank does not have the whole float32 tensor.
+def module_state(root: EngineRoot, state: Mapping[str, Any]) -> State:
+    """Return a module's state with `Pending` where this rank does not have the full float32 tensor.
 
     Args:
-        root: Around the module.
-        state: What the module's own `state_dict` says.
+        root: The root of the module.
+        state: What the module's own `state_dict` returns.
     """
     parameters = dict(root.module.named_parameters(remove_duplicate=False))
     result = {}
     for name, value in state.items():
         one = parameters.get(name)
-        if one is not None and lies_in_parts(root, one):
+        if one is not None and needs_gathering(root, one):
             value = Pending(root, one)
-        elif one is not None and root.engine is not None:
+        elif one is not None and root.has_engine:
             value = value.float()  # frozen ones have no masters; float32 ones are not copied
         result[name] = value
     return result
 
 
-def optimizer_state(optimizer: EngineOptimizer) -> dict[str, Any]:
+def optimizer_state(optimizer: EngineOptimizer) -> State:
     """Return an optimizer's state in torch's layout, by the numbers of the user's parameters."""
     root, inner = optimizer.root, optimizer.optimizer
     numbers: dict[int, int] = {}
     groups = []
+    state: dict[int, State] = {}
     for members, group in zip(optimizer.groups, inner.param_groups, strict=True):
-        own = {key: value for key, value in group.items() if key != "params"}
-        own["params"] = [numbers.setdefault(id(one), len(numbers)) for one in members]
-        groups.append(own)
-    state: dict[int, dict[str, Any]] = {}
-    for members in optimizer.groups:
+        groups.append({**group, "params": [numbers.setdefault(id(one), len(numbers)) for one in members]})
         for one in members:
             entry = state_entry(root, inner, one)
             if entry:
@@ -122,17 +263,16 @@ def optimizer_state(optimizer: EngineOptimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def state_entry(root: EngineRoot, inner: Any, parameter: Any) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, with `Pending` for what is as long as it; empty without any."""
+def state_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter) -> State:
+    """Return an optimizer's state of one parameter, with `Pending` for tensors of its length; empty without any."""
     if not parameter.requires_grad:
         return {}
-    flats = flats_of(root, parameter)
-    known = next((inner.state[flat] for flat in flats if flat in inner.state), None)
-    if known is None:
-        return {}
+    flat = _flat_of(root, parameter)
     return {
-        key: Pending(root, parameter, key) if _is_elementwise(value, flats[0]) else _copied(value)
-        for key, value in known.items()
+        key: Pending(root, parameter, key)
+        if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == flat.numel()
+        else _copied(value)
+        for key, value in dict.get(inner.state, flat, {}).items()
     }
 
 
@@ -140,30 +280,28 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _is_elementwise(value: Any, flat: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and (value.numel() == flat.numel() or value.shape == flat.shape)
-
-
 def gather(state: Any, *, keep: bool) -> Any:
-    """Return a state with whole tensors in the place of `Pending`, on rank 0's CPU; None elsewhere. On every rank.
+    """Return a state with full tensors instead of `Pending`, on rank 0's CPU; None elsewhere. On every rank.
 
     Args:
-        state: The content of a checkpoint, the same on all ranks but for what is in its tensors.
+        state: The content of a checkpoint, the same on all ranks except for the values of its tensors.
         keep: Whether this is rank 0.
     """
-    made: dict[tuple[Any, ...], Any] = {}
+    made: dict[tuple[object, ...], Any] = {}
     settled: dict[int, EngineRoot] = {}
+
+    def full(pending: Pending) -> Any:
+        if pending.label not in made:
+            if id(pending.root) not in settled:
+                settled[id(pending.root)] = pending.root
+                pending.root.settle()
+            value = pending.full()
+            made[pending.label] = (value.cpu() if isinstance(value, Tensor) else value) if keep else None
+        return made[pending.label]
 
     def resolve(value: Any) -> Any:
         if isinstance(value, Pending):
-            label = value.label
-            if label not in made:
-                if id(value.root) not in settled:
-                    settled[id(value.root)] = value.root
-                    settle(value.root)
-                whole = value.whole()
-                made[label] = (whole.cpu() if isinstance(whole, Tensor) else whole) if keep else None
-            return made[label]
+            return full(value)
         if isinstance(value, Mapping):
             found = {key: resolve(one) for key, one in value.items()}
             return found if any(found[key] is not value[key] for key in found) else value
@@ -176,79 +314,54 @@ def gather(state: Any, *, keep: bool) -> Any:
         return resolve(state)
     finally:
         for root in settled.values():
-            swap_out(root)
+            _swap_out(root)
 
 
-def _whole(pending: Pending) -> Tensor:
-    import torch.distributed as dist
-
-    root, parameter, key = pending.root, pending.parameter, pending.key
-    shape = pending.shape
-    if root.engine is None or not is_stepped(root, parameter):
-        with gathered([parameter]):
-            copied: Tensor = parameter.detach().float().clone()
-            return copied
-    whole: Tensor
-    swap_in(root, parameter)
-    if root.stage == 0:
-        fragment = own_fragment(root, parameter)
-        source = fragment.flat if key is None else state_of(root, fragment.flat)[key]
-        whole = source.detach().float().reshape(shape).clone()
-        return whole
-    buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=root.engine.device)
-    fragment = own_fragment(root, parameter)
-    if fragment.flat is not None and fragment.size:
-        source = fragment.flat if key is None else state_of(root, fragment.flat)[key]
-        buffer.narrow(0, fragment.start, fragment.size).copy_(fragment.of(source.detach()))
-    dist.all_reduce(buffer)
-    return buffer.reshape(shape)
+# --- loading ---------------------------------------------------------------------------------------------------------
 
 
-# --- in ------------------------------------------------------------------------------------------------------------
-
-
-def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str, str]) -> dict[str, Any]:
-    """Put whole tensors into parameters that lie in parts, and into masters. On every rank.
+def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str, str]) -> State:
+    """Copy full tensors into partitioned parameters, and into masters. On every rank.
 
     Args:
-        root: Around the module.
+        root: The root of the module.
         state: By the names of the checkpoint.
-        targets: Name in the module -> name in the checkpoint, of those that are in both.
+        targets: Name in the module -> name in the checkpoint, for the names in both.
 
     Returns:
-        The state with what the module's own `load_state_dict` cannot take replaced by the module's present tensors.
+        The state for the module's own `load_state_dict`, in which partitioned parameters stay as they are.
     """
-    settle(root)
+    root.settle()
     parameters = dict(root.module.named_parameters(remove_duplicate=False))
     result = {name: read_full(value) for name, value in state.items()}
-    masters: dict[str, Any] = {}
+    masters: dict[str, Tensor] = {}
     seen: set[int] = set()
     for own, name in targets.items():
         one = parameters.get(own)
-        if one is None:
-            continue
         value = result[name]
-        if not isinstance(value, Tensor) or value.shape != shape_of(one):
-            # Torch names it with all else that does not fit, if it sees the shape.
-            if is_partitioned(one) and isinstance(value, Tensor):
+        if one is None or not isinstance(value, Tensor):
+            continue
+        shape = _shape_of(one)
+        if value.shape != shape:
+            if is_partitioned(one):
                 raise CheckpointError(
-                    f"the checkpoint does not fit the module: {own} is {tuple(value.shape)} there, and "
-                    f"{tuple(shape_of(one))} in the module.",
+                    f"the checkpoint does not fit the module: {own} is {tuple(value.shape)} there, and {tuple(shape)} "
+                    "in the module.",
                     fix="build the module with the arguments it was saved with.",
                 )
-            continue
+            continue  # torch names it with every other misfit
         masters[own] = value
         if is_partitioned(one):
             if id(one) not in seen:
-                with gathered([one], writes=True):
+                with _gathered(one, writes=True):
                     if _is_first():
                         one.data.copy_(value)
             result[name] = one.data
         seen.add(id(one))
-    if root.engine is None:
-        root.__dict__["loaded"] = masters
-    else:
+    if root.has_engine:
         set_masters(root, masters)
+    else:
+        root.__dict__["loaded"] = masters
     return result
 
 
@@ -259,94 +372,112 @@ def _is_first() -> bool:
 
 
 def set_masters(root: EngineRoot, values: Mapping[str, Tensor]) -> None:
-    """Let the engine's float32 masters have these values, by names of parameters."""
-    _set_masters(root, values, lambda value, fragment: value.narrow(0, fragment.start, fragment.size))
+    """Copy full tensors, by names of parameters, into the engine's float32 masters."""
+    _set_masters(root, values, lambda fragment: fragment.start)
 
 
-def set_own_masters(root: EngineRoot, parts: Mapping[str, Tensor]) -> None:
-    """Let the engine's float32 masters have these values, of which each rank gives its own part (stage 3)."""
-    _set_masters(root, parts, lambda part, fragment: part.narrow(0, 0, fragment.size))
+def set_local_masters(root: EngineRoot, shards: Mapping[str, Tensor]) -> None:
+    """Copy local shards, by names of parameters, into the engine's float32 masters (ZeRO stage 3)."""
+    _set_masters(root, shards, lambda _: 0)
 
 
-def _set_masters(root: EngineRoot, values: Mapping[str, Tensor], cut: Callable[[Tensor, Fragment], Tensor]) -> None:
+def _set_masters(root: EngineRoot, values: Mapping[str, Tensor], start: Callable[[Fragment], int]) -> None:
     parameters = dict(root.module.named_parameters(remove_duplicate=False))
     for name, value in values.items():
         one = parameters.get(name)
-        if one is None or not is_stepped(root, one):
+        if one is None or not _is_stepped(root, one):
             continue
-        swap_in(root, one, writes=True)
-        fragment = own_fragment(root, one)
-        if fragment.flat is None or fragment.flat is one or not fragment.size:
-            continue
-        with torch.no_grad():
-            fragment.of(fragment.flat.data).copy_(cut(value.detach().reshape(-1), fragment))
-    swap_out(root, writes=True)
+        _swap_in(root, one, writes=True)
+        fragment = local_fragment(root, one)
+        if fragment.flat is not None and fragment.flat is not one and fragment.size:
+            source = value.detach().reshape(-1).narrow(0, start(fragment), fragment.size)
+            fragment.of(fragment.flat.data).copy_(source)
+    _swap_out(root, writes=True)
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return float32 copies on the CPU of the parameters that are not partitioned, for masters."""
+    return {
+        name: one.detach().float().cpu().clone() for name, one in module.named_parameters() if not is_partitioned(one)
+    }
 
 
 def load_optimizer(optimizer: EngineOptimizer, state: Mapping[str, Any]) -> None:
-    """Put back a state in torch's layout.
+    """Load a state in torch's layout.
 
     Raises:
-        CheckpointError: Groups differ in number or size; or parameters of one group were stepped unequally often,
-            which flat tensors cannot say.
+        CheckpointError: Groups differ in number or size; or parameters of one group have different step counts,
+            which flat tensors cannot represent.
     """
     root, inner = optimizer.root, optimizer.optimizer
     saved, own = state["param_groups"], optimizer.groups
-    if [len(group["params"]) for group in saved] != [len(group) for group in own]:
-        raise CheckpointError(
-            f"the checkpoint's state of {type(inner).__name__} does not fit: it has groups of "
-            f"{[len(group['params']) for group in saved]} parameters, and the optimizer of "
-            f"{[len(one) for one in own]}.",
-            fix="configure the optimizer with the parameter groups it was saved with.",
-        )
+    check_groups(inner, saved, [len(group) for group in own])
     for group, target in zip(saved, inner.param_groups, strict=True):
         target.update({key: value for key, value in group.items() if key != "params"})
-    for flat in [flat for flat in inner.state if not root.swaps_gradients]:
-        del inner.state[flat]
-    if root.swaps_gradients:
-        # The tensors stay, for the engine has their places on the disk.
+    if root.swaps_gradients:  # the tensors stay: the engine has their places on the disk
         for entry in inner.state.values():
             for key in [key for key, value in entry.items() if not isinstance(value, Tensor) or not value.ndim]:
                 del entry[key]
+    else:
+        inner.state.clear()
     for group, members in zip(saved, own, strict=True):
         for number, one in zip(group["params"], members, strict=True):
-            entry = state["state"].get(number, state["state"].get(str(number)))
+            entry = entry_of(state, number)
             if entry and one.requires_grad:
-                _put_entry(root, inner, one, entry)
-    swap_out(root, writes=True)
+                _load_entry(root, inner, one, entry)
+    _swap_out(root, writes=True)
     relink = getattr(root.zero, "_lazy_init_hp_params_optimizer_state", None)
-    if relink is not None and not root.swaps_gradients and inner.state:
+    if root.stage and relink is not None and not root.swaps_gradients and inner.state:
         root.zero._hp_optimizer_states_linked = False
         relink()
 
 
-def _put_entry(root: EngineRoot, inner: Any, parameter: Any, entry: Mapping[str, Any]) -> None:
-    shape = shape_of(parameter)
-    swap_in(root, parameter, writes=True)
-    fragment = own_fragment(root, parameter)
-    flat = flats_of(root, parameter)[0]
+def check_groups(inner: Optimizer, saved: list[State], expected: list[int]) -> None:
+    """Refuse a saved state whose parameter groups have other sizes.
+
+    Raises:
+        CheckpointError: With the sizes of both.
+    """
+    sizes = [len(group["params"]) for group in saved]
+    if sizes != expected:
+        raise CheckpointError(
+            f"Expected a state of {type(inner).__name__} with parameter groups of the sizes {expected}, got {sizes}.",
+            fix="configure the optimizer with the parameter groups it was saved with.",
+        )
+
+
+def entry_of(state: Mapping[str, Any], number: int) -> State | None:
+    """Return the saved state of a parameter; numbers may be strings."""
+    entry: State | None = state["state"].get(number, state["state"].get(str(number)))
+    return entry
+
+
+def _load_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter, entry: State) -> None:
+    shape = _shape_of(parameter)
+    _swap_in(root, parameter, writes=True)
+    fragment = local_fragment(root, parameter)
+    flat = _flat_of(root, parameter)
     target = inner.state[flat]
     for key, value in entry.items():
-        whole = read_full(value)
-        if not (isinstance(whole, Tensor) and whole.ndim and whole.shape == shape):
+        full = read_full(value)
+        if not (isinstance(full, Tensor) and full.ndim and full.shape == shape):
             before = target.get(key)
-            if before is not None and _number(before) != _number(whole):
+            if before is not None and _number(before) != _number(full):
                 raise CheckpointError(
                     f"the checkpoint's optimizer state has {key}={_number(before)} for one parameter and "
-                    f"{_number(whole)} for another of the same group, and DeepSpeed keeps one for all.",
+                    f"{_number(full)} for another of the same group, and DeepSpeed keeps one for all.",
                     fix="resume with another strategy, or start from the weights with load_from_checkpoint.",
                 )
-            target[key] = _count(inner, whole) if key == "step" else _copied(whole)
+            target[key] = _count(inner, full) if key == "step" else _copied(full)
             continue
         if key not in target:
             target[key] = torch.zeros_like(flat.data)
         if fragment.size:
-            part = whole.reshape(-1).narrow(0, fragment.start, fragment.size)
-            fragment.of(target[key]).copy_(part)
+            fragment.of(target[key]).copy_(full.reshape(-1).narrow(0, fragment.start, fragment.size))
 
 
-def _count(inner: Any, value: Any) -> Any:
-    """Return a count of steps as an optimizer keeps it: DeepSpeed's Adam as a number, torch's as a tensor."""
+def _count(inner: Optimizer, value: Any) -> Any:
+    """Return a step count as the optimizer keeps it: DeepSpeed's Adam as a number, torch's as a tensor."""
     if type(inner).__module__.startswith("deepspeed."):
         return int(_number(value))
     if isinstance(inner, torch.optim.Adam) and not isinstance(value, Tensor):
@@ -356,10 +487,3 @@ def _count(inner: Any, value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of parameters in float32 on the CPU, whole ones only; for masters."""
-    return {
-        name: one.detach().float().cpu().clone() for name, one in module.named_parameters() if not is_partitioned(one)
-    }

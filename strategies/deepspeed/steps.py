@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,53 +13,51 @@ from torch import Tensor, nn
 from ...errors import ModuleError
 from ..ddp.replica import Call, loss_tensor
 from .engine import EngineRoot
+from .pipeline.engine import PipelineRoot
 
 if TYPE_CHECKING:
-    from .pipeline.engine import PipelineRoot
     from .strategy import DeepSpeedStrategy
 
 __all__ = ["bind_step"]
 
 # Any in this file: what users' steps take and return.
+Step = Callable[..., Any]
 
 
-def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return what runs `module.<name>`, on every rank at the same time; see `Strategy.bind_step`."""
+def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step:
+    """Return a function that runs `module.<name>`, on every rank at the same time; see `Strategy.bind_step`."""
     original = strategy.unwrap(module)
-    step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
+    step: Step = original if name == "forward" else getattr(original, name)
+    if isinstance(module, PipelineRoot):  # the engine is called within the step
+        if name == "forward" and original is module.pipe:
+            return module.predict  # its own forward runs the layers of this rank only
+        return _checked(strategy, step) if name == "training_step" else module.count_evaluations(step)
     context: Callable[[], AbstractContextManager[Any]] | None = getattr(strategy.precision, "step_context", None)
-    is_pipeline = isinstance(module, EngineRoot) and module.is_pipeline  # the engine is called within the step
-    if context is not None and not is_pipeline and strategy.precision.policy.compute_dtype is not torch.float32:
+    if context is not None and strategy.precision.policy.compute_dtype is not torch.float32:
         step = _within(context, step)
     if not isinstance(module, EngineRoot):
         return step
-    if not module.is_pipeline:
-        return _bind(strategy, module, step, is_training=name == "training_step" and not module.is_stepped_by_hand)
-    stages = cast("PipelineRoot", module)
-    if name == "forward" and original is stages.pipe:
-        return stages.predict  # its own forward runs the layers of this rank only
-    return _bind_stages(strategy, step) if name == "training_step" else stages.count_evaluations(step)
+    return _bind(strategy, module, step, is_training=name == "training_step" and not module.is_manual)
 
 
-def _bind(
-    strategy: DeepSpeedStrategy, root: EngineRoot, step: Callable[..., Any], *, is_training: bool
-) -> Callable[..., Any]:
+def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_training: bool) -> Step:
     call, reference = Call(step, is_training=is_training), weakref.ref(root)
-    engines, activations = strategy.engines, strategy.activations
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         if not strategy.shards_parameters:
             output = step(*args, **kwargs)
         else:
             output = (root.run if strategy.world_size == 1 else root.evaluate)(call, args, kwargs)
-        if activations.are_kept:  # until a backward pass, which does not come
-            engines.deepspeed.checkpointing.reset()
+        if strategy.keeps_activations:  # until a backward pass, which does not come
+            from deepspeed import checkpointing
+
+            checkpointing.reset()
         return output
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return evaluate(*args, **kwargs)
-        engines.ran(reference)
+        strategy.last_root = reference
         output = root.run(call, args, kwargs)
         if is_training and output.__class__ is not Tensor:
             _check_loss(strategy, output)
@@ -68,9 +66,7 @@ def _bind(
     return run
 
 
-def _bind_stages(strategy: DeepSpeedStrategy, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step, in which the module itself calls the engine."""
-
+def _checked(strategy: DeepSpeedStrategy, step: Step) -> Step:
     def run(*args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)
         if output.__class__ is not Tensor:
@@ -86,13 +82,13 @@ def _check_loss(strategy: DeepSpeedStrategy, output: Any) -> None:
     if has_no_pass:
         raise ModuleError(
             f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and DeepSpeed's engine "
-            "waits for a backward pass, on every rank.",
+            "needs a backward pass on every rank.",
             fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that is not to count; or "
             "train with strategy='ddp', where None skips a batch.",
         )
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], step: Callable[..., Any]) -> Callable[..., Any]:
+def _within(context: Callable[[], AbstractContextManager[Any]], step: Step) -> Step:
     def run(*args: Any, **kwargs: Any) -> Any:
         with context():
             return step(*args, **kwargs)

@@ -1,58 +1,59 @@
-"""DeepSpeed's PipelineModule: its layers cut into stages, one on each rank of a replica.
+"""The root of a module with a PipelineModule: layers partitioned into stages, one on each rank of a replica.
 
-The engine runs the forward and backward passes of a whole batch, micro-batch by micro-batch, through all stages. The
-rest is as with any other module: what a pass has computed counts once `backward` is called with the loss that it
-returned; then come clipping and the optimizer's step.
+The engine runs the forward and backward passes of a batch through all stages, one micro-batch after the other. The rest
+is as with any other module: a pass counts once `backward` is called with the loss that it returned; clipping and the
+optimizer's step follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import ConfigError, DataError, ModuleError
-from ...base import non_finite_norm
-from ..engine import EngineRoot
-from .micro_batches import cut, pair_of, shapes_of
+from ..engine import EngineRoot, norm_of, norm_over_ranks
+from .micro_batches import micro_batches_of, shapes_of
 
 if TYPE_CHECKING:
     from ....precision import Precision
+    from ..engine_types import Grid, Pipeline, PipelineEngine
+    from .state import Layout
 
 __all__ = ["PipelineRoot"]
 
-# Any in this file: deepspeed has no types, and the batches of users.
+# Any in this file: the users' batches and steps; process groups, whose type depends on the backend.
 
 
 class PipelineRoot(EngineRoot):
-    """What runs a module with a PipelineModule in it; gives that `train_batch`, `eval_batch` and `predict_batch`.
+    """A module with a PipelineModule, which gets the methods `train_batch`, `eval_batch` and `predict_batch`.
 
     Args:
-        module: The user's, or the PipelineModule itself.
-        path: Where in it the PipelineModule is; "" for itself.
+        module: The user's module, or the PipelineModule itself.
+        path: Path of the PipelineModule in it; "" for itself.
         pipe: The PipelineModule.
-        stage: The ZeRO stage.
-        micro_batches: Into how many parts a batch is cut, if its size allows.
+        stage: ZeRO stage.
+        micro_batches: Number of micro-batches in a batch, if its size allows.
         precision: Casts batches.
 
     Attributes:
         pipe: The PipelineModule.
-        grid: Knows which rank has which stage of which replica.
-        prefix: Of the names of its parameters in the module.
-        layout: Names and shapes of all stages, once they are known; see `deepspeed_stages`.
+        grid: Ranks of the pipeline stages and replicas.
+        prefix: Prefix of its parameters' names in the module.
+        layout: Names and shapes of all pipeline stages, once they are known; see `pipeline/state.py`.
     """
 
     is_pipeline = True
-    pipe: Any
-    grid: Any
+    pipe: Pipeline
+    grid: Grid
     prefix: str
-    layout: Any
+    layout: Layout
 
     def __init__(
-        self, module: nn.Module, path: str, pipe: Any, *, stage: int, micro_batches: int, precision: Precision
+        self, module: nn.Module, path: str, pipe: Pipeline, *, stage: int, micro_batches: int, precision: Precision
     ) -> None:
         super().__init__(module, stage)
         self.__dict__.update(
@@ -61,8 +62,13 @@ class PipelineRoot(EngineRoot):
             _evaluations=0, _evaluations_of_step=1, evaluated=[],
         )  # fmt: skip
         self.__dict__["_trained"] = [one for one in pipe.parameters() if one.requires_grad]
-        # Not through nn.Module: they are no submodules.
+        # Not through nn.Module: they are not submodules.
         pipe.__dict__.update(train_batch=self.train_batch, eval_batch=self.eval_batch, predict_batch=self.predict_batch)
+
+    @property
+    def pipeline_engine(self) -> PipelineEngine:
+        """The engine."""
+        return cast("PipelineEngine", self.engine)
 
     @property
     def has_pass(self) -> bool:
@@ -70,13 +76,18 @@ class PipelineRoot(EngineRoot):
         return self.__dict__["_fresh"] is not None
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The trained parameters of this pipeline stage."""
+        trained: list[nn.Parameter] = self.__dict__["_trained"]
+        return trained
+
+    @property
     def pipe_device(self) -> torch.device:
-        """Where the parameters of this stage are."""
-        device: torch.device = self.__dict__["_trained"][0].device
-        return device
+        """The device of this pipeline stage's parameters."""
+        return self.trained[0].device
 
     def sync_buffers(self) -> None:
-        """Let all replicas of this stage have the first one's buffers. On every rank: it communicates."""
+        """Copy the first replica's buffers of this pipeline stage to the others. On every rank: it communicates."""
         import torch.distributed as dist
 
         ranks = self.grid.get_data_parallel_group_ranks()
@@ -84,7 +95,7 @@ class PipelineRoot(EngineRoot):
             dist.broadcast(one.detach(), src=ranks[0], group=self.grid.get_data_parallel_group())
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to add a tensor over replicas; return what waits for the sum. Stages of one have the same."""
+        """Begin to sum a tensor over replicas; return what waits for the sum. A replica's stages have equal values."""
         import torch.distributed as dist
 
         work = dist.all_reduce(tensor, group=self.grid.get_data_parallel_group(), async_op=True)
@@ -100,12 +111,12 @@ class PipelineRoot(EngineRoot):
     def train_batch(self, data: Any) -> Tensor:
         """Run the forward and backward passes of a batch through all stages. On every rank: it communicates.
 
-        The gradients count once `backward` is called with what is returned, as with any loss; a term that is added to
-        it is trained, too, as far as it depends on the parameters of this rank's stage.
+        The gradients count once `backward` is called with the returned loss. A term that is added to the loss is
+        trained, too, as far as it depends on the parameters of this rank's stage.
 
         Args:
-            data: (inputs, labels), the same on all ranks of a replica, which is cut into equal micro-batches: as many
-                as the strategy's `micro_batches` says, or fewer, if only these divide it. Or an iterator, of which
+            data: (inputs, labels), the same on all ranks of a replica, split into equal micro-batches: as many as the
+                strategy's `micro_batches`, or the next smaller number that divides the batch. Or an iterator, of which
                 `micro_batches` items are such micro-batches.
 
         Returns:
@@ -113,35 +124,35 @@ class PipelineRoot(EngineRoot):
 
         Raises:
             ConfigError: There is no optimizer.
-            ModuleError: The loss before was not given to `backward`, or data are no pair.
+            ModuleError: The previous loss was not passed to `backward`, or data are not a pair.
             DataError: The iterator has ended.
         """
-        own = self.__dict__
-        engine = own["engine"]
-        if engine is None or engine.optimizer is None:
+        own, engine = self.__dict__, self.pipeline_engine
+        if not self.has_optimizer:
             raise ConfigError(
                 "train_batch was called before DeepSpeed had an optimizer.",
                 fix="pass both to fabric.setup(module, optimizer); or call eval_batch.",
             )
-        if own["_fresh"] is not None:
+        if self.has_pass:
             raise _unused("train_batch")
-        parts = self._parts_of(data)
-        count = len(parts)
-        if count != engine.micro_batches:
-            engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-        trained = own["_trained"]
-        before = [one.grad for one in trained]
-        for one in trained:
+        pairs = self._pairs_of(data)
+        if len(pairs) != engine.micro_batches:
+            engine.set_train_batch_size(len(pairs) * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+        before = [one.grad for one in self.trained]
+        for one in self.trained:
             one.grad = None
+        # The engine would set training mode; a layer may be frozen in evaluation mode.
+        self.pipe.__dict__["train"] = lambda mode=True: self.pipe
         try:
-            with self._as_it_is(), self._within():
-                engine.train_batch(iter(parts))
+            with self._in_precision():
+                engine.train_batch(iter(pairs))
         finally:
-            fresh = [one.grad for one in trained]
-            for one, grad in zip(trained, before, strict=True):
+            del self.pipe.__dict__["train"]
+            fresh = [one.grad for one in self.trained]
+            for one, grad in zip(self.trained, before, strict=True):
                 one.grad = grad
-        # Not what train_batch returned, which is the mean over replicas: weights and logs add those up themselves.
-        leaf: Tensor = engine.dp_group_loss.detach().float().reshape(()).clone().requires_grad_()
+        # Not the result of engine.train_batch, the mean over replicas: weights and logs sum over those themselves.
+        leaf = engine.dp_group_loss.detach().float().reshape(()).clone().requires_grad_()
         own["_fresh"], own["_leaf"] = fresh, leaf
         return leaf
 
@@ -155,24 +166,24 @@ class PipelineRoot(EngineRoot):
             Of this replica: shape (), float32, on every rank.
         """
         with self._evaluating("eval_batch") as engine:
-            parts = self._parts_of(data)
-            loss: Tensor = engine.eval_batch(iter(parts), num_micro_batches=len(parts))
+            pairs = self._pairs_of(data)
+            loss: Tensor = engine.eval_batch(iter(pairs), num_micro_batches=len(pairs))
         return loss.detach().float().reshape(())
 
     def predict_batch(self, inputs: Any) -> Any:
         """Return the outputs of the last layer for a batch, without gradients. On every rank, also of other replicas.
 
         Args:
-            inputs: A tensor or a tuple of them, the same on all ranks of a replica; cut as in `train_batch`.
+            inputs: A tensor or a tuple of them, the same on all ranks of a replica; split as in `train_batch`.
 
         Returns:
             A tensor, or a tuple of them if the last layer returns one; on every rank of the replica.
         """
         with self._evaluating("predict_batch") as engine:
-            parts = self._parts_of((inputs, ()))
+            pairs = self._pairs_of((inputs, ()))
             engine.total_loss = None  # outputs would be added to the losses of the last pass
             outputs = engine.eval_batch(
-                iter(parts), compute_loss=False, reduce_output=None, num_micro_batches=len(parts)
+                iter(pairs), compute_loss=False, reduce_output=None, num_micro_batches=len(pairs)
             )
         joined = None
         if engine.is_last_stage():
@@ -181,10 +192,10 @@ class PipelineRoot(EngineRoot):
         return self._from_last_stage(joined)
 
     def predict(self, inputs: Any) -> Any:
-        """Return what `predict_batch` does, for a call of the PipelineModule itself.
+        """Return the result of `predict_batch` for a call of the PipelineModule itself.
 
         Raises:
-            ModuleError: Gradients are wanted.
+            ModuleError: Gradients are enabled.
         """
         if torch.is_grad_enabled():
             raise ModuleError(
@@ -194,31 +205,28 @@ class PipelineRoot(EngineRoot):
         return self.predict_batch(inputs)
 
     def _from_last_stage(self, outputs: Any) -> Any:
-        """Return the outputs that the last stage of this replica has."""
+        """Return the outputs of this replica's last stage."""
         import torch.distributed as dist
 
-        source, group = self.engine._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
+        source, group = self.pipeline_engine._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
         if dist.get_world_size(group) == 1:
             return outputs
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
-        told: list[Any] = [isinstance(outputs, tuple), [(one.shape, one.dtype) for one in tensors if one is not None]]
-        dist.broadcast_object_list(told, src=source, group=group, device=self._host_device(group))
+        shapes = [(one.shape, one.dtype) for one in tensors if one is not None]
+        kinds: list[Any] = [isinstance(outputs, tuple), shapes]
+        device = torch.device("cpu") if "gloo" in dist.get_backend(group) else self.pipe_device
+        dist.broadcast_object_list(kinds, src=source, group=group, device=device)
         if outputs is None:
-            tensors = [torch.empty(shape, dtype=dtype, device=self.engine.device) for shape, dtype in told[1]]
+            tensors = [torch.empty(shape, dtype=dtype, device=self.engine.device) for shape, dtype in kinds[1]]
         for one in tensors:
             dist.broadcast(one, src=source, group=group)
-        return tuple(tensors) if told[0] else tensors[0]
-
-    def _host_device(self, group: Any) -> torch.device:
-        import torch.distributed as dist
-
-        return torch.device("cpu") if "gloo" in dist.get_backend(group) else self.pipe_device
+        return tuple(tensors) if kinds[0] else tensors[0]
 
     @contextmanager
-    def _evaluating(self, name: str) -> Iterator[Any]:
-        """Return a context with the engine, for one pass without gradients of which all replicas take part."""
-        engine = self.engine
-        if engine is None:
+    def _evaluating(self, name: str) -> Iterator[PipelineEngine]:
+        """Return a context with the engine, for a pass without gradients in which all replicas take part."""
+        engine = self.pipeline_engine
+        if not self.has_engine:
             raise ConfigError(
                 f"{name} was called before DeepSpeed had an engine.",
                 fix="pass module and optimizer to fabric.setup(module, optimizer).",
@@ -227,39 +235,30 @@ class PipelineRoot(EngineRoot):
         modes = [(one, one.training) for one in self.pipe.modules()]
         is_data_parallel, engine.is_data_parallel = engine.is_data_parallel, False  # no mean over replicas
         try:
-            with self._within():
+            with self._in_precision():
                 yield engine
         finally:
             engine.is_data_parallel = is_data_parallel
             for one, was_training in modes:
                 one.training = was_training
 
-    def _parts_of(self, data: Any) -> list[Any]:
+    def _pairs_of(self, data: Any) -> list[Any]:
         own = self.__dict__
-        count = own["_micro_batches"]
-        if isinstance(data, Iterator):
-            parts = [part for _, part in zip(range(count), data)]  # noqa: B905  # whichever ends first
-            if len(parts) < count:
-                raise DataError(
-                    f"the iterator had {len(parts)} micro-batches left, and a batch of the pipeline is {count}.",
-                    fix="stop before it ends, or pass batches, which are cut into micro-batches.",
-                )
-        else:
-            parts = cut(pair_of(data), count)
-        parts = [own["_precision"].convert_input(pair_of(part)) for part in parts]
-        shapes = [shapes_of(part[0]) for part in parts]
+        pairs = [own["_precision"].convert_input(pair) for pair in micro_batches_of(data, own["_micro_batches"])]
+        shapes = [shapes_of(pair[0]) for pair in pairs]
         if any(one != shapes[0] for one in shapes) and not self.pipe.dynamic_shape:
             raise DataError(
-                "the micro-batches of one batch have different shapes, and the stages receive into buffers of one.",
+                "Expected micro-batches of one shape within a batch, since stages receive into fixed buffers, got "
+                f"{shapes}.",
                 fix="give micro-batches of one shape, or build PipelineModule(..., dynamic_shape=True).",
             )
         if shapes[0] != own["_shapes"]:
-            self.engine.reset_activation_shape()
+            self.pipeline_engine.reset_activation_shape()
             own["_shapes"] = shapes[0]
-        return parts
+        return pairs
 
     def count_evaluations(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an evaluation step of which it is remembered how often it calls `eval_batch`."""
+        """Return an evaluation step that counts how often it calls the engine."""
         own = self.__dict__
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -271,23 +270,14 @@ class PipelineRoot(EngineRoot):
         return run
 
     def evaluate_without_data(self) -> None:
-        """Take part in what the evaluation step of another replica does over all ranks: the engine's barriers."""
+        """Take part in the barriers of another replica's evaluation step."""
         import deepspeed
 
         for _ in range(self.__dict__["_evaluations_of_step"]):
             deepspeed.comm.barrier()
 
     @contextmanager
-    def _as_it_is(self) -> Iterator[None]:
-        """Return a context in which the engine does not set training mode: a layer may be frozen in evaluation mode."""
-        self.pipe.__dict__["train"] = lambda mode=True: self.pipe
-        try:
-            yield
-        finally:
-            del self.pipe.__dict__["train"]
-
-    @contextmanager
-    def _within(self) -> Iterator[None]:
+    def _in_precision(self) -> Iterator[None]:
         """Return a context with the precision of a step, also within the engine, which turns off what is around it."""
         precision = self.__dict__["_precision"]
         if precision.policy.compute_dtype is torch.float32:
@@ -299,7 +289,7 @@ class PipelineRoot(EngineRoot):
             with precision.step_context():
                 return forward(pipe, *args, **kwargs)
 
-        # The loss is made outside of the layers' forward; so is what stages exchange, which has a dtype of its own.
+        # The loss is computed outside the layers' forward; so is what stages exchange, which has its own dtype.
         around = precision.step_context() if getattr(precision, "is_mixed", False) else nullcontext()
         pipe.__dict__["forward"] = run
         try:
@@ -310,8 +300,8 @@ class PipelineRoot(EngineRoot):
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Let the gradients of the last pass count, times what the loss was multiplied with; reduce them at the end."""
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Let the gradients of the last pass count, times the factor on its loss; reduce them at the window's end."""
         own = self.__dict__
         fresh, leaf = own["_fresh"], own["_leaf"]
         if fresh is None:
@@ -319,7 +309,7 @@ class PipelineRoot(EngineRoot):
                 "backward was called with a loss that does not come from the PipelineModule.",
                 fix="call it once with what train_batch returned.",
             )
-        loss.backward(**kwargs)
+        loss.backward(retain_graph=retain_graph)
         own["_fresh"] = own["_leaf"] = None
         factor = leaf.grad
         if factor is None:
@@ -330,77 +320,42 @@ class PipelineRoot(EngineRoot):
         grads = [one for one in fresh if one is not None]
         if loss is not leaf and grads:
             torch._foreach_mul_(grads, factor.to(grads[0].device))
-        for one, grad in zip(own["_trained"], fresh, strict=True):
+        for one, grad in zip(self.trained, fresh, strict=True):
             if grad is not None:
                 one.grad = grad if one.grad is None else one.grad + grad
         own["has_gradients"] = True
         if own["ends_window"]:
-            engine = own["engine"]
-            engine._exec_reduce_tied_grads()
-            engine._exec_reduce_grads()
+            self.pipeline_engine._exec_reduce_tied_grads()
+            self.pipeline_engine._exec_reduce_grads()
 
-    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale the gradients of all stages so that their total norm is at most `max_norm`; return the norm before."""
-        parts = self.parts()
-        norms = [torch.linalg.vector_norm(one, norm_type, dtype=torch.float32) for one in self._parts_once()]
-        device = self.engine.device
-        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-        # In stage 0 replicas have equal gradients, so that one of them is asked; else each rank has a part of its own.
-        group = None if self.stage else self.grid.get_model_parallel_group()
-        norm = _over_group(own.to(device), norm_type, group) / self.loss_scale
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise non_finite_norm()
-        if parts:
-            torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        self.__dict__["_clipped_norm"] = norm
-        return norm
-
-    def _parts_once(self) -> list[Tensor]:
-        """Return `parts` without those of tied parameters that an earlier stage counts."""
-        if not self.stage:
-            trained = self.__dict__["_trained"]
-            return [one.grad for one in trained if one.grad is not None and not _is_counted_elsewhere(one)]
-        zero = self.zero
-        found = []
-        for number, group in zero.averaged_gradients.items():
-            # One more than parameters where padding of zeros follows.
-            found += [
-                part
-                for one, part in zip(zero.params_in_partition[number], group or (), strict=False)
-                if not _is_counted_elsewhere(one)
+    def _norm(self, norm_type: float) -> Tensor:
+        """Return the norm of all stages' gradients, a tied parameter counted once, times the loss scale."""
+        pairs: list[tuple[nn.Parameter, Tensor | None]]
+        if self.stage:
+            zero = self.zero
+            # One shard more than parameters where padding of zeros follows.
+            pairs = [
+                pair
+                for number, group in zero.averaged_gradients.items()
+                for pair in zip(zero.params_in_partition[number], group or (), strict=False)
             ]
-        return found
+        else:
+            pairs = [(one, one.grad) for one in self.trained]
+        shards = [
+            grad for one, grad in pairs if grad is not None and not getattr(one, "ds_pipe_replicated", False)
+        ]  # parameters that an earlier stage counts are replicated
+        norm = norm_of(shards, norm_type, self.engine.device).to(self.engine.device)
+        # In stage 0 replicas have equal gradients, so that one of them is reduced.
+        return norm_over_ranks(norm, norm_type, None if self.stage else self.grid.get_model_parallel_group())
 
-    def step(self) -> bool:
-        """Let the engine step and forget the gradients; return whether it did."""
-        engine, own = self.engine, self.__dict__
-        if own["_fresh"] is not None:
+    def _step_engine(self) -> None:
+        if self.has_pass:
             raise _unused("step")
-        engine._exec_optimizer_step()
-        own["has_gradients"] = False
-        clipped, own["_clipped_norm"] = own["_clipped_norm"], None
-        own["grad_norm"] = engine.get_global_grad_norm() if clipped is None else clipped
-        return bool(engine.was_step_applied())
-
-
-def _is_counted_elsewhere(parameter: Any) -> bool:
-    return bool(getattr(parameter, "ds_pipe_replicated", False))
-
-
-def _over_group(norm: Tensor, norm_type: float, group: Any) -> Tensor:
-    import torch.distributed as dist
-
-    if norm_type == float("inf"):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    total = norm**norm_type
-    dist.all_reduce(total, group=group)
-    return total ** (1.0 / norm_type)
+        self.pipeline_engine._exec_optimizer_step()
 
 
 def _unused(name: str) -> ModuleError:
     return ModuleError(
-        f"{name} was called, and the loss that train_batch returned before was not given to backward: its gradients do "
-        "not count without.",
+        f"{name} was called before the last loss of train_batch was passed to backward: its gradients would not count.",
         fix="call fabric.backward(loss) after train_batch; or return the loss from training_step.",
     )

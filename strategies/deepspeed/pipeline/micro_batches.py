@@ -1,17 +1,40 @@
-"""Batches for a PipelineModule, cut into the micro-batches that its stages work on."""
+"""Batches for a PipelineModule, split into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from ....errors import DataError, ModuleError
 
-__all__ = ["cut", "pair_of", "shapes_of"]
+__all__ = ["micro_batches_of", "pair_of", "shapes_of"]
 
-# Any in this file: the batches of users.
+# Any in this file: the users' batches.
+
+
+def micro_batches_of(data: Any, count: int) -> list[Sequence[Any]]:
+    """Return the micro-batches of a batch, or the next ones of an iterator; each a pair of inputs and labels.
+
+    Args:
+        data: Inputs and labels, each a tensor or a list or tuple of them; or an iterator of such pairs.
+        count: Number of micro-batches, at least 1. A batch whose size it does not divide gives fewer.
+
+    Raises:
+        ModuleError: An item is not a pair.
+        DataError: The iterator has ended, or the tensors differ in their number of samples.
+    """
+    if not isinstance(data, Iterator):
+        return _split(pair_of(data), count)
+    pairs = [pair_of(one) for one in islice(data, count)]
+    if len(pairs) < count:
+        raise DataError(
+            f"Expected {count} micro-batches for a batch of the pipeline, and the iterator had {len(pairs)} left.",
+            fix="stop before it ends, or pass batches, which are split into micro-batches.",
+        )
+    return pairs
 
 
 def pair_of(batch: Any) -> Sequence[Any]:
@@ -24,32 +47,22 @@ def pair_of(batch: Any) -> Sequence[Any]:
         return batch
     shown = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, list | tuple) else "")
     raise ModuleError(
-        f"a batch for a PipelineModule is a {shown}, expected a pair of inputs and labels.",
+        f"Expected a pair of inputs and labels for a PipelineModule, got a {shown}.",
         fix="pass (inputs, labels), each a tensor or a tuple of tensors.",
     )
 
 
-def cut(batch: Sequence[Any], count: int) -> list[tuple[Any, Any]]:
-    """Return a batch in equal parts along the first dimension: `count`, or as many fewer as divide it.
-
-    Args:
-        batch: Inputs and labels; each a tensor or a list or tuple of them.
-        count: At least 1.
-
-    Raises:
-        DataError: The tensors have unequally many samples, or there is something else among them.
-    """
+def _split(batch: Sequence[Any], count: int) -> list[Sequence[Any]]:
     sizes = {len(one) for one in _tensors(batch) if one.ndim}
     if len(sizes) != 1:
         raise DataError(
-            f"the tensors of a batch have {sorted(sizes)} samples, and micro-batches are cut from all alike.",
-            fix="let the first dimension of inputs and labels be that of samples; or pass an iterator of "
-            "micro-batches.",
+            f"Expected equally many samples in all tensors of a batch for a PipelineModule, got {sorted(sizes)}.",
+            fix="let the first dimension of inputs and labels be the samples, or pass an iterator of micro-batches.",
         )
     size = sizes.pop()
     number = next(one for one in range(min(count, size), 0, -1) if size % one == 0)
     step = size // number
-    return [(_narrow(batch[0], begin, step), _narrow(batch[1], begin, step)) for begin in range(0, number * step, step)]
+    return [tuple(_narrow(one, begin, step) for one in batch) for begin in range(0, size, step)]
 
 
 def _tensors(data: Any) -> list[Tensor]:
@@ -58,7 +71,7 @@ def _tensors(data: Any) -> list[Tensor]:
     if isinstance(data, list | tuple):
         return [one for item in data for one in _tensors(item)]
     raise DataError(
-        f"a batch for a PipelineModule has a {type(data).__name__} in it, and stages exchange tensors.",
+        f"Expected tensors in a batch for a PipelineModule, got a {type(data).__name__}.",
         fix="let inputs and labels be tensors, or tuples of tensors.",
     )
 

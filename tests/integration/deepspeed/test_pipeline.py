@@ -167,23 +167,23 @@ def test_what_cannot_work_is_refused_on_every_rank_and_tied_layers_count_once(tm
         "stage": "ConfigError: DeepSpeedStrategy cannot run PipelineModule: ZeRO stage 2 with a PipelineModule; "
         "offload_optimizer with a PipelineModule.",
         "axes": "ConfigError: DeepSpeedStrategy cannot run PipelineModule: a PipelineModule with the axes ['model']",
-        "two": "ModuleError: ModuleList has 2 PipelineModules (0, 1)",
-        "micro_batches": "ConfigError: DeepSpeedStrategy: micro_batches=0",
+        "two": "ModuleError: Expected one PipelineModule in ModuleList, got 2 (0, 1)",
+        "micro_batches": "ConfigError: DeepSpeedStrategy: expected micro_batches to be at least 1, got 0",
         "manual": "ConfigError: DeepSpeedStrategy cannot run Manual: manual optimization",
-        "beside": "ConfigError: DeepSpeedStrategy cannot run Beside: parameters beside the PipelineModule, which its "
-        "engine does not train (beside.weight, beside.bias)",
+        "beside": "ConfigError: DeepSpeedStrategy cannot run Beside: trained parameters outside the "
+        "PipelineModule (beside.weight, beside.bias)",
         "called": "ModuleError: a PipelineModule was called with gradients",
-        "pair": "ModuleError: a batch for a PipelineModule is a Tensor, expected a pair",
-        "sizes": "DataError: the tensors of a batch have [4, 8] samples",
-        "end": "DataError: the iterator had 1 micro-batches left, and a batch of the pipeline is 2",
-        "shapes": "DataError: the micro-batches of one batch have different shapes",
+        "pair": "ModuleError: Expected a pair of inputs and labels for a PipelineModule, got a Tensor",
+        "sizes": "DataError: Expected equally many samples in all tensors of a batch for a PipelineModule, got [4, 8]",
+        "end": "DataError: Expected 2 micro-batches for a batch of the pipeline, and the iterator had 1 left",
+        "shapes": "DataError: Expected micro-batches of one shape",
         "no pass": "ModuleError: backward was called with a loss that does not come from the PipelineModule",
-        "twice": "ModuleError: train_batch was called, and the loss",
-        "no backward": "ModuleError: step was called, and the loss",
+        "twice": "ModuleError: train_batch was called before the last loss",
+        "no backward": "ModuleError: step was called before the last loss",
         "no optimizer": "ConfigError: train_batch was called before DeepSpeed had an optimizer",
-        "names": "CheckpointError: the checkpoint does not fit the module: it lacks ['6.weight', '6.bias'], and has []",
-        "groups": "CheckpointError: the checkpoint's state of SGD does not fit: it has groups of [10] parameters, and "
-        "the optimizer of all stages of [12]",
+        "names": "CheckpointError: the checkpoint does not fit the module: missing ['6.weight', '6.bias'], "
+        "unexpected []",
+        "groups": "CheckpointError: Expected a state of SGD with parameter groups of the sizes [12], got [10]",
         "unequal": "ModuleError: the optimizer has parameter groups of these sizes",
     }
     for found in (first, second):

@@ -82,7 +82,7 @@ def test_a_build_that_takes_too_long_is_ended_with_its_compiler(
     until(lambda: not is_running(compiler))
     assert not (cache / "endless" / "lock").exists()
     monkeypatch.setenv(builds.TIMEOUT_VARIABLE, "soon")
-    with pytest.raises(ConfigError, match="is no positive number"):
+    with pytest.raises(ConfigError, match="to be a positive number, got 'soon'"):
         build("endless", "slow_operators:Endless")
 
 

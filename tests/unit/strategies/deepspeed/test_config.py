@@ -8,17 +8,14 @@ import pytest
 
 from loopwright.errors import ConfigError
 from loopwright.strategies import STRATEGY_REGISTRY, DeepSpeedStrategy
-from loopwright.strategies.deepspeed.checks import check_arguments, check_sections
-from loopwright.strategies.deepspeed.config import (
+from loopwright.strategies.deepspeed.arguments import (
     Arguments,
-    Facts,
     build,
     check_against,
-    merged,
-    read,
-    settle,
-    stage_of,
+    check_arguments,
+    check_sections,
 )
+from loopwright.strategies.deepspeed.config import Facts, merged, read, settle, stage_of
 
 # The example file of the chapter on distributed training.
 CHAPTER: dict[str, Any] = {
@@ -89,11 +86,14 @@ def test_every_argument_becomes_a_key() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"stage": 4}, "stage=4 is no ZeRO stage"),
-        ({"offload_parameters": True}, "offload_parameters=True with stage=2"),
+        ({"stage": 4}, "expected stage to be a ZeRO stage, got 4"),
+        ({"offload_parameters": True}, "offload_parameters in ZeRO stage 2"),
         ({"stage": 0, "offload_optimizer": True}, "without ZeRO"),
-        ({"offload_optimizer": True, "offload_optimizer_device": "disk"}, "offload_optimizer_device='disk' is unknown"),
-        ({"offload_optimizer": True, "offload_optimizer_device": "nvme"}, "'nvme' with stage=2"),
+        (
+            {"offload_optimizer": True, "offload_optimizer_device": "disk"},
+            "expected offload_optimizer_device to be 'cpu' or 'nvme', got 'disk'",
+        ),
+        ({"offload_optimizer": True, "offload_optimizer_device": "nvme"}, "on 'nvme' in ZeRO stage 2"),
         ({"stage": 3, "offload_parameters": True, "offload_params_device": "nvme", "nvme_path": None}, "nvme_path"),
     ],
 )
@@ -169,11 +169,11 @@ def test_a_configuration_is_a_dict_a_file_or_in_the_environment(tmp_path: Path) 
     assert read(None, {"PL_DEEPSPEED_CONFIG_PATH": str(file)})[0] == CHAPTER
     assert read(None, {"LT_DEEPSPEED_CONFIG_PATH": str(file), "PL_DEEPSPEED_CONFIG_PATH": "x"})[0] == CHAPTER
     assert read(None, {}) == (None, "")
-    for wrong, what in ((tmp_path / "none.json", "no such file"), (3, "neither a dict nor a path")):
+    for wrong, what in ((tmp_path / "none.json", "No such file"), (3, "Expected config to be a dict or a path, got 3")):
         with pytest.raises(ConfigError, match=what):
             read(wrong)
     file.write_text("{,")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         read(file)
     file.write_text("[]")
     with pytest.raises(ConfigError, match="expected a JSON object"):
@@ -214,11 +214,11 @@ def test_names_stand_for_stages() -> None:
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is no key"),
-        ({"optimizer": "AdamW"}, "optimizer is 'AdamW', expected an object"),
-        ({"zero_optimization": {"stage": 5}}, "stage is 5, which is no ZeRO stage"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param in stage 2"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "on 'nvme' in stage 2"),
+        ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is not a key"),
+        ({"optimizer": "AdamW"}, "optimizer: expected an object, got 'AdamW'"),
+        ({"zero_optimization": {"stage": 5}}, "stage to be a ZeRO stage, got 5"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param in ZeRO stage 2"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "on 'nvme' in ZeRO stage 2"),
         ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype is 'fp32'"),
     ],
 )

@@ -55,8 +55,8 @@ def test_all_that_a_disk_lacks_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="config=") as caught:
         prepare(config, "config=")
     said = str(caught.value)
-    assert f"nvme_path='{tmp_path}/nowhere' is no folder that exists" in said
-    assert f"nvme_path='{file}' is no folder that exists" in said
+    assert f"nvme_path='{tmp_path}/nowhere' is not an existing folder" in said
+    assert f"nvme_path='{file}' is not an existing folder" in said
     assert "there is no libaio" in said
     assert "apt install libaio-dev" in said
 

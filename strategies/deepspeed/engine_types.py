@@ -1,0 +1,146 @@
+"""Types of the parts of DeepSpeed (0.19) in use; the library itself is not annotated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+__all__ = ["Engine", "Grid", "HalfOptimizer", "Pipeline", "PipelineEngine", "State", "Zero", "ZeroParameter"]
+
+State = dict[str, Any]  # Any: entries of the user's modules and optimizers
+
+
+class ZeroParameter(nn.Parameter):
+    """A parameter with DeepSpeed's attributes; those of stage 3 begin with `ds_`."""
+
+    ds_id: int
+    ds_shape: torch.Size
+    ds_tensor: Tensor
+    ds_zero_partition_rank: int
+    ds_active_sub_modules: set[int]
+    partition_numel: Callable[[], int]
+    _hp_mapping: Any  # Any: addresses of stages 1 and 2
+
+
+class Zero(Protocol):
+    """A ZeRO optimizer: what stages 1 to 3 have, then what some of them have."""
+
+    averaged_gradients: dict[int, list[Tensor | None] | None]
+    clip_grad: float
+    custom_loss_scaler: bool
+    external_loss_scale: float | None
+    gradient_accumulation_steps: int
+
+    zero_grad: Callable[..., None]
+    clear_backward_seen_flag: Callable[[], None]
+    finalize_gradient_accumulation_boundary: Callable[[], None]
+    reset_cpu_buffers: Callable[[], None]
+    _get_norm_groups: Callable[[], list[Tensor]]
+    # Stages 1 and 2.
+    cpu_offload: bool
+    micro_step_id: int
+    all_grad_tensors: dict[int, Any]
+    bit16_groups: list[list[ZeroParameter]]
+    params_in_partition: Mapping[int, list[ZeroParameter]]
+    round_robin_bit16_padding: list[list[int]]
+    single_partition_of_fp32_groups: list[Tensor]
+    _hp_optimizer_states_linked: bool
+
+    _link_all_hp_params: Callable[[], None]
+    _release_preflattened_grad_buffers: Callable[[], None]
+    _wait_for_offload_copies: Callable[[], None]
+
+    # Stage 3.
+    fp32_partitioned_groups_flat: list[Tensor]
+    grad_position: Mapping[int, tuple[int, int, int]]
+    offload_optimizer: bool
+    swap_optimizer: bool
+
+    empty_partition_cache: Callable[[], None]
+    get_param_id: Callable[[Tensor], int]
+    _get_param_partition_rank: Callable[[Tensor], int]
+    _swappable_optimizer_subgroup: Callable[[int], bool]
+    _optimizer_states_and_gradient_swap_in: Callable[[int], None]
+    _optimizer_states_and_gradient_swap_out: Callable[[int], None]
+    _release_swap_buffers: Callable[[int], None]
+
+
+class HalfOptimizer(Protocol):
+    """The 16-bit optimizer of stage 0, with its float32 masters."""
+
+    fp16_groups: list[list[nn.Parameter]]
+    fp32_groups: list[list[nn.Parameter]]
+
+
+class Engine(Protocol):
+    """A DeepSpeedEngine."""
+
+    optimizer: Zero
+    basic_optimizer: Optimizer | None
+    device: torch.device
+
+    def __call__(self) -> Any:  # Any: what the user's step returns
+        """Run the forward pass."""
+
+    backward: Callable[..., object]
+    step: Callable[[], None]
+    destroy: Callable[[], None]
+    allreduce_gradients: Callable[[], None]
+    set_gradient_accumulation_boundary: Callable[[bool], None]
+    get_global_grad_norm: Callable[[], Tensor | float | None]
+    was_step_applied: Callable[[], bool]
+    _backward_prologue: Callable[[], None]
+    _flush_coalesced_reduction_zero12: Callable[[Zero], None]
+
+
+class PipelineEngine(Engine, Protocol):
+    """A PipelineEngine."""
+
+    micro_batches: int
+    num_stages: int
+    stage_id: int
+    dp_world_size: int
+    dp_group_loss: Tensor
+    is_data_parallel: bool
+    total_loss: Tensor | None
+    _train_schedule: Callable[[], Any]  # Any: DeepSpeed's schedule
+
+    train_batch: Callable[[Iterator[Any]], Tensor]
+    eval_batch: Callable[..., Any]
+    train_micro_batch_size_per_gpu: Callable[[], int]
+    set_train_batch_size: Callable[[int], None]
+    is_last_stage: Callable[[], bool]
+    reset_activation_shape: Callable[[], None]
+    _loss_stage_global_rank: Callable[[], int]
+    _exec_optimizer_step: Callable[[], None]
+    _exec_reduce_grads: Callable[[], None]
+    _exec_reduce_tied_grads: Callable[[], None]
+
+
+class Grid(Protocol):
+    """The ranks of a pipeline's stages and replicas. Any: process groups, whose type depends on the backend."""
+
+    get_stage_id: Callable[[], int]
+    get_data_parallel_rank: Callable[[], int]
+    get_data_parallel_world_size: Callable[[], int]
+    get_data_parallel_group: Callable[[], Any]
+    get_data_parallel_group_ranks: Callable[[], list[int]]
+    get_model_parallel_group: Callable[[], Any]
+    get_pipe_parallel_group: Callable[[], Any]
+
+
+class Pipeline(nn.Module):
+    """DeepSpeed's PipelineModule; its real base is the same."""
+
+    num_stages: int
+    dynamic_shape: bool
+    tied_comms: Mapping[str, object]
+    topology: Callable[[], Any]  # Any: DeepSpeed's topology
+    mpu: Callable[[], Grid]
