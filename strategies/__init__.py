@@ -1,4 +1,4 @@
-"""How a model is spread over devices and processes. Trainer and Fabric share these strategies."""
+"""Strategies: how a model is spread over devices and processes. Trainer and Fabric share them."""
 
 from __future__ import annotations
 

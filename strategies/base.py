@@ -1,6 +1,6 @@
-"""How a model is spread over devices and processes: the interface, each method with one caller.
+"""`Strategy`: the interface by which Trainer and Fabric spread a model over devices and processes.
 
-A strategy listens to no events.
+A strategy receives no events.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class NoLoss:
-    """What a bound `training_step` gives in place of None where gradients are reduced over ranks.
+    """Result of a bound `training_step` in place of None, where gradients are reduced over ranks.
 
-    A rank that skips a batch must take part in the reduction all the same, or the others wait for it for ever.
+    A rank that skips a batch must still take part in the reduction, or the others wait for it forever.
 
     Attributes:
         zero: Shape (), 0, connected to every parameter: backward on it adds nothing and takes part.
@@ -76,7 +76,7 @@ class Strategy(Capabilities):
     _checkpoint_io: Any = None  # Any: a checkpoint IO, whose package lies above this one
     _precision: Precision | None = None
     _device: torch.device | None = None
-    # What Fabric chose where the user chose nothing; replaced as a whole when another Fabric takes the strategy.
+    # Choices of Fabric where the user made none; replaced entirely when another Fabric takes the strategy.
     _filled: Mapping[str, Any] = {}
 
     def __init__(
@@ -250,8 +250,8 @@ class Strategy(Capabilities):
             self.accelerator.setup_device(self.device)
 
     def teardown(self) -> None:
-        """Finish what the checkpoint IO has on its way, and give back devices and connections, after a run."""
-        checkpoint_io = self._checkpoint_io or self._filled.get("checkpoint_io")  # one that nobody used is not made
+        """Finish pending saves of the checkpoint IO, and release devices and connections, after a run."""
+        checkpoint_io = self._checkpoint_io or self._filled.get("checkpoint_io")  # one that was not used is not made
         if checkpoint_io is not None and hasattr(checkpoint_io, "teardown"):
             checkpoint_io.teardown()
         self.precision.teardown()
@@ -266,7 +266,7 @@ class Strategy(Capabilities):
 
         Args:
             empty_init: True leaves parameters without values, for a checkpoint that is loaded next; None and False
-                initialise them. Random numbers are not drawn for what is left out.
+                initialize them. No random numbers are drawn for parameters that are left out.
         """
         if not empty_init:
             with self.device:
@@ -331,7 +331,7 @@ class Strategy(Capabilities):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Set up a module and its optimizers together, for engines that need both at once."""
+        """Set up a module and its optimizers in one call, for engines that need both."""
         return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
@@ -426,24 +426,24 @@ class Strategy(Capabilities):
         return self.sums_gradients_itself or self.world_size == 1
 
     def discard_gradients(self, module: nn.Module | None) -> None:
-        """Forget gradients that wait for the end of a window which was broken off.
+        """Discard gradients that wait for the end of a window that was broken off.
 
         Args:
             module: What `setup_module` returned; None for all modules.
         """
 
     def discard_gradients_of(self, optimizer: Optimizer) -> None:
-        """Forget gradients that the optimizer's own `zero_grad` does not know of. Called after it."""
+        """Discard gradients that the optimizer's own `zero_grad` does not reach. Called after it."""
         self.discard_gradients(None)
 
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the reduced gradients of the optimizer's parameters, in place, before they are clipped."""
-        parts = self.local_shards([one.grad for one in _parameters(optimizer) if one.grad is not None])
-        if parts:
-            torch._foreach_mul_(parts, factor)
+        shards = self.local_shards([one.grad for one in _parameters(optimizer) if one.grad is not None])
+        if shards:
+            torch._foreach_mul_(shards, factor)
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return what this rank has of these tensors, sharing their memory: all of it, unless they are sharded."""
+        """Return the local shards of these tensors, sharing their memory; the tensors themselves if not sharded."""
         return tensors
 
     def clip_gradients_norm(
@@ -506,7 +506,7 @@ class Strategy(Capabilities):
     reduce = all_reduce
 
     def reduce_scatter(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return this rank's part of a reduction over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
+        """Return this rank's chunk of a reduction over ranks: rank `i` gets chunk `i` of dimension 0.
 
         Nothing is changed in place, and no gradient flows back. With one rank that is the tensor itself.
 
@@ -518,7 +518,7 @@ class Strategy(Capabilities):
         Raises:
             ConfigError: The operation is unknown, or dimension 0 does not divide.
         """
-        from .distributed.collectives import check_divides, op_name  # not imported where nobody communicates
+        from .distributed.collectives import check_divides, op_name  # not imported where ranks do not communicate
         from .tree import map_leaves
 
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
@@ -551,7 +551,7 @@ class Strategy(Capabilities):
         """Wait until all ranks are here."""
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to add a tensor over ranks, in place, while other work goes on.
+        """Begin to add a tensor over ranks, in place, while other work continues.
 
         Args:
             tensor: The same shape and dtype on all ranks; not to be touched until the result was asked for.
@@ -579,19 +579,19 @@ class Strategy(Capabilities):
         """Put back what `state_dict` returned, now or when the module is set up."""
 
     def saves_shards(self, default: str) -> bool:
-        """Return whether the checkpoint IO is to be called on every rank, with each rank's own parts of tensors.
+        """Return whether the checkpoint IO is called on every rank, with the local shards of tensors.
 
         Args:
-            default: "full" or "sharded", where the user does not say.
+            default: "full" or "sharded", where the user does not choose.
         """
         return False
 
     def gather_state(self, state: Any) -> Any:  # Any: the content of a checkpoint
-        """Return a state with whole tensors on rank 0; on every rank. Nothing is done where no tensor is sharded."""
+        """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""
         return state
 
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the whole state of a module, under the names of the module as the user wrote it.
+        """Return the full state of a module, under the names of the module as the user wrote it.
 
         Prefixes that torch.compile adds are left out, so that a compiled and a plain module have the same state.
         """
@@ -625,7 +625,7 @@ class Strategy(Capabilities):
         return load_weights(module, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
-        """Return the whole state of an optimizer."""
+        """Return the full state of an optimizer."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
@@ -648,12 +648,11 @@ class Strategy(Capabilities):
                 f"the checkpoint's state of {type(optimizer).__name__} does not fit: {what}.",
                 fix="configure the optimizer of the class and with the parameter groups that were saved.",
             ) from error
-        # Groups are replaced as a whole: those of another class lack what this one reads in its step.
+        # torch replaces entire groups: those of another class lack what this one reads in its step.
         lacking = sorted(key for key in own if any(key not in group for group in optimizer.param_groups))
         if lacking:
             raise CheckpointError(
-                f"the checkpoint's state is not one of {type(optimizer).__name__}: it does not say "
-                f"{', '.join(lacking)}.",
+                f"the checkpoint's state is not one of {type(optimizer).__name__}: it lacks {', '.join(lacking)}.",
                 fix="resume with the class of optimizer that was saved, or start from the weights.",
             )
 
@@ -665,8 +664,8 @@ def non_finite_norm() -> NonFiniteError:
     """Return the error for gradients that cannot be clipped."""
     return NonFiniteError(
         "the norm of the gradients is infinite or NaN, so that they cannot be clipped.",
-        fix="lower the learning rate, look for a division by zero in the loss, or pass error_if_nonfinite=False to go "
-        "on.",
+        fix="lower the learning rate, look for a division by zero in the loss, or pass error_if_nonfinite=False to "
+        "continue.",
     )
 
 

@@ -134,7 +134,7 @@ class Capabilities:
     configures_optimizers: bool = False
     """Whether `default_optimizers` may return optimizers, so that the module need not configure any."""
     rebuilds_optimizers: bool = False
-    """Whether each fit builds an engine anew, with optimizer states of its own that start from zero."""
+    """Whether each fit builds a new engine, whose optimizer states start from zero."""
     adds_param_groups: bool = True
     """Whether parameter groups can be added to optimizers during training."""
     has_module_hooks: bool = False

@@ -1,4 +1,4 @@
-"""One process on several devices: each batch is cut, and every device takes a part."""
+"""One process on several devices: each batch is split over them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = ["DataParallelStrategy"]
 
 
 class DataParallelStrategy(ParallelStrategy):
-    """One process that cuts each training batch over several devices, with a copy of the module on each.
+    """One process that splits each training batch over several devices, with a copy of the module on each.
 
-    On CUDA devices the module is copied to every device at every step, and the parts run in threads, as in torch's
-    DataParallel. On the CPU the parts run one after the other, so that what "dp" means can be tried anywhere.
+    On CUDA devices the module is copied to every device at every step, and the chunks run in threads, as in torch's
+    DataParallel. On the CPU the chunks run one after the other, so that "dp" can be tried anywhere.
 
-    Its limits, against "ddp": the copying and Python's lock make it slow; parts do not see each other (batch norm
-    normalises over a part, and only the first device's statistics are kept; dropout draws per part); what the module
-    sets on itself in a step is lost on CUDA devices, except buffers changed in place on the first one; `log` in
-    training_step is called once for each part. Evaluation steps run on the first device, whole. Only tensors (in
-    lists, tuples, mappings and dataclasses) are cut, along a first dimension that is the same for all of them;
-    everything else goes to every part.
+    Limitations compared with "ddp": copying and Python's lock make it slow. Chunks do not see each other: batch norm
+    normalizes over a chunk, only the first device's statistics are kept, and dropout draws per chunk. Attributes that
+    the module sets in a step are lost on CUDA devices, except buffers changed in place on the first one. `log` in
+    training_step is called once for each chunk. Evaluation steps run on the first device, with the full batch. Only
+    tensors (in lists, tuples, mappings and dataclasses) are split, along a first dimension that is the same for all of
+    them; everything else goes to every device.
 
-    A loss that is a mean is averaged over the parts by their sizes; of `Loss(sum, weight)` both are added; so the
-    gradient is that of the whole batch. Of other outputs, scalars are averaged and tensors joined.
+    A mean loss is averaged over the chunks by their sizes; both values of `Loss(sum, weight)` are added. The gradient
+    is therefore that of the full batch. Scalars of other outputs are averaged, and tensors are concatenated.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
@@ -68,7 +68,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     @property
     def topology(self) -> Topology:
-        """One process, whatever the number of devices."""
+        """One process for any number of devices."""
         return ALONE
 
     @property
@@ -78,7 +78,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that a batch is cut over."""
+        """The devices that a batch is split over."""
         return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
 
     def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
@@ -86,7 +86,7 @@ class DataParallelStrategy(ParallelStrategy):
         return "torch adds up the gradients of its devices", "pass strategy='ddp'"
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return what runs `module.<name>`: "training_step" and "forward" cut over the devices, others whole."""
+        """Return what runs `module.<name>`: "training_step" and "forward" split over the devices, others on one."""
         step: Callable[..., Any] = module if name == "forward" else getattr(module, name)
         devices = self.devices
         if name not in ("training_step", "forward") or len(devices) == 1:
@@ -139,7 +139,7 @@ class DataParallelStrategy(ParallelStrategy):
     reduce_boolean_decision = Strategy.reduce_boolean_decision
 
 
-# -- cutting -----------------------------------------------------------------------------------------------------------
+# -- splitting ---------------------------------------------------------------------------------------------------------
 
 
 def _batch_size(data: Any) -> int | None:
@@ -149,7 +149,7 @@ def _batch_size(data: Any) -> int | None:
 
 
 def _sizes(size: int, count: int) -> list[int]:
-    """Return the sizes of at most `count` parts, as torch.chunk cuts."""
+    """Return the sizes of at most `count` chunks, as in torch.chunk."""
     step = -(-size // count)
     return [min(step, size - start) for start in range(0, size, step)]
 
@@ -253,7 +253,7 @@ def _join_extra(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what a module's forward returns for the whole batch: tensors joined, scalars as one tensor of them."""
+    """Return what a module's forward returns for the full batch: tensors joined, scalars as one tensor of them."""
     columns = zip(*([leaf for _, leaf in leaves(output)] for output in outputs), strict=True)
     joined = iter([_join_leaf(column) for column in columns])
     return map_leaves(outputs[0], lambda _: next(joined))

@@ -1,4 +1,4 @@
-"""`load_weights`: a module's state put back, and one error for all that does not fit.
+"""`load_weights`: loads a module's state, with one error for everything that does not fit.
 
 It stands below checkpoint/, which may import it.
 """

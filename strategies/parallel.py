@@ -1,4 +1,4 @@
-"""The base of strategies with several processes. Later strategies derive from it; fabric/resolve.py asks for it."""
+"""The base of strategies with several processes, whatever connects them."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ParallelStrategy(Strategy):
     @property
     def is_connected(self) -> bool:
         """Whether this process is connected with others, so that collectives communicate."""
-        # Not imported yet means not initialised, and a run on one device must not pay for the import.
+        # Not imported yet means not initialized, and a run on one device must not pay for the import.
         dist = sys.modules.get("torch.distributed")
         return dist is not None and dist.is_available() and dist.is_initialized()
 
@@ -145,7 +145,7 @@ class ParallelStrategy(Strategy):
         self._topology = self.topology
 
     def setup_distributed(self) -> None:
-        """Connect the processes; a subclass says how."""
+        """Connect the processes; a subclass implements it."""
 
     # -- collectives; on every rank, in the same order -------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class ParallelStrategy(Strategy):
             reduce_op: "mean" ("avg"), "sum", "min", "max", "product", or torch's own. Integers have a float64 mean.
 
         Raises:
-            RankFailure: On the CPU: shapes, dtypes or structure differ; says which rank has what.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
         """
         if isinstance(group, str):  # all_reduce(tensor, "sum")
             group, reduce_op = None, group
@@ -172,11 +172,11 @@ class ParallelStrategy(Strategy):
     reduce = all_reduce
 
     def reduce_scatter(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return this rank's part of a reduction over ranks; see `Strategy.reduce_scatter`.
+        """Return this rank's chunk of a reduction over ranks; see `Strategy.reduce_scatter`.
 
         Raises:
             ConfigError: The operation is unknown, or dimension 0 does not divide.
-            RankFailure: On the CPU: shapes, dtypes or structure differ; says which rank has what.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
         """
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
             group, reduce_op = None, group
@@ -197,7 +197,7 @@ class ParallelStrategy(Strategy):
             sync_grads: Let gradients flow back through the gathering.
 
         Raises:
-            RankFailure: On the CPU: shapes, dtypes or structure differ; says which rank has what.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
         """
         if isinstance(group, bool):  # all_gather(tensor, True)
             group, sync_grads = None, group
@@ -223,7 +223,7 @@ class ParallelStrategy(Strategy):
             barrier(self.device)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to add a tensor over ranks, in place, while other work goes on; see `Strategy.start_sum`."""
+        """Begin to add a tensor over ranks, in place, while other work continues; see `Strategy.start_sum`."""
         if not self.is_connected:
             return lambda: tensor
         import torch.distributed as dist

@@ -46,7 +46,7 @@ for _name, (_method, _text) in _LAUNCHES.items():
             find_unused_parameters=_flag,
         )
 STRATEGY_REGISTRY.register_lazily(
-    "dp", f"{__package__}.data_parallel:DataParallelStrategy", "one process that cuts each batch over several devices"
+    "dp", f"{__package__}.data_parallel:DataParallelStrategy", "one process that splits each batch over several devices"
 )
 _FSDP = f"{__package__}.fsdp:FSDPStrategy"
 STRATEGY_REGISTRY.register_lazily("fsdp", _FSDP, "several processes that share one copy of the model")
@@ -59,7 +59,9 @@ STRATEGY_REGISTRY.register_lazily("single_tpu", _SINGLE_XLA, "the same")
 STRATEGY_REGISTRY.register_lazily("xla", _XLA, "one process whose graphs run on all XLA devices of a host")
 STRATEGY_REGISTRY.register_lazily("xla_debug", _XLA, "the same, and torch_xla reports what it compiles", debug=True)
 STRATEGY_REGISTRY.register_lazily(
-    "xla_fsdp", f"{__package__}.xla.fsdp:XLAFSDPStrategy", "the same as xla, with each parameter cut over the devices"
+    "xla_fsdp",
+    f"{__package__}.xla.fsdp:XLAFSDPStrategy",
+    "the same as xla, with each parameter sharded over the devices",
 )
 STRATEGY_REGISTRY.register_lazily(
     "xla_replicas", f"{__package__}.xla.replicas:XLAReplicasStrategy", "several processes, one XLA device each"

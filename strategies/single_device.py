@@ -1,4 +1,4 @@
-"""One process on one device. What `strategy="auto"` chooses for one device, through fabric/resolve.py."""
+"""One process on one device: `strategy="auto"` with one device."""
 
 from __future__ import annotations
 

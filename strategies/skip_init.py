@@ -1,4 +1,4 @@
-"""Building a module without filling its parameters."""
+"""`SkipInit`: builds a module without initializing its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walking structures of tensors: lists, tuples, mappings and dataclasses."""
+"""Traversal of structures of tensors: lists, tuples, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["leaves", "map_leaves"]
 
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Give path and value of everything that is no container, in a fixed order."""
+    """Yield path and value of each leaf, which is everything that is not a container, in a fixed order."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from leaves(value, f"{path}[{key!r}]")
@@ -28,7 +28,7 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the structure with `function` applied to everything that is no container, in the order of `leaves`.
+    """Return the structure with `function` applied to everything that is not a container, in the order of `leaves`.
 
     Containers keep their type and what they hold beside their items.
     """

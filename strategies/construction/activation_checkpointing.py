@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass instead of being kept.
+"""Activation checkpointing: activations are recomputed in the backward pass instead of being kept.
 
 A module's class is replaced by a subclass of it whose forward runs under torch's checkpoint: parameters, names in state
 dicts and hooks stay what they are. Tried and rejected: torch's composable `checkpoint`, which runs the user's hooks a
@@ -34,7 +34,7 @@ def apply_activation_checkpointing(module: nn.Module, policy: Any, *, units: Ite
     fully_shard; no rank communicates.
 
     Args:
-        module: The user's module; it is never checkpointed as a whole.
+        module: The user's module; it is never checkpointed itself, only its submodules.
         policy: True: `units`, or without any the repeated blocks of any size; not single layers of torch. Else a
             class, classes or their names, a function module -> bool, or one of torch's policies.
         units: The modules that are sharded as units of their own.

@@ -1,10 +1,10 @@
-"""Building a module without memory for its tensors, so that their values can be computed later, a few at a time.
+"""Deferred initialization: a module is built without memory, and its values are computed later, a few at a time.
 
-Strategies that shard a model enter `DeferredInit` in their `init_context`; materialize.py puts the values in. Within
-the context new tensors lie on the meta device, and what is done to them is written down in the terms of replay.py.
+Strategies that shard a model enter `DeferredInit` in their `init_context`; materialize.py fills in the values. Within
+the context new tensors are on the meta device, and operations on them are recorded in the terms of operator_replay.py.
 
-An operation that draws random numbers notes the state of the generator and then really draws, into memory that is given
-back at once. Code that follows sees the numbers that it would have seen, and the replay starts from the noted state.
+An operation that draws random numbers records the state of the generator and then draws into memory that is freed at
+once. Later code sees the same random numbers as without deferral, and the replay starts from the recorded state.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["DeferredInit", "changed_names", "forget_marks", "own_tensors"]
 
 # Where a module keeps {name of a deferred tensor: its version when the context ended}.
 _MARKS = "_loopwright_deferred"
-_LOST = -1  # in the place of a version: the tensor was changed where nothing was written down
+_LOST = -1  # in place of a version: the tensor was changed where operations are not recorded
 
 _active = threading.local()
 _marked: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by id
 
 
 class DeferredInit:
-    """A context in which tensors are made on the meta device, and how they got their values is written down.
+    """A context in which tensors are made on the meta device, and the operations that fill them are recorded.
 
     It covers the constructors of modules, `torch.nn.init`, `deepcopy`, tied weights, tables computed for buffers, and
-    `load_state_dict` into what was built. A tensor within the context says that its device is the CPU. Values that the
-    code asks for (`item()`, `if tensor.any():`, `tolist()`, `numpy()`) are computed on the spot, and thrown away unless
+    `load_state_dict` into what was built. Within the context a tensor reports the CPU as its device. Values that the
+    code reads (`item()`, `if tensor.any():`, `tolist()`, `numpy()`) are computed on the spot, and thrown away unless
     they are small. Tensors that torch makes of Python or numpy values have their values at once.
 
     A module that was built in an earlier such context may be changed in a later one. Within another one it does nothing

@@ -1,6 +1,6 @@
-"""Giving values to a module that was built on the meta device, one part after the other.
+"""Materialization of a module that was built on the meta device, one unit after the other.
 
-Values come from what deferred.py wrote down, from the module's own `reset_parameters`, or from rank 0.
+Values come from the operations that deferred.py recorded, from the module's own `reset_parameters`, or from rank 0.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def modules_of_unit(unit: nn.Module, inner: Collection[nn.Module] = ()) -> list[
 def check_materializable(
     root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None, empty: bool = False
 ) -> None:
-    """Raise an error if some part of a model can be given no values; to be called before its first part is.
+    """Raise an error if some module of a model cannot be given values. Called before the first one is materialized.
 
     Args:
-        root: The whole model.
+        root: The full model.
         param_init_fn: As for `materialize`.
         empty: As for `materialize`.
 
@@ -67,10 +67,10 @@ def check_materializable(
 
 
 def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None) -> list[str]:
-    """Return the parameters to which nothing gives a value: built with `empty=True`, for a checkpoint.
+    """Return the parameters that get their values from a checkpoint only: built with `empty=True`, for a checkpoint.
 
     Args:
-        root: The whole model, before `materialize`.
+        root: The full model, before `materialize`.
         param_init_fn: As for `materialize`.
     """
     left: dict[int, str] = {}
@@ -112,8 +112,8 @@ def materialize(
         device: Where it is to live.
         recurse: Also the modules below it.
         inner: Modules to leave out, with all that is below them: units which have their values already.
-        root: The whole model, under whose names an error speaks of modules; None: `module` is.
-        param_init_fn: Fills the tensors of one module, not of its children. It may make them anew (`module.to_empty`).
+        root: The full model, whose names appear in errors; None: `module`.
+        param_init_fn: Fills the tensors of one module, not of its children. It may replace them (`module.to_empty`).
         empty: Leave what was not built under `DeferredInit` without values, for a checkpoint that is loaded next.
 
     Raises:

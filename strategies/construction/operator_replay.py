@@ -1,4 +1,4 @@
-"""How a tensor without memory got its values, and computing them.
+"""Operator replay: records how a tensor without memory gets its values, and computes them.
 
 What is done to tensors on the meta device is kept for each memory (a storage of torch, which views share): a memory
 knows the last operation that wrote to it, and an operation knows the memories that it read, as they were then. To
@@ -118,7 +118,7 @@ def is_deferred(tensor: Tensor) -> bool:
 
 
 def view_of(tensor: Tensor, *, with_values: bool = True) -> View:
-    """Return what `replay` takes for a deferred tensor; without values, memory will be made for it, and that is all."""
+    """Return what `replay` takes for a deferred tensor; without values it only gets memory."""
     memory = _memory_of(tensor)
     assert memory is not None
     memory.num_bytes = max(memory.num_bytes, tensor.untyped_storage().nbytes())
@@ -246,7 +246,7 @@ def _run(write: Operation | Constant, storages: dict[Memory, torch.UntypedStorag
     if isinstance(write, Constant):
         if not write.value.is_inference() and write.value._version != write.version:
             raise ModuleError(
-                f"a tensor of shape {tuple(write.value.shape)}, which {write.line} used to initialise a module, was "
+                f"a tensor of shape {tuple(write.value.shape)}, which {write.line} used to initialize a module, was "
                 "changed before the module's values were computed.",
                 fix="give the module a copy of its own: tensor.clone().",
             )
@@ -289,8 +289,8 @@ def _tensor(view: View, storages: dict[Memory, torch.UntypedStorage], device: to
 
 
 def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    whole = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
-    moved: torch.UntypedStorage = whole.to(device).untyped_storage()
+    all_bytes = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
+    moved: torch.UntypedStorage = all_bytes.to(device).untyped_storage()
     return moved
 
 

@@ -1,7 +1,7 @@
-"""What is written down about tensors without values: each operation that makes or changes one.
+"""Records of tensors without values: each operation that makes or changes one.
 
 Two modes of torch see what a program does: `Operations` all operations below autograd, `Functions` the calls of Python
-that ask a tensor for what it has not. Both belong to a `DeferredInit`, which says whether random numbers are drawn.
+that ask a tensor for values. Both belong to a `DeferredInit`, which decides whether random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def _read(value: Any) -> Any:
             fix="build the module with empty_init=False, or compute what decides its structure without torch's random "
             "numbers.",
         )
-    whole = View(view.memory, view.write, torch.uint8, torch.Size([view.memory.num_bytes]), (1,), 0, False, False)
-    real, all_bytes = replay([view, whole], CPU)
+    everything = View(view.memory, view.write, torch.uint8, torch.Size([view.memory.num_bytes]), (1,), 0, False, False)
+    real, all_bytes = replay([view, everything], CPU)
     if view.memory.num_bytes <= _SMALL_BYTES:
         constant = Constant(next_time(), view.memory, all_bytes.clone(), (1,), 0, "")
         view.memory.last_write = constant

@@ -16,17 +16,17 @@ __all__ = ["Units", "check_policy", "choose_units", "repeated_blocks", "select_m
 
 # Any in this file: a policy is a class, a collection, a function, or an object of torch that has no common type.
 
-# A unit costs two or three collectives a step. Eight units against the whole, on two gloo ranks: 25 ms instead of 4
-# with 2**14 elements each, 59 instead of 33 with 2**18, and no more with 2**20. A model of small blocks gathered as
-# a whole needs some megabytes more, which nobody notices.
+# A unit costs two or three collectives a step. Eight units against one, on two gloo ranks: 25 ms instead of 4
+# with 2**14 elements each, 59 instead of 33 with 2**18, and no more with 2**20. A model of small blocks gathered at
+# once needs a few more megabytes.
 LEAST_UNIT = 2**18
-"""Elements below which a block is no unit by default."""
+"""Elements below which a block is not a unit by default."""
 LEAST_BLOCKS = 2**22
-"""Elements in all blocks together below which the model stays whole by default."""
+"""Total elements of all blocks below which the model is one unit by default."""
 LARGE = 10**8
 """Elements outside of blocks from which a module is a unit by default, as in torch's size_based_auto_wrap_policy."""
 
-# They read the weights of their parts and do not call them, so that nobody would gather what is sharded in there
+# They read the weights of their parts and do not call them, so that sharded parameters in there would not be gathered
 # (TransformerEncoderLayer does so in evaluation, where it runs as one fused operation).
 _CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _PROTOCOL = ("module", "recurse", "nonwrapped_numel", "unwrapped_params")
@@ -62,7 +62,7 @@ def check_policy(argument: str, policy: Any) -> list[_Problem]:
         listed = ", ".join(sorted(_short(one) for one in wrong))
         return [(f"{argument}= holds {listed}, no class", "pass classes, or their names")] if wrong else []
     if not callable(policy) or isinstance(policy, nn.Module):
-        return [(f"{argument}={_short(policy)} is no policy", "pass a set of classes, or a function module -> bool")]
+        return [(f"{argument}={_short(policy)} is not a policy", "pass a set of classes, or a function module -> bool")]
     missing = _missing(policy)
     if missing and not _is_bare_transformer(policy):
         name = _name_of(policy)
@@ -73,10 +73,10 @@ def check_policy(argument: str, policy: Any) -> list[_Problem]:
 
 
 def choose_units(module: nn.Module, policy: Any, *, ignored: Collection[nn.Parameter] = frozenset()) -> Units:
-    """Return the submodules that are to be units of their own, in the order in which torch must be told.
+    """Return the submodules that are to be units of their own, in the order in which torch needs them.
 
     Args:
-        module: The user's module, which is no unit itself. Submodules that are sharded already are left alone.
+        module: The user's module, which is not a unit itself. Submodules that are sharded already are left unchanged.
         policy: A class, a collection of classes or of their names, a function module -> bool, one of torch's policies.
             None: repeated blocks if they are large enough, and very large modules beside them.
         ignored: Parameters that are not sharded.
@@ -110,7 +110,7 @@ def choose_units(module: nn.Module, policy: Any, *, ignored: Collection[nn.Param
         if shared is None:
             units.append((name, unit))
         else:
-            notes.append(f"{name} is no unit of its own: a module outside of it has its parameter {shared} as well.")
+            notes.append(f"{name} is not a unit: a module outside of it shares its parameter {shared}.")
     return Units(units, notes)
 
 
@@ -130,11 +130,11 @@ def select_modules(
         module: The user's module.
         policy: As in `choose_units`, but not None.
         ignored: Parameters that count as size 0 for policies by size.
-        closed: Classes into whose submodules nobody looks.
+        closed: Classes whose submodules are not considered.
         argument: Name of the argument for messages.
 
     Raises:
-        ConfigError: The policy is none, or no submodule has one of its classes; names those that there are.
+        ConfigError: The policy is invalid, or matches no submodule; names the classes of the submodules.
     """
     problems = check_policy(argument, policy)
     if problems:
@@ -239,7 +239,7 @@ def _of_classes(
 ) -> tuple[list[tuple[str, nn.Module]], list[str]]:
     everyone = [one for one in root.modules() if one is not root]
     names = sorted({type(one).__name__ for one in everyone})
-    # The class of the module itself, which is gathered as a whole anyway, is no mistake.
+    # The class of the module itself, which is gathered anyway, is not a mistake.
     unmatched = [one for one in wanted if not any(_is_a(module, one) for module in (root, *everyone))]
     if wanted and len(unmatched) == len(wanted):
         listed = ", ".join(sorted(_short(one) for one in unmatched))
@@ -249,7 +249,9 @@ def _of_classes(
             f"{argument}={{{listed}}}: {type(root).__name__} has no submodule of such a class{hints}.",
             fix=f"use some of {', '.join(names) or 'none: it has no submodules'}; or leave {argument} out.",
         )
-    notes = [f"{argument}= names {one!r}, which is no class here." for one in unmatched if isinstance(one, str)]
+    notes = [
+        f"{argument}= names {one!r}, which is not a class of a submodule." for one in unmatched if isinstance(one, str)
+    ]
     matched = [(name, one) for name, one in found if any(_is_a(one, each) for each in wanted)]
     # Only those that a policy asks for by their own class are worth a word.
     reachable = {id(one) for _, one in found}
@@ -333,7 +335,7 @@ def _is_recursive(policy: Callable[..., Any]) -> bool:
 
 
 def _missing(policy: Callable[..., Any]) -> list[str]:
-    """Return the names of arguments that nobody will give the function."""
+    """Return the names of arguments that the function requires and does not get."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     free = [
         name
@@ -349,7 +351,7 @@ def _is_bare_transformer(policy: Any) -> bool:
 
 
 def _bare_note(chosen: list[tuple[str, nn.Module]]) -> str:
-    classes = ", ".join(sorted({type(one).__name__ for _, one in chosen})) or "the whole model"
+    classes = ", ".join(sorted({type(one).__name__ for _, one in chosen})) or "the full model"
     return (
         "auto_wrap_policy=transformer_auto_wrap_policy names no transformer_layer_cls; "
         f"chosen as without a policy: {classes}. To choose, {_BLOCK}."

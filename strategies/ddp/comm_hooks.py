@@ -1,4 +1,4 @@
-"""How gradients are communicated: compressed, approximated, or within a subgroup."""
+"""Communication hooks: gradients compressed, approximated, or averaged within a subgroup."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_comm_hook(hook: Any, state: Any, wrapper: Any, period: int | None) -> 
             )
         )
     if period is not None and (not isinstance(period, int) or isinstance(period, bool) or period < 1):
-        problems.append((f"model_averaging_period={period!r} is no int of 1 or more", "pass a number of steps"))
+        problems.append((f"model_averaging_period={period!r} is not an int of 1 or more", "pass a number of steps"))
     return problems
 
 
@@ -198,8 +198,8 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
 
         def widen(done: Any) -> Tensor:
             value = done.value()
-            whole: Tensor = buffer.copy_(value[0] if isinstance(value, list | tuple) else value)
-            return whole
+            result: Tensor = buffer.copy_(value[0] if isinstance(value, list | tuple) else value)
+            return result
 
         return hook(state, bucket).then(widen)
 
@@ -273,7 +273,7 @@ def _post_local_state(state: Any, strategy: ParallelStrategy) -> Any:
 
 
 def _subgroup(size: int | None, strategy: ParallelStrategy) -> Any:
-    """Return the group of this rank: the processes of its node, or `size` neighbours. Every rank makes every group."""
+    """Return the group of this rank: the processes of its node, or `size` neighbors. Every rank makes every group."""
     count = strategy.world_size
     if size is not None and (size < 1 or count % size):
         raise _wrong_state("post_local_sgd", {"subgroup_size": size}, f"a subgroup_size that divides {count} processes")
@@ -300,7 +300,7 @@ def _wrong_state(name: str, state: Any, expected: str) -> ConfigError:
 class _Feedback:
     """PowerSGD with an error feedback that survives a resume.
 
-    torch keeps what compression left out ("error feedback") by bucket, and buckets are cut anew in each run, after its
+    torch keeps what compression left out ("error feedback") by bucket, and each run forms its own buckets, after the
     first step. Here it is saved by parameter, as the mean over ranks: compression is linear in the gradients, so only
     the mean matters, and it fits any number of ranks. The first step after a resume communicates gradients and what is
     owed in full. The warm start of the approximation is drawn again.
@@ -351,7 +351,7 @@ class _Feedback:
         return {"iter": self._state.iter, "owed": owed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run stopped."""
+        """Continue where another run stopped."""
         self._state.iter = state["iter"]
         self._state.error_dict.clear()
         self._owed = {}
@@ -359,7 +359,7 @@ class _Feedback:
         self._owed = dict(state["owed"])
 
     def _by_parameter(self, errors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Cut what belongs to buckets into what belongs to parameters."""
+        """Split state of buckets into state of parameters."""
         parts = {}
         for index, error in errors.items():
             offset = 0

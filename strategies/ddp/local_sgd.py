@@ -1,4 +1,4 @@
-"""Averaging weights over ranks every few steps, for local SGD."""
+"""Local SGD: weights are averaged over ranks every few steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelAveraging:
         return {"steps": [self._steps[index] for index in sorted(self._steps)]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where another run stopped."""
+        """Continue counting where another run stopped."""
         self._steps = dict(enumerate(state_dict["steps"]))
 
 

@@ -130,7 +130,7 @@ class Replica(DistributedDataParallel):
         steps = Steps(module)
         # Not device_ids, even on CUDA: with it torch walks through the batch at every step to move what was moved.
         super().__init__(steps, **options)
-        # Beside nn.Module's own registration: these are no further submodules or parameters.
+        # Beside nn.Module's own registration: these are not further submodules or parameters.
         self.__dict__.update(
             original=module,
             steps=steps,
@@ -153,7 +153,7 @@ class Replica(DistributedDataParallel):
         self.reducer._remove_autograd_hooks()
 
     def rebuild(self, options: Mapping[str, Any]) -> None:
-        """Wrap anew, in place, after the set of trained parameters changed. On every rank: it communicates."""
+        """Wrap again, in place, after the set of trained parameters changed. On every rank: it communicates."""
         module = self.original
         self.release()
         # The ranks' weights are equal already.

@@ -1,4 +1,4 @@
-"""Data parallel training: every process holds the whole model, and gradients are averaged while backward runs."""
+"""Data parallel training: every process holds the full model, and gradients are averaged while backward runs."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class DDPStrategy(ProcessGroupStrategy):
         ddp_comm_wrapper: Compression around the hook: "fp16", "bf16", or a function hook -> hook.
         model_averaging_period: Steps between two averagings of the weights, for "post_local_sgd".
         process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start where nobody else starts them: "popen" (the command is run again), "spawn",
-            "fork", "forkserver".
+        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
+        start_method: How processes start where no other launcher starts them: "popen" (the command is run again),
+            "spawn", "fork", "forkserver".
         precision: Another name for `precision_plugin`.
         uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
             "cycle" lets the shorter ones begin again, "zero_weight" lets them take part with weight 0.
-        stall_timeout: A run in which nothing moves for so long says where every rank is; None: 5 minutes, or
+        stall_timeout: Time without progress after which every rank reports where it is; None: 5 minutes, or
             `timeout` if that is shorter.
         kwargs: For DistributedDataParallel: find_unused_parameters, static_graph, gradient_as_bucket_view,
             bucket_cap_mb, broadcast_buffers, ...
@@ -263,8 +263,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes add to the gradients of this rank only, if enabled.
 
-        The forward pass belongs into it as well. The first pass outside averages what came together. With a static
-        graph the very first pass averages all the same, which changes nothing but its cost.
+        Run the forward pass in it as well. The first pass outside averages the accumulated gradients. With a static
+        graph the very first pass averages too, which affects only its cost.
         """
         if enabled and isinstance(module, Replica) and not module.is_recording:
             context: AbstractContextManager[Any] = module.no_sync()
@@ -338,7 +338,7 @@ class DDPStrategy(ProcessGroupStrategy):
             self._averaging.load_state_dict(state_dict["averaging"])
 
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the whole state of a module, under the names of the module as the user wrote it."""
+        """Return the full state of a module, under the names of the module as the user wrote it."""
         return super().module_state_dict(self.unwrap(module))
 
     get_module_state_dict = module_state_dict
@@ -444,7 +444,7 @@ def _wrong_kwargs(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
             allowed = [one for one in known if one not in _OURS]
             problems.append(
                 (
-                    f"{name}= is no argument of it or of DistributedDataParallel{nearest(name, [*own, *allowed])}",
+                    f"{name}= is not an argument of it or of DistributedDataParallel{nearest(name, [*own, *allowed])}",
                     f"use one of {', '.join(allowed)}",
                 )
             )

@@ -1,4 +1,4 @@
-"""Norms of tensors of which each rank has a part."""
+"""Norms of tensors that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients as one vector; on every rank, where it communicates once for each axis.
 
     Args:
-        gradients: Sharded, or whole and then equal on all ranks; may be empty.
+        gradients: Sharded, or full and then equal on all ranks; may be empty.
         norm_type: Order of the norm; may be infinity.
 
     Returns:
@@ -49,11 +49,11 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def over_shards(values: Tensor, tensors: Sequence[Tensor], *, is_max: bool) -> Tensor:
-    """Return what all ranks together have counted of each tensor; on every rank, communicates once for each axis.
+    """Return the sums over all ranks of what each counted of each tensor; on every rank, communicates once per axis.
 
     Args:
-        values: Shape (len(tensors), n): what this rank has counted of its parts; of whole tensors the same everywhere.
-        tensors: What was counted: sharded, or whole.
+        values: Shape (len(tensors), n): what this rank counted of its shards; of full tensors the same everywhere.
+        tensors: What was counted: sharded, or full.
         is_max: Whether the largest counts, NaN above all; else the sum.
     """
     rows: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}

@@ -1,4 +1,4 @@
-"""Collectives on anything: tensors, numbers, and structures of them.
+"""Collectives for any data: tensors, numbers, and structures of them.
 
 Every rank must make the same calls in the same order. On the CPU each call first compares its kind, shapes and dtypes
 over the ranks (one small message): gloo would end the process without a word where they differ.
@@ -70,7 +70,7 @@ def all_reduce(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -
             is neither stays.
         group: Ranks that take part; None for all.
         reduce_op: See `op_name`. Sums and products of integers and booleans are int64, and their mean is float64 (so
-            that it is not cut to an integer); 16-bit floats are summed in float32 and have their own dtype again.
+            that it is not truncated to an integer); 16-bit floats are summed in float32 and have their own dtype again.
         device: Where numbers go.
 
     Raises:
@@ -133,22 +133,22 @@ def reduce_scatter(data: Any, *, group: Any, reduce_op: Any, device: torch.devic
     data = _to_tensors(data, device)
     _check(f"reduce_scatter with {op!r}", data, group)
 
-    # torch 2.9 to 2.12 have the earlier name only, of which 2.13 warns.
+    # torch 2.9 to 2.12 have the earlier name only; 2.13 warns of it.
     reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def scatter(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        whole = _widened(leaf, op)
-        part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
-        reduce_scatter_single(part, whole, _operation(op), group=group)
+        full = _widened(leaf, op)
+        part = full.new_empty((full.shape[0] // size, *full.shape[1:]))
+        reduce_scatter_single(part, full, _operation(op), group=group)
         return _narrowed(part, leaf.dtype, op, size)
 
     return map_leaves(data, scatter)
 
 
 def check_divides(data: Any, size: int) -> None:
-    """Refuse tensors and numbers whose dimension 0 cannot be cut into so many parts.
+    """Refuse tensors and numbers whose dimension 0 is not divisible by this number of ranks.
 
     Raises:
         ConfigError: Names each with its shape.
@@ -173,7 +173,7 @@ def all_gather(data: Any, *, group: Any, sync_grads: bool, device: torch.device)
         data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; what
             is neither stays.
         group: Ranks that take part; None for all.
-        sync_grads: Let gradients flow back: each rank gets the sum of what all ranks' losses say about its share.
+        sync_grads: Let gradients flow back: each rank gets the sum of all ranks' gradients for its tensor.
         device: Where numbers go.
 
     Raises:

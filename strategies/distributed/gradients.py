@@ -50,7 +50,7 @@ def average_tensors(
         for index in missing:
             if counts[index]:
                 gradients[index] = torch.zeros_like(parameters[index], dtype=dtype)
-    # A rank without gaps does not know of parameters that nobody has a gradient for, but it has none of these.
+    # A rank without missing gradients skips the counts: no parameter can lack its gradient on all ranks there.
     size = dist.get_world_size()
     for bucket in _buckets([gradient for gradient in gradients if gradient is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])

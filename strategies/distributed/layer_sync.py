@@ -1,4 +1,4 @@
-"""Layers whose statistics are taken over all ranks' batches."""
+"""Layers that compute their statistics over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerSync(ABC):
 
 
 class TorchSyncBatchNorm(LayerSync):
-    """Normalise with mean and variance over the batches of all ranks, by torch's SyncBatchNorm.
+    """Normalize with mean and variance over the batches of all ranks, by torch's SyncBatchNorm.
 
     torch has it for GPUs only; strategies refuse a module with such layers on another device.
     """
@@ -40,13 +40,13 @@ class TorchSyncBatchNorm(LayerSync):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Replace every batch norm, in place; parameters and statistics are shared with the user's layers."""
-        return _replaced(model, self._synchronised)
+        return _replaced(model, self._synchronized)
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Put the user's layers back, in place, with what was learned in between."""
         return _replaced(model, self._reverted)
 
-    def _synchronised(self, module: nn.Module) -> nn.Module:
+    def _synchronized(self, module: nn.Module) -> nn.Module:
         if not isinstance(module, AnyBatchNorm) or isinstance(module, nn.SyncBatchNorm):
             return module
         layer: nn.SyncBatchNorm = nn.SyncBatchNorm.convert_sync_batchnorm(module)
@@ -90,6 +90,6 @@ def check_sync_batchnorm(module: nn.Module, device: torch.device) -> None:
         raise ConfigError(
             f"torch has SyncBatchNorm for GPUs only, and {', '.join(layers[:5])}{' ...' if len(layers) > 5 else ''} "
             f"would run on {device.type!r}.",
-            fix="leave sync_batchnorm=True out (each rank then normalises over its own batch), pass accelerator='gpu', "
+            fix="leave sync_batchnorm=True out (each rank then normalizes over its own batch), pass accelerator='gpu', "
             "or use a norm that does not depend on the batch, such as GroupNorm.",
         )

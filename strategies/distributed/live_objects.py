@@ -16,7 +16,7 @@ class LiveObjects(Generic[T]):
     """Weak references in the order in which they were added.
 
     Python frees a model that is part of a reference cycle whenever its garbage collector happens to run, and that is
-    at another moment on each rank. What ranks do together must therefore never follow from iterating over this; it
+    at another moment on each rank. Collectives must therefore never follow from iterating over this; it
     may follow from `in_use`.
     """
 

@@ -1,4 +1,4 @@
-"""Which process of this machine listens on a port, for errors; Linux only, and as far as this user may see."""
+"""The process of this machine that listens on a port, for errors; Linux only, processes of this user."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ class ProcessGroupStrategy(ParallelStrategy):
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start where nobody else starts them: "popen", "spawn", "fork", "forkserver".
+        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
+        start_method: How processes start where no other launcher starts them: "popen", "spawn", "fork", "forkserver".
         precision: Another name for `precision_plugin`.
         uneven: What happens where ranks have unequally many training batches.
-        stall_timeout: A run in which nothing moves for so long says where every rank is; None: 5 minutes, or
+        stall_timeout: Time without progress after which every rank reports where it is; None: 5 minutes, or
             `timeout` if that is shorter.
         problems: (what, fix) of what the subclass found wrong with its own arguments.
 
@@ -185,5 +185,5 @@ def _duration(value: Any, default: timedelta, name: str, problems: list[tuple[st
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta():
         return value
-    problems.append((f"{name}={value!r} is no positive duration", f"pass {name} as a timedelta or in seconds"))
+    problems.append((f"{name}={value!r} is not a positive duration", f"pass {name} as a timedelta or in seconds"))
     return default

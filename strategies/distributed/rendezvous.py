@@ -1,4 +1,4 @@
-"""How processes meet: one store that all of them reach, a roll call in it, and the process group of torch.distributed.
+"""Rendezvous of processes: a store that all of them reach, a roll call in it, and torch's process group.
 
 Strategies call `connect` in `setup_environment`; launchers host the store (`host_store`); fabric/watch/ uses it.
 A process is part of one world at a time, as torch.distributed has it; what is known of it is kept here.
@@ -73,7 +73,7 @@ class _World:
     size: int
     pid: int
     must_linger: bool
-    """Whether the store ends with this process though others may need it: nobody waits for them otherwise."""
+    """Whether the store ends with this process though others may need it: then it has to wait for them."""
     is_ours: bool
     """Whether the process group was made here, and is to be destroyed here."""
 
@@ -92,7 +92,7 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
     """Open the server of a store in this process.
 
     It lives as long as the object that is returned. Opening it before the others start leaves no moment in which the
-    port is free again: port 0 takes any, and `.port` of the result says which.
+    port is free again: port 0 takes any, and see `.port` of the result.
 
     Args:
         address: A name or address of this host, as the others know it.
@@ -145,7 +145,7 @@ def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
     Rank 0 opens it, unless the launcher did before (in the same process: the very object is returned).
 
     Args:
-        cluster: Says who this process is and where the store is.
+        cluster: Knows the rank of this process and the address of the store.
         timeout: How long to wait for the server, and how long an operation may take.
 
     Raises:
@@ -161,7 +161,7 @@ def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
         return host_store(address, port, timeout)
     if port == 0:
         raise LaunchError(
-            f"rank {cluster.global_rank()} does not know where rank 0 is: there is no port.",
+            f"rank {cluster.global_rank()} does not know where rank 0 is: the port is unknown.",
             fix="set MASTER_ADDR and MASTER_PORT, the same in every process; or let torchrun, `loopwright launch` or "
             "devices= start the processes.",
         )
@@ -176,11 +176,11 @@ def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
 def _join_server(address: str, port: int, timeout_s: float, rank: int) -> TCPStore:
     """Return a connection to the store at a port where something listens.
 
-    torch tries several times, each as long as an operation may take: a program that takes connections and says nothing
-    would hold this process for a multiple of the time-out. So it tries in a thread, which is left behind then.
+    torch tries several times, each as long as an operation may take: a program that accepts connections and never
+    answers would hold this process for a multiple of the timeout. So it tries in a thread, which is left behind then.
 
     Raises:
-        LaunchError: What listens there is no store.
+        LaunchError: What listens there is not a store.
     """
     made: list[TCPStore] = []
     errors: list[RuntimeError] = []
@@ -220,7 +220,7 @@ def _stranger(address: str, port: int, rank: int, how: str) -> LaunchError:
 def _tcp_store(address: str, port: int, timeout: timedelta, *, is_master: bool) -> TCPStore:
     import torch.distributed as dist
 
-    store: TCPStore = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's types do not say so
+    store: TCPStore = dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing in torch's types
         address, port, world_size=None, is_master=is_master, timeout=timeout, wait_for_workers=False
     )
     return store
@@ -270,10 +270,10 @@ def connect(
     """Join all ranks to a process group of torch.distributed; do nothing the second time.
 
     Called by strategies in every process. Each rank first says in the store that it is there, so that those which are
-    missing have names. A group that somebody else initialised is taken as it is.
+    missing have names. A group that already exists is used as it is.
 
     Args:
-        cluster: Says who this process is and where rank 0 is.
+        cluster: Knows the rank of this process and the address of rank 0.
         backend: As `torch.distributed.init_process_group` knows it: "gloo", "nccl", "cpu:gloo,cuda:nccl".
         timeout: How long to wait for the other ranks, and how long a collective may take; None: 1800 s.
         device: The device of this process.
@@ -328,7 +328,7 @@ def connect(
             "NCCL_SOCKET_IFNAME=eth0 for nccl; and see whether a firewall closes ports between them.",
         ) from error
     _num_worlds += 1
-    # A launcher that keeps the store waits for the processes that it started; other nodes have nobody who waits.
+    # A launcher that keeps the store waits for the processes that it started; on other nodes no process waits.
     waits_for_all = base is _kept_here() and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     must_linger = not waits_for_all and (base is _kept_here() or _hosts(rank))
     _world = _World(shared, rank, size, os.getpid(), must_linger=must_linger, is_ours=True)
@@ -384,7 +384,7 @@ def _store_of_group() -> Store:
 
 
 def _call_roll(shared: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Say that this rank is here, and return when all are.
+    """Announce this rank, and return when all are here.
 
     Asks again and again rather than waiting in the store: this can be interrupted, and sees a failure at once.
     """
@@ -394,7 +394,7 @@ def _call_roll(shared: Store, rank: int, size: int, timeout_s: float) -> None:
         who = shared.compare_set(f"rank{rank}", "", here).decode()
         if who != here:
             raise LaunchError(
-                f"two processes say that they are rank {rank}: {who}, and {here}.",
+                f"two processes have rank {rank}: {who}, and {here}.",
                 fix="give each process a RANK (or NODE_RANK and LOCAL_RANK) of its own, and each run a port of its own "
                 "(MASTER_PORT).",
             )
@@ -440,7 +440,7 @@ def _incomplete(shared: Store, size: int, timeout_s: float) -> LaunchError:
     return LaunchError(
         f"{_listed(missing)} of {size} did not come within {timeout_s:g} s. Here are: {hosts}"
         f"{' and others' if len(present) > _MOST_NAMED else ''}.",
-        fix="look at what the missing ranks print. Perhaps nobody started them (is num_nodes= right, does the script "
+        fix="look at what the missing ranks print. Perhaps they were not started (is num_nodes= right, does the script "
         "run on every node, with srun or torchrun?), or they are slow: give the strategy a longer timeout=.",
     )
 
@@ -457,7 +457,7 @@ def _failed_before(said: dict[str, Any]) -> RankFailure:
     return RankFailure(
         f"rank {said['rank']} (host {said['host']}, pid {said['pid']}) failed before all ranks had met: "
         f"{said['how']}{trace}",
-        fix=f"look at what rank {said['rank']} printed; what the other ranks say only follows from it.",
+        fix=f"look at what rank {said['rank']} printed; the messages of the other ranks follow from it.",
     )
 
 
@@ -467,7 +467,7 @@ def _failed_before(said: dict[str, Any]) -> RankFailure:
 def _mark_left(world: _World) -> None:
     try:
         world.store.add("left", 1)
-    except RuntimeError:  # the store's host has gone before us: nobody counts any more
+    except RuntimeError:  # the store's host ended before us: the counter is not needed any more
         log.debug("rank %d leaves a store that is gone", world.rank)
 
 

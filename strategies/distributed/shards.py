@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part: whole ones out of them, and parts out of whole ones."""
+"""Sharded tensors: local shards, full tensors from shards, and shards from full tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "has_shards",
     "is_sharded",
     "local",
-    "own_box",
+    "local_slice",
     "read_full",
 ]
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Return whether this is a tensor of which each rank has a part. Imports nothing."""
+    """Return whether this is a sharded tensor (a DTensor). Imports nothing."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported yet means that there is none
     return module is not None and isinstance(value, module.DTensor)
 
@@ -49,38 +49,38 @@ def has_parts(tree: Any) -> bool:
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's parts, without empty ones; tensors that are not sharded come as they are.
+    """Return the local shards, without empty ones; tensors that are not sharded are returned unchanged.
 
-    The parts share memory with the tensors: what is done to them in place is done to those.
+    The shards share memory with the tensors: a change in place is one of the tensors.
     """
-    parts = [_part(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
-    return [part for part in parts if part.numel()]
+    shards = [_local(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
+    return [shard for shard in shards if shard.numel()]
 
 
-def _part(tensor: DTensor) -> Tensor:
+def _local(tensor: DTensor) -> Tensor:
     with torch.no_grad():  # else it is a new tensor with a graph
         return tensor.to_local()
 
 
-def own_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of this rank's part in the whole tensor.
+def local_slice(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of the local shard in the full tensor.
 
     Raises:
-        NotImplementedError: The part is no box: the tensor is sharded in a way that strides.
+        NotImplementedError: The local shard is not one contiguous slice: the sharding is strided.
     """
     # What torch.distributed.checkpoint asks a sharded tensor.
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
-        raise NotImplementedError(f"this rank has {len(chunks)} parts of a tensor, expected one box")
+        raise NotImplementedError(f"this rank has {len(chunks)} slices of a tensor, expected one")
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
 def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = True) -> DTensor:
-    """Return a whole tensor as one that is sharded like another; each rank reads its part only. Does not communicate.
+    """Return a full tensor sharded like another one; each rank reads its shard only. Does not communicate.
 
     Args:
         value: The same on all ranks, with the shape of `like`; in memory, or in a file and not read yet.
-        like: Says which part this rank has and on which device; its dtype does not matter.
+        like: Has the placement and the device of the result; its dtype does not matter.
         is_kept: Whether the result gets memory of its own; else it may lie in that of `value` or its file, for who
             copies it at once.
     """
@@ -88,7 +88,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
 
     if is_sharded(value):
         return value
-    offsets, sizes = own_box(like)
+    offsets, sizes = local_slice(like)
     if not all(sizes):
         part = torch.empty(like.to_local().shape, dtype=value.dtype)
     elif isinstance(value, Tensor):
@@ -96,7 +96,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
     else:
         viewed = None if is_kept else value.view_slice(offsets, sizes)
         part = value.read(offsets, sizes) if viewed is None else viewed
-    # Contiguous and with memory of its own, which `read` gives: a view would keep the whole tensor alive.
+    # Contiguous and with memory of its own, which `read` gives: a view would keep the full tensor alive.
     is_copied = is_kept and isinstance(value, Tensor)
     part = part.to(like.device, copy=is_copied, memory_format=torch.contiguous_format)
     return DTensor.from_local(
@@ -105,7 +105,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """Return the whole tensor, with memory of its own, on its device. On every rank: it communicates."""
+    """Return the full tensor, with memory of its own, on its device. On every rank: it communicates."""
     with torch.no_grad():
         result = tensor.full_tensor()
         part = tensor.to_local()
@@ -114,15 +114,15 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 def gather_full(tree: Any, *, keep: bool) -> Any:
-    """Return a structure with every sharded tensor whole, on the CPU. On every rank: it communicates.
+    """Return a structure with full tensors on the CPU in place of sharded ones. On every rank: it communicates.
 
-    One tensor at a time is whole on all ranks. Those that share memory (tied weights) still do.
+    One full tensor at a time is in the memory of all ranks. Those that share memory (tied weights) still do.
 
     Args:
-        tree: The same on all ranks, but for their parts.
+        tree: The same on all ranks, except for the local shards.
         keep: Whether this rank wants them; where not, None stands in their place.
     """
-    # The sharded tensors are kept beside the whole ones: else their memory, and with it the key, could be used again.
+    # The sharded tensors are kept beside the full ones: else their memory, and with it the key, could be used again.
     done: dict[tuple[Any, ...], tuple[DTensor, Tensor]] = {}
 
     def gather(value: Any) -> Any:
@@ -131,7 +131,7 @@ def gather_full(tree: Any, *, keep: bool) -> Any:
         full = full_tensor(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one
         if not keep:
             return None
-        part = _part(value)
+        part = _local(value)
         key = (part.data_ptr(), tuple(value.shape), value.dtype) if part.numel() else (id(value),)
         return done.setdefault(key, (value, full.cpu()))[1]
 
@@ -139,7 +139,7 @@ def gather_full(tree: Any, *, keep: bool) -> Any:
 
 
 def read_full(tree: Any) -> Any:
-    """Return a structure with every tensor that is still in a file read whole, and sharded ones left as they are."""
+    """Return a structure whose tensors in files are read in full; sharded tensors are left unchanged."""
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 
 

@@ -1,4 +1,4 @@
-"""What the user asks of FSDPStrategy, checked and in the words of torch's fully_shard.
+"""Arguments of FSDPStrategy, checked and translated to those of torch's fully_shard.
 
 The field's arguments are those of torch's older FullyShardedDataParallel; what they mean with fully_shard is said here.
 No process is needed to read them.
@@ -66,7 +66,7 @@ _REFUSED: dict[str, _Problem] = {
         "pass device_mesh=mesh['replicate', 'shard'] with the names of those axes",
     ),
 }
-# Other arguments of the strategy, for advice on misspelt ones.
+# Other arguments of the strategy, for advice on misspelled ones.
 _OTHERS = (
     "accelerator",
     "checkpoint_io",
@@ -89,8 +89,8 @@ def read_arguments(**given: Any) -> ShardingPlan:
         given: Arguments of FSDPStrategy, FullyShardedDataParallel and fully_shard by name. None is the default of each.
 
     Raises:
-        ConfigError: Arguments are unknown or cannot be honoured; every problem is named. Its parts have no full stop,
-            so that the caller can put them together with others.
+        ConfigError: Arguments are unknown or cannot be honored; every problem is named. Its parts have no period,
+            so that the caller can join them with others.
     """
     problems = [*_unknown(given)]
     notes: list[str] = []
@@ -106,7 +106,9 @@ def read_arguments(**given: Any) -> ShardingPlan:
     problems += check_policy("auto_wrap_policy", wanted["auto_wrap_policy"])
     for name in ("param_init_fn", "shard_placement_fn"):
         if wanted[name] is not None and not callable(wanted[name]):
-            problems.append((f"{name}={wanted[name]!r} is no function", f"pass {name} as a function, or leave it out"))
+            problems.append(
+                (f"{name}={wanted[name]!r} is not a function", f"pass {name} as a function, or leave it out")
+            )
     if wanted["use_orig_params"] is False:
         notes.append("use_orig_params=False has no effect: parameters are always the user's own.")
     if wanted["limit_all_gathers"] is False:
@@ -150,9 +152,9 @@ def _unknown(given: Mapping[str, Any]) -> list[_Problem]:
                 problems.append(_REFUSED[name])
         elif name not in _DEFAULTS:
             hint = nearest(name, [*_DEFAULTS, *_OTHERS])
-            problems.append((f"{name}= is no argument of it{hint}", f"use some of {', '.join(_DEFAULTS)}"))
+            problems.append((f"{name}= is not an argument of it{hint}", f"use some of {', '.join(_DEFAULTS)}"))
     if given.get("process_group") is not None and given.get("device_mesh") is not None:
-        problems.append(("process_group= and device_mesh= say the same twice", "pass device_mesh= only"))
+        problems.append(("process_group= and device_mesh= mean the same", "pass device_mesh= only"))
     return problems
 
 
@@ -210,7 +212,7 @@ def _read_mesh(given: Any, problems: list[_Problem]) -> Any:
     if isinstance(given, tuple | list) and len(given) == 2 and all(_is_count(one) for one in given):
         return (given[0], given[1])
     advice = "pass device_mesh=(copies, shards), two positive numbers, or a DeviceMesh"
-    problems.append((f"device_mesh={given!r} is no mesh", advice))
+    problems.append((f"device_mesh={given!r} is not a mesh", advice))
     return None
 
 

@@ -1,4 +1,4 @@
-"""Gradients that backward passes without synchronisation have left whole on each rank.
+"""Deferred reduction: full gradients that backward passes without synchronization have left on each rank.
 
 They wait in torch's objects beside the parameters, where neither an optimizer nor a checkpoint sees them.
 """
@@ -28,15 +28,15 @@ def forget(members: Collection[Any]) -> None:
     """Drop the gradients that wait on this rank."""
     for one in members:
         one.unsharded_accumulated_grad = None
-        whole = getattr(one, "_unsharded_param", None)
-        if whole is not None:
-            whole.grad = None
+        full = getattr(one, "_unsharded_param", None)
+        if full is not None:
+            full.grad = None
 
 
 def average(members: Sequence[Any]) -> None:
-    """Do what a synchronised backward pass does: add each rank's part of the average to the sharded gradients.
+    """Do what a synchronized backward pass does: add the local shard of the average to the sharded gradients.
 
-    On every rank: it communicates. One gradient at a time is whole a second time. One that only some ranks have counts
+    On every rank: it communicates. One gradient at a time has a second full copy. One that only some ranks have counts
     as 0 on the others.
 
     Args:
@@ -83,5 +83,5 @@ def _whole_gradient(one: Any) -> Tensor:
 
 
 def _latest(one: Any) -> Tensor | None:
-    whole = getattr(one, "_unsharded_param", None)
-    return None if whole is None else whole.grad
+    full = getattr(one, "_unsharded_param", None)
+    return None if full is None else full.grad

@@ -1,4 +1,4 @@
-"""States of whole tensors, cut as a sharded module's and its optimizer's are."""
+"""States of full tensors, sharded like a module and its optimizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["fit_module_state", "fit_optimizer_state", "fit_state_of"]
 
-# Any in this file: states, whose tensors are whole, in a file, or sharded.
+# Any in this file: states, whose tensors are full, in a file, or sharded.
 
 
 def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with tensors cut as the module's are; what does not fit stays whole, and torch complains."""
+    """Return the state with tensors sharded like the module's; what does not fit stays full, and torch raises."""
     fitted = {}
     for name, value in state.items():
         own = target.get(name)
@@ -30,11 +30,11 @@ def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dic
 
 
 def fit_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with tensors that have their parameter's shape cut as it is."""
+    """Return an optimizer's state with tensors of their parameter's shape sharded like it."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(parameters) != len(numbers):
-        return {**state}  # the optimizer says what does not fit
+        return {**state}  # the optimizer names what does not fit
     parameter_of = dict(zip(numbers, parameters, strict=True))
     entries = {
         number: fit_state_of(parameter_of[number], own) if number in parameter_of else own
@@ -44,7 +44,7 @@ def fit_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[
 
 
 def fit_state_of(parameter: Tensor, state: Any) -> Any:
-    """Return what an optimizer keeps for one parameter, cut as the parameter is."""
+    """Return what an optimizer keeps for one parameter, sharded like the parameter."""
     if not isinstance(state, Mapping):
         return state
     return {

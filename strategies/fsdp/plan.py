@@ -1,4 +1,4 @@
-"""How a module is to be sharded. Made of FSDPStrategy's arguments by fsdp_arguments.py, read by sharding.py."""
+"""`ShardingPlan`: how a module is to be sharded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MixedPrecisionPlan:
         buffer_dtype: Of floating point buffers; fully_shard casts none.
         output_dtype: What floating point outputs of every unit are cast to.
         cast_forward_inputs: Whether inputs of every unit are cast to `param_dtype`.
-        cast_root_forward_inputs: Whether inputs of the whole module are.
+        cast_root_forward_inputs: Whether inputs of the root module are.
         keep_low_precision_grads: Whether gradients were to stay in `reduce_dtype`; fully_shard casts them to the
             parameters' dtype.
         full_precision_classes: Modules to which all this was not to apply, if they were units of their own.
@@ -51,8 +51,8 @@ class ShardingPlan:
 
     Attributes:
         reshard_after_forward: Whether a unit's parameters are given back between forward and backward pass; a number:
-            they are kept by that many processes together.
-        is_hybrid: Whether there are copies, each of which is sharded.
+            that many processes share them.
+        is_hybrid: Whether there are copies that are sharded in turn.
         is_replicated: Whether every process has a copy.
         mesh: Sizes (copies, shards), or a mesh that the user made. None: all processes, by `check_mesh`.
         offload: Whether parameters, gradients and optimizer state live in the host's memory.
@@ -68,7 +68,7 @@ class ShardingPlan:
         sync_module_states: Whether all ranks begin with rank 0's values.
         param_init_fn: Fills a module that was built on the meta device; None: the module's own way.
         ignored: Modules and parameters that are not sharded.
-        shard_placement_fn: Says along which dimension a parameter is cut; None: the first one.
+        shard_placement_fn: Chooses the dimension along which a parameter is sharded; None: the first one.
         state_dict_type: "full" or "sharded"; None: whoever saves decides.
         notes: What was accepted and has no effect, or another one than with FullyShardedDataParallel; as sentences.
     """
@@ -109,7 +109,7 @@ def check_mesh(plan: ShardingPlan, world_size: int, num_nodes: int = 1) -> tuple
         num_nodes: Number of machines; without a mesh, "HYBRID_SHARD" has one copy on each.
 
     Raises:
-        ConfigError: There are not as many processes as the mesh has places, or they cannot be cut as asked for.
+        ConfigError: There are not as many processes as the mesh has entries, or they are not divisible as requested.
     """
     if plan.is_replicated and plan.mesh is None:
         copies, shards = world_size, 1

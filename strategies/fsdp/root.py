@@ -1,7 +1,7 @@
-"""What stands around a module whose parameters are sharded.
+"""`ShardedRoot`: the wrapper of a module whose parameters are sharded.
 
 It is torch's root of sharding: its forward takes the function to run, so that any step of the user's module runs while
-the parameters outside of all units are whole. No method of the user's module is swapped, and `self(x)` within a step
+the parameters outside of all units are gathered. No method of the user's module is swapped, and `self(x)` within a step
 is a plain call.
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Any in this file: what the user's steps take and return.
 
 ROOT = "_loopwright_root"
-"""Under this name the user's module knows its root, beside its submodules: a later run goes on with it."""
+"""Attribute of the user's module that holds its root, beside its submodules: a later run continues with it."""
 
 # Of torch's FSDPParamGroup.
 _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
@@ -60,15 +60,15 @@ class ShardedRoot(nn.Module):
 
     Attributes:
         names: The parameters of the module that were sharded, or replicated, or ignored.
-        replicated: Parameters that are whole on every rank, because they cannot be sharded.
+        replicated: Parameters that every rank has in full, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         is_synchronized: Whether the next backward pass averages gradients.
         unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
         has_deferred: Whether there may be gradients that no backward pass has averaged yet.
         reached: Set when a backward pass went through this module, until the gradients of `replicated` are averaged;
             never where there are none, or `is_by_parts`.
-        is_by_parts: Whether the user's module is not run as a whole (manual optimization): each of its children is
-            sharded for itself, and this object does nothing.
+        is_by_parts: Whether the children of the user's module are run separately (manual optimization): each of them is
+            sharded by itself, and this object does nothing.
     """
 
     replicated: tuple[nn.Parameter, ...] = ()
@@ -109,7 +109,7 @@ class ShardedRoot(nn.Module):
         return loss_tensor(output)
 
     def replicate(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember parameters that are whole on every rank, and note each backward pass that comes to them."""
+        """Remember parameters that every rank has in full, and note each backward pass that comes to them."""
         self.replicated = tuple(parameters)
         for one in self.replicated:
             if one.requires_grad and not self.is_by_parts:
@@ -127,13 +127,13 @@ class ShardedRoot(nn.Module):
         self.unfilled = {name: (parameters[name], _version(parameters[name])) for name in names}
 
     def check_values(self) -> None:
-        """Warn of parameters that nobody has given values since; what is done through `.data` leaves no trace."""
+        """Warn of parameters that have got no values since; what is done through `.data` leaves no trace."""
         left = [name for name, (one, version) in self.unfilled.items() if _version(one) == version]
         self.unfilled = {}
         if left:
             logger.warning(
                 "%s runs with parameters that have no values: %s%s. It was built with empty_init=True, which leaves "
-                "them to a checkpoint, and none was loaded. To initialise them, leave empty_init out",
+                "them to a checkpoint, and none was loaded. To initialize them, leave empty_init out",
                 type(self.module).__name__,
                 ", ".join(left[:5]),
                 " ..." if len(left) > 5 else "",
@@ -149,7 +149,7 @@ class ShardedRoot(nn.Module):
         return output if loss is None or loss_tensor(output) is loss else replace_loss(output, loss)
 
     def set_sync(self, enabled: bool) -> None:
-        """Let backward passes average gradients, or add to whole ones on this rank only."""
+        """Let backward passes average gradients, or defer the reduction and add to full gradients on this rank."""
         self.is_synchronized = enabled
         self.has_deferred = self.has_deferred or not enabled
         for unit in units_of(self):
@@ -160,13 +160,13 @@ class ShardedRoot(nn.Module):
         return self.has_deferred and any(holds_gradient(one) for one in self._members(parameters))
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average what passes without synchronisation left for these parameters. On every rank: it communicates."""
+        """Average the gradients of these parameters whose reduction was deferred. On every rank: it communicates."""
         if self.has_deferred:
             average(self._members(parameters))
             self.has_deferred = self.waits_for_average()
 
     def discard_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Drop gradients of these parameters, None: of all, that were not averaged yet; end a broken-off pass."""
+        """Discard gradients of these parameters, None: of all, that were not averaged yet; end a broken-off pass."""
         forget(self._members(parameters))
         self.has_deferred = parameters is not None and self.waits_for_average()
         reshard(self)
@@ -204,7 +204,7 @@ class ShardedRoot(nn.Module):
 
 
 def _version(parameter: Tensor) -> int:
-    # A sharded parameter is changed as a whole, or in this rank's part.
+    # A sharded parameter is changed through the DTensor, or through its local shard.
     return parameter._version + (parameter._local_tensor._version if is_sharded(parameter) else 0)
 
 
@@ -227,11 +227,11 @@ def run_empty(root: ShardedRoot) -> None:
 
 
 def reshard(root: ShardedRoot) -> None:
-    """Give back whole parameters that a pass without a backward pass has left, and forget its order.
+    """Free full parameters that a pass without a backward pass has left, and forget its order.
 
     torch (2.9 to 2.13) notes in which order units are left and gathers them ahead in the reverse one, until a backward
     pass has ended. What an evaluation has noted would be gathered ahead in the next step too: only on those ranks that
-    had batches to evaluate, so that the others would wait for ever.
+    had batches to evaluate, so that the others would wait forever.
     """
     for unit in units_of(root):
         unit.reshard()
@@ -241,7 +241,7 @@ def reshard(root: ShardedRoot) -> None:
 
 
 def groups_of(unit: Any) -> list[Any]:  # Any: torch's own, without a public name
-    """Return a unit's groups of parameters that are gathered together; the root may have none."""
+    """Return a unit's groups of parameters that are gathered at once; the root may have none."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and older have one group
     return list(groups) if groups is not None else [one for one in [state._fsdp_param_group] if one is not None]

@@ -1,4 +1,4 @@
-"""How a module becomes sharded: unit by unit, so that no process ever holds all of it."""
+"""Sharding of a module, unit by unit, so that no process ever holds all of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shard(
 ) -> ShardedRoot:
     """Shard a module's parameters in place and return what runs it. On every rank: it communicates.
 
-    Each unit is given values if it has none, takes over rank 0's, and is cut; then the next one comes.
+    Each unit is given values if it has none, takes over rank 0's, and is sharded before the next one.
 
     Args:
         module: The user's module, the same on all ranks; on the CPU, on the device, or on the meta device.
@@ -55,10 +55,10 @@ def shard(
         device: Where this process computes.
         precision: Dtypes of parameters, products and reductions.
         is_by_parts: Whether the module's children are run one by one, and not the module itself.
-        is_rank_zero: Whether to say what was chosen.
+        is_rank_zero: Whether to log what was chosen.
 
     Raises:
-        ModuleError: The module cannot be sharded, or values of it are missing; says which.
+        ModuleError: The module cannot be sharded, or values of it are missing; names them.
     """
     _check(module)
     ignored = plan.find_ignored(module)
@@ -122,7 +122,7 @@ def shard(
 
 
 def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let `load_state_dict` take whole tensors, which are the same on all ranks. Does not communicate."""
+    """Let `load_state_dict` take full tensors, which are the same on all ranks. Does not communicate."""
     for name, parameter in owner._parameters.items():
         value = state.get(prefix + name)
         if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -130,7 +130,7 @@ def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 
 
 def _check_values(module: nn.Module) -> None:
-    """Refuse what the user sharded before it had values: there is nobody who could give it any."""
+    """Refuse parameters that the user sharded before they had values: nothing can fill them."""
     empty = [name for name, one in module.named_parameters() if is_sharded(one) and one.to_local().is_meta]
     if empty:
         raise ModuleError(
@@ -211,7 +211,7 @@ def _settings(
 ) -> dict[str, Any]:  # Any: arguments of fully_shard
     settings: dict[str, Any] = {
         "mesh": mesh,
-        # None: kept whole for the outermost module only, which the backward pass needs first.
+        # None: kept gathered for the outermost module only, which the backward pass needs first.
         "reshard_after_forward": None if plan.reshard_after_forward is True else plan.reshard_after_forward,
         "mp_policy": _mixed_precision(plan, precision, device),
     }

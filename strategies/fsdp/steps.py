@@ -1,4 +1,4 @@
-"""What runs a step of the user's on a module whose parameters are sharded."""
+"""Callables that run the user's steps on a module whose parameters are sharded."""
 
 from __future__ import annotations
 

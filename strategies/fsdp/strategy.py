@@ -1,4 +1,4 @@
-"""Sharded training: every process holds a part of each parameter, its gradient and its optimizer state.
+"""Fully sharded training: every process holds a shard of each parameter, its gradient and its optimizer state.
 
 The engine is torch's `fully_shard`.
 """
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 
 # Any in this file: what users give for torch's own types, and what their steps take and return.
 
-# Optimizers whose arithmetic needs whole parameters, with what is wrong.
-_NEEDS_WHOLE = {
-    "Adafactor": "it changes norms over a whole parameter in place",
+# Optimizers whose arithmetic needs full parameters, with the reason.
+_NEEDS_FULL = {
+    "Adafactor": "it changes norms over a full parameter in place",
     "LBFGS": "it computes with all parameters as one vector",
     "SparseAdam": "it needs sparse gradients",
     "ZeroRedundancyOptimizer": "it shards optimizer state by itself",
-    "PostLocalSGDOptimizer": "it averages whole parameters",
+    "PostLocalSGDOptimizer": "it averages full parameters",
 }
 
 
 class FSDPStrategy(ProcessGroupStrategy):
-    """Several processes that share one copy of the model, on any kind of device.
+    """Several processes with one sharded copy of the model, on any kind of device.
 
-    Before a unit of the model (a block, say) runs, its parameters are gathered; afterwards they are given back. The
+    Before a unit of the model (a block, say) runs, its parameters are gathered; afterwards they are freed. The
     backward pass leaves each process with its share of the averaged gradients, and the optimizer steps that share. For
     models and optimizers that do not fit one device; also for saving memory with those that do.
 
@@ -63,7 +63,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: A rank that waits longer than this for another one fails; a timedelta or seconds. None: 30 minutes.
+        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
         cpu_offload: Keep parameters, gradients and optimizer state in the host's memory; True, False, or torch's
             CPUOffload or CPUOffloadPolicy.
         mixed_precision: Torch's MixedPrecision or MixedPrecisionPolicy in the place of what follows from `precision=`.
@@ -72,7 +72,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,
             classes, or a function of a module.
         activation_checkpointing_policy: Another name for it.
-        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole between forward and backward pass;
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters gathered between forward and backward pass;
             "HYBRID_SHARD" shards within a group and has copies over the groups (by default a node is a group);
             "NO_SHARD" has a copy on every process.
         state_dict_type: "full": one file, written by rank 0; "sharded": a folder, written by all ranks. None: "full" in
@@ -85,14 +85,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         param_init_fn: Fills the parameters of a module that was built on the meta device.
         sync_module_states: Begin with rank 0's values on all ranks. None is True.
         precision: Another name for `precision_plugin`.
-        start_method: How processes start where nobody else starts them: "popen", "spawn", "fork", "forkserver".
+        start_method: How processes start where no other launcher starts them: "popen", "spawn", "fork", "forkserver".
         uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
             "cycle" lets the shorter ones begin again.
-        stall_timeout: A run in which nothing moves for so long says where every rank is.
+        stall_timeout: Time without progress after which every rank reports where it is.
         kwargs: Further arguments of torch's fully_shard and FullyShardedDataParallel: ignored_modules, ...
 
     Raises:
-        ConfigError: An argument is unknown or cannot be honoured; every problem is named.
+        ConfigError: An argument is unknown or cannot be honored; every problem is named.
     """
 
     strategy_name = "fsdp"
@@ -214,7 +214,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
         """Return why gradients cannot be summed in this dtype, and the remedy; see `Strategy.accumulation_refusal`."""
         if self.plan.mixed_precision is not None:
-            return "its mixed_precision= says the dtypes", "pass reduce_dtype=torch.float32 there"
+            return "its mixed_precision= sets the dtypes", "pass reduce_dtype=torch.float32 there"
         return super().accumulation_refusal(dtype)
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return a context in which a module is built without memory; `setup_module` gives it values unit by unit.
 
         Args:
-            empty_init: True: values will be loaded from a checkpoint, nothing is initialised. None: they will be those
-                that the module's constructors gave it, bit for bit. False builds it whole, on the CPU.
+            empty_init: True: values will be loaded from a checkpoint, nothing is initialized. None: they will be those
+                that the module's constructors gave it, bit for bit. False builds the full module on the CPU.
         """
         if empty_init is False:
             yield
@@ -252,7 +252,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         A module that is sharded already is run as it is.
 
         Raises:
-            ModuleError: The ranks built different modules, or the module cannot be sharded; says why.
+            ModuleError: The ranks built different modules, or the module cannot be sharded; gives the reason.
         """
         from .root import root_of
 
@@ -305,14 +305,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             raise ModuleError(
                 f"{type(root.module).__name__} is sharded over {theirs} already, and this strategy's processes are "
                 f"{mine}.",
-                fix="build the module anew and load its weights from a checkpoint.",
+                fix="build the module again and load its weights from a checkpoint.",
             )
         new = [name for name, _ in root.module.named_parameters() if name not in root.names]
         if new:
             raise ModuleError(
                 f"{type(root.module).__name__} was sharded in an earlier run, and has got parameters since: "
                 f"{', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
-                fix="build all of the module before its first run; or build it anew, with them, and load its weights "
+                fix="build all of the module before its first run; or build it again, with them, and load its weights "
                 "from a checkpoint.",
             )
 
@@ -324,15 +324,15 @@ class FSDPStrategy(ProcessGroupStrategy):
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that no backward pass averaged; see `Strategy.average_gradients`.
 
-        Those of parameters that are whole on every rank, and of sharded ones what passes under `no_backward_sync` left.
+        Those of replicated parameters, and those of sharded parameters whose reduction was deferred.
         """
         if self.world_size == 1:
             return
-        whole = [one for one in parameters if not is_sharded(one)]
-        if whole:
+        replicated = [one for one in parameters if not is_sharded(one)]
+        if replicated:
             from ..distributed.gradients import average_gradients
 
-            average_gradients(whole)
+            average_gradients(replicated)
         for root in self._roots:
             root.average_gradients(parameters)
 
@@ -352,13 +352,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return the optimizer, with sharded parameters in the place of those that were replaced.
 
         Raises:
-            ConfigError: It needs whole parameters.
+            ConfigError: It needs full parameters.
             ModuleError: It has state for a parameter that was replaced and that does not fit the sharded one.
         """
         name = type(optimizer).__name__
-        if name in _NEEDS_WHOLE:
+        if name in _NEEDS_FULL:
             raise ConfigError(
-                f"{name} cannot be used with {type(self).__name__}: {_NEEDS_WHOLE[name]}.",
+                f"{name} cannot be used with {type(self).__name__}: {_NEEDS_FULL[name]}.",
                 fix="use an optimizer that computes element by element, such as AdamW or SGD; or strategy='ddp'.",
             )
         for group in optimizer.param_groups:
@@ -413,14 +413,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         from .root import ShardedRoot, run_empty
 
         roots = [module] if module is not None else self._roots.in_use()
-        # A loop by hand may have set up modules that it does not evaluate.
+        # A hand-written loop may have set up modules that it does not evaluate.
         evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
         for root in evaluated or roots[:1]:
             if isinstance(root, ShardedRoot):
                 run_empty(root)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes add to whole gradients on this rank only, if enabled."""
+        """Return a context in which backward passes add to full gradients on this rank only, if enabled."""
         from .root import ShardedRoot
 
         is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
@@ -447,13 +447,13 @@ class FSDPStrategy(ProcessGroupStrategy):
                 self.average_gradients(root.replicated)
 
     def discard_gradients(self, module: nn.Module | None) -> None:
-        """Forget gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
+        """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
         for root in self._roots:
             if root.has_deferred and module in (None, root):
                 root.discard_gradients()
 
     def discard_gradients_of(self, optimizer: Optimizer) -> None:
-        """Forget those of the optimizer's parameters; another optimizer's window goes on."""
+        """Discard those of the optimizer's parameters; another optimizer's window continues."""
         for root in self._roots:
             if root.has_deferred:
                 root.discard_gradients(_parameters(optimizer))
@@ -475,7 +475,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return super().optimizer_step(optimizer, closure)
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return this rank's parts of tensors, sharing their memory, without empty ones."""
+        """Return the local shards of tensors, sharing their memory, without empty ones."""
         return local(tensors)
 
     def clip_gradients_norm(
@@ -507,11 +507,11 @@ class FSDPStrategy(ProcessGroupStrategy):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def saves_shards(self, default: str) -> bool:
-        """Return whether all ranks write checkpoints, each its own parts; `default` where the user is silent."""
+        """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
         return (self.plan.state_dict_type or default) == "sharded"
 
     def gather_state(self, state: Any) -> Any:
-        """Return a state with whole tensors on rank 0's CPU; None stands for them elsewhere. On every rank."""
+        """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
         return gather_full(state, keep=self.is_global_zero)
 
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -521,7 +521,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     get_module_state_dict = module_state_dict
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
-        """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        """Load a state of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         original = self.unwrap(module)
         return super().load_module_state_dict(
             original, fit_module_state(super().module_state_dict(original), state), strict
@@ -530,7 +530,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def load_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
     ) -> None:
-        """Put back a state of whole tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        """Load a state of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         super().load_optimizer_state(optimizer, fit_optimizer_state(optimizer, state), module)
 
 

@@ -175,7 +175,7 @@ def _same_rank(rank: int, size: int) -> str:
 
 def test_two_processes_with_one_rank_are_named() -> None:
     messages = run_ranks(_same_rank, 2, connect=False)
-    assert sum("two processes say that they are rank 0" in message for message in messages) == 1
+    assert sum("two processes have rank 0" in message for message in messages) == 1
 
 
 def _other_size(rank: int, size: int) -> str:

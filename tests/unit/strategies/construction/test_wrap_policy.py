@@ -200,8 +200,8 @@ def test_a_shared_parameter_keeps_its_owners_together() -> None:
     chosen = choose_units(Model(tied=True), {nn.Embedding, nn.Linear, Block})
     assert [name for name, _ in chosen.units] == NESTED
     assert [note.split(":")[0] for note in chosen.notes] == [
-        "embed is no unit of its own",
-        "head is no unit of its own",
+        "embed is not a unit",
+        "head is not a unit",
     ]
     # A unit that has all of its owners is one.
     assert names(nn.Sequential(Model(tied=True), Model()), {Model, nn.Embedding}) == ["0", "1.embed", "1"]
@@ -235,8 +235,8 @@ def test_wrong_policies_are_named_with_advice() -> None:
         return bool(extra)
 
     for policy, words in [
-        (3, ["auto_wrap_policy=3 is no policy", "set of classes"]),
-        (nn.Linear(1, 1), ["is no policy"]),
+        (3, ["auto_wrap_policy=3 is not a policy", "set of classes"]),
+        (nn.Linear(1, 1), ["is not a policy"]),
         ({Block, 3, None}, ["holds 3, None, no class"]),
         (two, ["auto_wrap_policy=two takes more than the module"]),
         (wrap.lambda_auto_wrap_policy, ["lacks lambda_fn", "functools.partial(lambda_auto_wrap_policy, lambda_fn=)"]),
@@ -253,7 +253,9 @@ def test_wrong_policies_are_named_with_advice() -> None:
 
 
 def test_notes_say_what_a_policy_did_not_do() -> None:
-    assert choose_units(Model(), {"Block", "Blok"}).notes == ["auto_wrap_policy= names 'Blok', which is no class here."]
+    assert choose_units(Model(), {"Block", "Blok"}).notes == [
+        "auto_wrap_policy= names 'Blok', which is not a class of a submodule."
+    ]
     assert choose_units(Model(), lambda module: False).notes == ["auto_wrap_policy= chooses no module of Model."]
     bare = choose_units(meta(lambda: Model(Wide)), wrap.transformer_auto_wrap_policy)
     assert [name for name, _ in bare.units] == BLOCKS

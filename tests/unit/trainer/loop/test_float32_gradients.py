@@ -150,7 +150,7 @@ def test_impossible_pairs_are_refused() -> None:
         ({"grad_accumulation_dtype": "bf16"}, "grad_accumulation_dtype='bf16'"),
         ({"strategy": "dp", "devices": 2}, "DataParallelStrategy: torch adds up"),
         ({"strategy": DDPStrategy(ddp_comm_hook="bf16"), "devices": 2}, "ddp_comm_hook"),
-        ({"strategy": FSDPStrategy(mixed_precision=_policy()), "devices": 2}, "mixed_precision= says"),
+        ({"strategy": FSDPStrategy(mixed_precision=_policy()), "devices": 2}, "mixed_precision= sets"),
     ):
         with pytest.raises(ConfigError, match=reason):
             quiet(**{"grad_accumulation_dtype": "float32", **options})
