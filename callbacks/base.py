@@ -1,4 +1,4 @@
-"""The base of every callback: all hooks, doing nothing. trainer/lifecycle.py calls what a subclass overrides."""
+"""`Callback`, the base class of callbacks, with every hook; and `Checkpoint`, the base of those that save."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ AnyModule: TypeAlias = Any  # lw.Module or any nn.Module that trains; Any, so th
 class Callback:
     """Take part in a run without changing the module: override the hooks of interest.
 
-    With several ranks, whatever a hook decides by a file, a clock or a metric of this rank alone is to be decided on
-    rank 0 for all (`trainer.strategy.broadcast`), and a hook that communicates has to do so on every rank.
+    With several ranks, a decision that depends on a file, a clock or a metric of one rank must be made on rank 0 and
+    broadcast (`trainer.strategy.broadcast`). A hook that communicates must do so on every rank.
 
     Hooks run on every rank, in the order in which callbacks were given to the Trainer, before the module's hook of the
     same name. What they return is ignored. A hook that is not overridden costs nothing.
 
     Attributes:
-        replaces_weights: True for callbacks that put other weights into the module for a while (EMA): their
-            `on_save_checkpoint` puts the trained ones into every checkpoint, also into one with weights only.
-        runs_first: True for callbacks that settle what others rely on (the tuner's: batch size, learning rate): the
-            Trainer puts them in front of its list.
-        changes_weights: True for built-in callbacks whose `on_train_epoch_end` changes weights; of others that is not
-            known, and the Trainer compares.
-        runs_last: True for callbacks whose hooks run after the module's and after metrics and loggers, at every event.
-        hears_every_step: True for callbacks whose `on_train_batch_end` is called at the end of every step, also on a
-            rank that has no batch there, with None for outputs and batch. Otherwise such a rank leaves the hook out.
+        replaces_weights: Whether the callback temporarily replaces the module's weights (EMA). Its `on_save_checkpoint`
+            then puts the trained weights into every checkpoint, including those with weights only.
+        runs_first: Whether the callback comes before all others, because they depend on what it sets (batch size,
+            learning rate).
+        changes_weights: Whether `on_train_epoch_end` of this built-in callback changes weights. For other callbacks
+            the Trainer compares the weights.
+        runs_last: Whether the hooks run after those of the module, of metrics and of loggers, at every event.
+        hears_every_step: Whether `on_train_batch_end` is also called on a rank without a batch, with None for outputs
+            and batch. Otherwise such a rank skips the hook.
     """
 
     runs_first: bool = False
@@ -51,7 +51,7 @@ class Callback:
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: Any) -> str:  # Any: constructor arguments
-        """Return a key made of the class and of the arguments that tell instances apart."""
+        """Return a key made of the class name and of the arguments that distinguish instances."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
     def state_dict(self) -> StateDict:
@@ -59,13 +59,13 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put back what `state_dict` returned. Called after `setup`, before the optimizers exist."""
+        """Restore what `state_dict` returned. Called after `setup`, before the optimizers exist."""
 
     def forget_run(self) -> None:
-        """Forget what belongs to the run of another Trainer: counts, scores, averages, steps that were seen.
+        """Reset what belongs to the run of another Trainer: counts, scores, averages, steps.
 
-        Called at the beginning of a fit if the last one was another Trainer's, as in k-fold training with one callback;
-        before a checkpoint is put back. Built-in callbacks are then as new; one of yours keeps all unless it says so.
+        Called at the beginning of a fit if the last fit belonged to another Trainer, as in k-fold training with one
+        callback, and before a checkpoint is restored. The default keeps everything; built-in callbacks reset.
         """
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
@@ -200,7 +200,7 @@ class Callback:
         """After a backward; gradients are sums over the window so far and may still carry a loss scale."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Before clipping and the optimizer's step; gradients are those of the whole window, unscaled."""
+        """Before clipping and the optimizer's step; gradients are those of the full window, unscaled."""
 
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """When a run fails or is interrupted; the exception is raised again afterwards."""
@@ -209,14 +209,14 @@ class Callback:
         """While a checkpoint is collected; it may be changed in place."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Before the callbacks' states are put back from a checkpoint."""
+        """Before the callbacks' states are restored from a checkpoint."""
 
 
 def from_rank_zero(trainer: Trainer, decide: Callable[[], R]) -> R:
     """Return what the function returns on rank 0, on every rank; an error of rank 0 is raised on every rank.
 
-    For what depends on files, clocks or chance. Called on every rank at the same place, because it communicates. With
-    one process, and on a rank that is alone after an error, the function is simply called.
+    For decisions that depend on files, clocks or random numbers. It communicates: call it on every rank at the same
+    place. With one process, and on a rank that is alone after an error, the function is called directly.
     """
     if not trainer.ranks_answer:
         return decide()

@@ -1,4 +1,4 @@
-"""Finds the batch size at the beginning of a verb. The search itself is the tuner's (tuner/batch_size.py)."""
+"""`BatchSizeFinder`: the batch-size search (tuner/batch_size.py) as a callback."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ _log = logging.getLogger(__name__)
 
 
 class BatchSizeFinder(Callback):
-    """Search for the largest batch size that fits into memory, when a verb begins, and use it.
+    """Search for the largest batch size that fits into memory at the start of fit, validate, test or predict.
 
-    The search runs copies and leaves nothing behind. A resumed training takes the size that the first run found; each
-    validate, test and predict searches for itself. To search at other moments of fit, override
-    `on_train_epoch_start` and call `scale_batch_size` there.
+    The search trains copies and leaves no trace. A resumed fit uses the size that the first run found. To search at
+    other moments of fit, override `on_train_epoch_start` and call `scale_batch_size` there.
 
     Args:
-        mode: "power" doubles until memory is used up; "binsearch" then halves the gap.
-        steps_per_trial: Steps of each trial.
-        init_val: First size.
-        max_trials: Most sizes to try.
-        batch_arg_name: Attribute or hyperparameter of module or data module with which their loaders are built.
-        margin: "binsearch": share of the size found that is left free, where memory was the limit.
-        max_val: Largest size to try; the number of samples is another bound.
-        keep_global_batch: Whether a step shall have as many samples as before: the size divides the present one times
-            `accumulate_grad_batches`, which is raised accordingly. Training is then the same, but for rounding.
+        mode: "power" doubles the size until memory is exhausted; "binsearch" then bisects.
+        steps_per_trial: Number of steps of each trial.
+        init_val: First batch size.
+        max_trials: Maximum number of sizes to try.
+        batch_arg_name: Name of the attribute or hyperparameter that the loaders read their batch size from.
+        margin: For "binsearch", fraction of the found size that is left free if memory was the limit.
+        max_val: Largest size to try; the number of samples is another limit.
+        keep_global_batch: Whether the number of samples per step stays the same. The size then divides the current
+            one times `accumulate_grad_batches`, which is increased accordingly; results differ by rounding only.
 
     Attributes:
-        optimal_batch_size: What was found; `init_val` before.
+        optimal_batch_size: The found size; `init_val` before the search.
 
     Raises:
-        ConfigError: The arguments make no sense; when the verb begins: loaders were passed to it, no such attribute,
-            or nothing fits.
+        ConfigError: An argument is invalid. At the start: loaders were passed directly, the attribute does not exist,
+            or no size fits.
     """
 
     SUPPORTED_MODES = ("power", "binsearch")
@@ -72,23 +71,23 @@ class BatchSizeFinder(Callback):
 
     @property
     def state_key(self) -> str:
-        """Depends on the attribute."""
+        """Name of the state in a checkpoint: the attribute distinguishes instances."""
         return self._generate_state_key(batch_arg_name=self._search.batch_arg_name)
 
     def state_dict(self) -> StateDict:
-        """Return what fit searched for and found."""
+        """Return the result of the search."""
         if not self._has_searched:
             return {}
         return {"optimal_batch_size": self.optimal_batch_size, "accumulate_grad_batches": self._accumulate}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take over what an earlier run found."""
+        """Restore the result of an earlier run."""
         self.optimal_batch_size = state_dict["optimal_batch_size"]
         self._accumulate = state_dict["accumulate_grad_batches"]
         self._has_searched = True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
-        """Set the size that the saved run found, before loaders are opened: their positions are counted by it."""
+        """Set the size that the saved run found, before the loaders are opened."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn == "fit" and state:
             self.load_state_dict(state)

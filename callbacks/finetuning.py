@@ -1,4 +1,4 @@
-"""Fine-tuning: train a part of the module first, and more of it later. Built by users.
+"""Fine-tuning: callbacks that train a part of the module first and unfreeze more of it later.
 
 A frozen parameter that is unfrozen gets a parameter group of its own. A resumed run has the same groups again before
 the optimizer's state is put back.
@@ -66,7 +66,7 @@ class BaseFinetuning(Callback):
         self._counts: dict[int, int] = {}  # of the groups that configure_optimizers made
         self._untracked: list[str] = []  # batch norms whose running statistics are frozen
         self._is_resumed = False
-        self._pending: dict[int, Any] = {}  # whole states of optimizers whose groups are still to be added
+        self._pending: dict[int, Any] = {}  # full states of optimizers whose groups are still to be added
 
     # --- what subclasses define ------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class BaseFinetuning(Callback):
             train_bn: False leaves parameters of batch norms out of the group.
         """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        # Batch norms, say, that were never frozen: they stay where they are, and nobody has to be warned of it.
+        # Batch norms, say, that were never frozen: they stay in their group, without a warning.
         trained = {id(parameter) for parameter in BaseFinetuning.filter_params(modules)} & known
         BaseFinetuning.make_trainable(modules)
         first = optimizer.param_groups[0]

@@ -1,4 +1,4 @@
-"""How many micro-batches make a step, by epoch."""
+"""`GradientAccumulationScheduler`: the number of micro-batches per step, by epoch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class GradientAccumulationScheduler(Callback):
     """Change the number of micro-batches per optimizer step at given epochs.
 
     Args:
-        scheduling: Epoch (from 0) -> micro-batches per step from this epoch on. Before the first epoch named: 1.
+        scheduling: Epoch (from 0) -> micro-batches per step from this epoch on; 1 before the first of these epochs.
 
     Attributes:
-        scheduling: The same, with epoch 0.
+        scheduling: The argument, with epoch 0.
         epochs: Its epochs in ascending order.
 
     Raises:
@@ -43,7 +43,7 @@ class GradientAccumulationScheduler(Callback):
         if wrong:
             raise ConfigError(
                 f"GradientAccumulationScheduler: scheduling has {', '.join(wrong)}.",
-                fix="epochs are whole numbers from 0, micro-batches per step are whole numbers from 1.",
+                fix="epochs are integers from 0, micro-batches per step are integers from 1.",
             )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
@@ -58,7 +58,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[self.epochs[bisect_right(self.epochs, epoch) - 1]]
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Refuse combinations that cannot work, before anything runs."""
+        """Refuse invalid combinations before anything runs."""
         if stage != "fit":
             return
         if getattr(pl_module, "automatic_optimization", True) is False:

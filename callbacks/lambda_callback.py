@@ -1,4 +1,4 @@
-"""A callback made of functions. Built by users, for a hook that needs no class."""
+"""`LambdaCallback`: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LambdaCallback(Callback):
     """Call the given functions at the hooks of these names.
 
     Args:
-        **hooks: A function per hook of `Callback`; it gets the hook's arguments, `trainer, pl_module` first. None is
-            the same as leaving the hook out.
+        **hooks: Functions by name of the hook; each receives the hook's arguments, `trainer, pl_module` first. None
+            leaves the hook out.
 
     Raises:
-        ConfigError: A name is no hook, or a value cannot be called; all of them are named.
+        ConfigError: A name is not a hook, or a value is not callable; names all of them.
 
     Example:
         ``LambdaCallback(on_train_end=lambda trainer, module: print(trainer.global_step))``

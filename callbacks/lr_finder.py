@@ -1,4 +1,4 @@
-"""Finds the learning rate at the beginning of fit. The search itself is the tuner's (tuner/lr_find.py)."""
+"""`LearningRateFinder`: the learning-rate search (tuner/lr_find.py) as a callback."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _log = logging.getLogger(__name__)
 class LearningRateFinder(Callback):
     """Search for a learning rate when fit begins, and train with it.
 
-    The search trains a copy and leaves nothing behind. It is done once per training: a resumed run takes the rate that
-    the first one found. To search at other moments, override `on_train_epoch_start` and call `lr_find` there.
+    The search trains a copy and leaves no trace. A resumed run uses the rate that the first run found. To search at
+    other moments, override `on_train_epoch_start` and call `lr_find` there.
 
     Args:
-        min_lr: First rate of the search.
-        max_lr: Last rate.
-        num_training_steps: Optimizer steps of the search.
-        mode: "exponential" or "linear".
-        early_stop_threshold: Stop when the smoothed loss is so many times the lowest; None never stops early.
-        update_attr: Whether to train with the suggestion: the attribute or hyperparameter is set, and optimizers and
-            schedules are made from it.
-        attr_name: Name of the attribute; "" takes `lr` or `learning_rate`.
+        min_lr: First learning rate of the search.
+        max_lr: Last learning rate of the search.
+        num_training_steps: Number of optimizer steps of the search.
+        mode: How the rate increases, "exponential" or "linear".
+        early_stop_threshold: Multiple of the lowest smoothed loss at which the search stops; None: never.
+        update_attr: Whether to train with the suggested rate: the attribute or hyperparameter is set before
+            optimizers and schedules are created.
+        attr_name: Name of the attribute or hyperparameter; "" uses `lr` or `learning_rate`.
 
     Attributes:
-        optimal_lr: The curve, with its suggestion; None before the search.
+        optimal_lr: The loss curve with its suggestion; None before the search.
 
     Raises:
-        ConfigError: The arguments make no sense; at the start of fit: several optimizers, or no such attribute.
+        ConfigError: An argument is invalid. At the start of fit: several optimizers, or the attribute is missing.
     """
 
     SUPPORTED_MODES = ("linear", "exponential")
@@ -72,17 +72,17 @@ class LearningRateFinder(Callback):
 
     @property
     def state_key(self) -> str:
-        """Depends on the range and the attribute."""
+        """Name of the state in a checkpoint: the range and the attribute distinguish instances."""
         return self._generate_state_key(range=self._range, attr_name=self._attr_name)
 
     def state_dict(self) -> StateDict:
-        """Return the curve, and what was set."""
+        """Return the curve and the setting."""
         if self.optimal_lr is None:
             return {}
         return {"curve": self.optimal_lr.state_dict(), "found": None if self._found is None else list(self._found)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take over what an earlier run found."""
+        """Restore the result of an earlier run."""
         from ..tuner.lr_curve import LearningRateCurve
 
         self.optimal_lr = LearningRateCurve.from_state(state_dict["curve"])

@@ -1,4 +1,4 @@
-"""A checkpoint of the moment in which training fails. Built by users."""
+"""`OnExceptionCheckpoint`: a checkpoint of the state at which training failed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _log = logging.getLogger(__name__)
 class OnExceptionCheckpoint(Checkpoint):
     """Save `dirpath/filename.ckpt` when fit fails or is interrupted; remove it when a fit succeeds.
 
-    Resuming from it goes on in the middle of the epoch and repeats the step that failed, with the same samples; random
-    numbers which that step has drawn already are drawn anew. With several ranks, rank 0 writes; after an error of one
-    rank alone, it writes what it has by itself, and nothing where the model is spread over the ranks.
+    A resumed run continues in the middle of the epoch and repeats the failed step with the same samples, but draws
+    new random numbers for it. Rank 0 writes; after an error of one rank, it saves its own state, or nothing if the
+    model is sharded.
 
     Args:
-        dirpath: The folder; it is made when it is needed.
+        dirpath: Directory of the checkpoint; created if necessary.
         filename: Name of the file, without its extension.
 
     Raises:
-        ConfigError: The name is empty.
+        ConfigError: `filename` is empty.
     """
 
     FILE_EXTENSION = ".ckpt"
@@ -48,11 +48,11 @@ class OnExceptionCheckpoint(Checkpoint):
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Save what there is. A failure to save is logged: the first error is the one to see."""
+        """Save the current state. A failure to save is logged, so that the first error is raised."""
         if trainer.state.fn != "fit" or trainer.fast_dev_run or isinstance(exception, CheckpointError):
             return
         if not (trainer.ranks_answer or trainer.is_global_zero):
-            return  # after an error the ranks cannot agree on anything: rank 0 saves what it has
+            return  # after an error the ranks cannot synchronize: rank 0 saves its own state
         try:
             trainer.save_checkpoint(self.ckpt_path)
             trainer.wait_for_save()

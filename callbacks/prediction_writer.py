@@ -1,4 +1,4 @@
-"""Write predictions while they are made."""
+"""`BasePredictionWriter`: predictions written during prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ..data.batch_indices import IndexRecord, record_indices
 from ..data.move import move_to_device
 from ..errors import ConfigError, ModuleError
-from .base import Callback
+from .base import AnyModule, Callback
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,10 +29,10 @@ class BasePredictionWriter(Callback):
     than fits into memory use write_interval="batch" and `trainer.predict(..., return_predictions=False)`.
 
     Args:
-        write_interval: "batch", "epoch", or "batch_and_epoch": which of the two methods is called.
+        write_interval: When to write: "batch", "epoch", or "batch_and_epoch".
 
     Raises:
-        ConfigError: There is no such interval.
+        ConfigError: The interval is invalid.
         ModuleError: At the beginning of predict: the method that the interval calls is not overridden.
     """
 
@@ -53,8 +53,8 @@ class BasePredictionWriter(Callback):
     def write_on_batch_end(
         self,
         trainer: Trainer,
-        pl_module: nn.Module,
-        prediction: Any,
+        pl_module: AnyModule,
+        prediction: StepOutput,
         batch_indices: list[Any] | None,
         batch: Batch,
         batch_idx: int,
@@ -77,8 +77,8 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self,
         trainer: Trainer,
-        pl_module: nn.Module,
-        predictions: list[Any],
+        pl_module: AnyModule,
+        predictions: list[StepOutput],
         batch_indices: list[list[list[Any] | None]],
     ) -> None:
         """Write the predictions of all batches of this rank.

@@ -1,4 +1,4 @@
-"""Pruning: set a part of the weights to zero during training, and keep them there. Built by users.
+"""`ModelPruning`: sets a part of the weights to zero during training and keeps them there.
 
 Which weights go is decided by the methods of `torch.nn.utils.prune`. Unlike torch's, the module is not rebuilt: its
 parameters keep their names, and masks are applied to gradients before each optimizer step and to weights after it. That
@@ -42,36 +42,35 @@ _DEFAULT_NAMES = ("weight", "bias")
 
 
 class ModelPruning(Callback):
-    """Set the least important weights to zero at the end of each epoch, and keep them there.
+    """Set the least important weights to zero at the end of each epoch and keep them there.
 
-    Each time `amount` is taken of the weights that are still there: with 0.5, a half, a quarter, an eighth are left.
+    `amount` applies to the remaining weights: with 0.5, a half, a quarter, an eighth of them remain.
 
     Args:
         pruning_fn: "l1_unstructured", "random_unstructured", "ln_structured", "random_structured", or a subclass of
-            `torch.nn.utils.prune.BasePruningMethod` for unstructured pruning of all parameters together.
-        parameters_to_prune: Pairs of a submodule and the name of its parameter; empty for all of `parameter_names`.
+            `torch.nn.utils.prune.BasePruningMethod` for unstructured pruning across all parameters.
+        parameters_to_prune: Pairs of a submodule and a parameter name; empty: all parameters of `parameter_names`.
         parameter_names: Names of the parameters to prune in all submodules; None: ("weight", "bias").
-        use_global_unstructured: Compare the weights of all parameters with each other; otherwise each parameter loses
-            the same part.
-        amount: Part (float from 0 to 1) or number of weights to prune each time, or `epoch -> amount`; 0: nothing.
+        use_global_unstructured: Whether weights are ranked across all parameters; otherwise each parameter loses the
+            same fraction.
+        amount: Fraction (float from 0 to 1) or number of weights to prune each time, or `epoch -> amount`; 0: none.
         apply_pruning: Whether to prune, or `epoch -> whether to prune`.
-        make_pruning_permanent: Leave plain parameters with zeros at the end of training. False: leave
-            `<name>_orig` and `<name>_mask` of `torch.nn.utils.prune`, so that zeros stay when you train on by hand.
-        use_lottery_ticket_hypothesis: Whether to set the weights that are left to what they were at the beginning
-            of training, or `epoch -> whether to`. That happens when the next epoch begins: after the last one the
-            trained weights stay.
-        resample_parameters: Set them to new random values by `reset_parameters` instead, where a submodule has that.
+        make_pruning_permanent: Whether the module has plain parameters with zeros at the end of training. Otherwise
+            it has `<name>_orig` and `<name>_mask` of `torch.nn.utils.prune`, for further training in your own loop.
+        use_lottery_ticket_hypothesis: Whether to reset the remaining weights to their initial values, or
+            `epoch -> whether to`. They are reset when the next epoch begins; after the last epoch they stay trained.
+        resample_parameters: Whether they are instead initialized again by the submodule's `reset_parameters`.
         pruning_dim: Dimension along which structured pruning removes slices.
         pruning_norm: Norm of "ln_structured".
-        verbose: 1: say in the log how much is pruned; 2: also of each parameter.
-        prune_on_train_epoch_end: False: prune after each validation inside fit, before training goes on.
+        verbose: Level of log messages: 1 for the total sparsity, 2 also for each parameter.
+        prune_on_train_epoch_end: Whether to prune at the end of epochs; otherwise after each validation inside fit.
 
     Raises:
-        ConfigError: A wrong argument, names together.
+        ConfigError: An argument is invalid; names all of them.
         ModuleError: When fit starts: a parameter to prune is not in the module, or cannot be pruned by this method.
 
-    Masks (and the first weights, for the lottery ticket) are in the checkpoint; resuming is exact. With several ranks
-    rank 0's masks hold. Sparsity saves neither time nor memory by itself: the zeros are stored and multiplied.
+    Masks, and initial weights for the lottery ticket, are saved in the checkpoint; resuming is exact. With several
+    ranks, rank 0's masks are used. Sparsity saves neither time nor memory: zeros are stored and multiplied.
 
     Source of the rewinding: Frankle and Carbin 2019, "The Lottery Ticket Hypothesis".
     """
@@ -155,15 +154,15 @@ class ModelPruning(Callback):
         """Choose this part or number of the weights that are left; they become zero right after it.
 
         Raises:
-            ConfigError: There are not so many.
+            ConfigError: Fewer weights remain.
         """
         weights = [parameter.detach() for parameter in self._parameters]
         masks = self._masks or [torch.ones_like(weight) for weight in weights]
         try:
             if self.use_global_unstructured:
-                whole = self._method(amount, torch.cat([one.flatten() for one in weights]),
+                mask = self._method(amount, torch.cat([one.flatten() for one in weights]),
                                      torch.cat([one.flatten() for one in masks]))  # fmt: skip
-                parts = whole.split([one.numel() for one in weights])
+                parts = mask.split([one.numel() for one in weights])
                 self._masks = [part.view_as(one).contiguous() for part, one in zip(parts, weights, strict=True)]
             else:
                 self._masks = [self._method(amount, *pair) for pair in zip(weights, masks, strict=True)]
@@ -196,17 +195,17 @@ class ModelPruning(Callback):
         """Return the given pairs, or without any those of all submodules with a parameter of these names.
 
         Raises:
-            ModuleError: A pair is none, its submodule is not in the module, or it has no such parameter; or nothing at
-                all was found.
+            ModuleError: A pair is invalid, its submodule is not in the module, or the parameter does not exist; or no
+                parameter was found.
         """
         children = {id(child) for child in pl_module.modules()}
         if parameters_to_prune:
             problems = []
             for pair in parameters_to_prune:
                 if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], nn.Module):
-                    problems.append(f"{pair!r} is no pair of a module and a name")
+                    problems.append(f"{pair!r} is not a pair of a module and a name")
                 elif id(pair[0]) not in children:
-                    problems.append(f"{type(pair[0]).__name__} is no submodule of {type(pl_module).__name__}")
+                    problems.append(f"{type(pair[0]).__name__} is not a submodule of {type(pl_module).__name__}")
                 elif not isinstance(pair[0]._parameters.get(pair[1]), nn.Parameter):
                     problems.append(f"{type(pair[0]).__name__} has no parameter {pair[1]!r}"
                                     f"{nearest(str(pair[1]), pair[0]._parameters)}")  # fmt: skip
@@ -264,14 +263,14 @@ class ModelPruning(Callback):
         ]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Rewind the weights that are left, if the last pruning asked for it."""
+        """Rewind the weights that are left, if the last pruning requested it."""
         if self._is_rewind_due:
             self._is_rewind_due = False
             self.apply_lottery_ticket_hypothesis()
             if trainer.ranks_answer and self.resample_parameters:  # each rank has drawn its own
-                told = from_rank_zero(trainer, lambda: [one.detach().cpu() for one in self._parameters])
+                received = from_rank_zero(trainer, lambda: [one.detach().cpu() for one in self._parameters])
                 with torch.no_grad():
-                    for parameter, value in zip(self._parameters, told, strict=True):
+                    for parameter, value in zip(self._parameters, received, strict=True):
                         parameter.copy_(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
@@ -288,7 +287,7 @@ class ModelPruning(Callback):
             self._prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Prune after a validation inside fit, if that was asked for, and after a checkpoint with its score."""
+        """Prune after a validation inside fit, if requested, and after a checkpoint with its score."""
         if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._is_due = True
 
@@ -504,5 +503,5 @@ def _problems_of_amount(amount: Any) -> list[str]:
     return (
         []
         if is_part or is_count
-        else [f"amount={amount!r} (expected a float from 0.0 to 1.0, a whole number >= 0, or a function of the epoch)"]
+        else [f"amount={amount!r} (expected a float from 0.0 to 1.0, an integer >= 0, or a function of the epoch)"]
     )

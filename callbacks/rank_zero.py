@@ -1,6 +1,6 @@
 """Decisions of rank 0 that all ranks follow.
 
-Whatever depends on files, clocks or chance is decided once, or ranks would part ways and wait for each other for ever.
+Decisions that depend on files, clocks or random numbers are made once: ranks that decide differently wait forever.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def decided_on_rank_zero(strategy: Strategy, decide: Callable[[], R]) -> R:
 
     Args:
         strategy: Connects the ranks.
-        decide: Not called on the others. Its result travels between processes.
+        decide: The function; called on rank 0 only. Its result must be picklable.
 
     Raises:
-        Exception: What the function raised, on rank 0. On the others the same, if it is one of Loopwright's, else a
-            RankFailure that holds its text: nobody waits for a rank that failed.
+        Exception: What the function raised, on rank 0. Other ranks raise the same error if it is one of Loopwright's,
+            else a RankFailure with its text, so that no rank waits for a failed one.
     """
     result: Any = None
     error: Exception | None = None
@@ -37,12 +37,12 @@ def decided_on_rank_zero(strategy: Strategy, decide: Callable[[], R]) -> R:
             result = decide()
         except Exception as caught:  # raised below, when the other ranks know of it
             error = caught
-    answer, told = strategy.broadcast((result, None if error is None else _portable(error)))
+    answer, reported = strategy.broadcast((result, None if error is None else _portable(error)))
     if error is not None:
         raise error
-    if told is not None:
-        told.add_note("This was raised on rank 0; the ranks stop together.")
-        raise told
+    if reported is not None:
+        reported.add_note("This was raised on rank 0; all ranks stop.")
+        raise reported
     decided: R = answer
     return decided
 
@@ -56,14 +56,14 @@ def _portable(error: Exception) -> Exception:
 
 
 class SharedDeadline:
-    """Whether a time has come by rank 0's clock, for all ranks alike, without asking rank 0 at each step.
+    """A deadline by rank 0's clock that all ranks see at the same step, without communication at each step.
 
-    After each question the next one is due halfway to the time, by the pace of the steps since the last: an hour takes
-    about twenty questions. Should steps become much slower in between, the time is noticed late by at most half of
-    what was left.
+    After each exchange the next one is due halfway to the deadline, by the pace of the latest steps: an hour takes
+    about twenty exchanges. If steps become much slower, the deadline is noticed late, by at most half of the remaining
+    time.
 
     Args:
-        seconds_left: Seconds until the time, negative after it. Asked on rank 0 only.
+        seconds_left: Function that returns the seconds until the deadline, negative after it; called on rank 0 only.
     """
 
     def __init__(self, seconds_left: Callable[[], float]) -> None:

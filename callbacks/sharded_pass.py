@@ -1,4 +1,4 @@
-"""Running a function of a sharded module outside of the trainer's steps."""
+"""Calls of a sharded module's functions outside of the trainer's steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["gathered", "root_around"]
 
 
 def root_around(module: nn.Module) -> nn.Module | None:
-    """Return what FSDPStrategy put around the module; None where its parameters are whole. Imports nothing."""
+    """Return FSDPStrategy's wrapper of the module; None if its parameters are not sharded. Imports nothing."""
     known = sys.modules.get(f"{__package__.rpartition('.')[0]}.strategies.fsdp.root")
     return None if known is None else known.root_of(module)
 
 
 def gathered(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a function of the module, without gradients, while its parameters are gathered.
+    """Return a function that calls another one of the module, without gradients, while parameters are gathered.
 
-    Called directly, the first unit that runs would take itself for the outermost one, and parameters outside of all
-    units would be missing. What is returned communicates: it is called on every rank.
+    In a direct call, the first FSDP unit that runs would become the root, and parameters outside of all units would
+    stay sharded. The returned function communicates: call it on every rank.
     """
     root = root_around(module)
     if root is None:

@@ -132,7 +132,7 @@ class StepAveraging(Averaging):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Go on where the checkpoint was taken: if it was taken before its step's update, update now."""
+        """Continue from the checkpoint: if it was saved before its step's update, update now."""
         if self._seen_step is not None and self._seen_step < trainer.global_step:
             self._note_step(trainer, pl_module)
         self._seen_step = trainer.global_step
@@ -140,7 +140,7 @@ class StepAveraging(Averaging):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Ask for an update after a step that was really taken."""
+        """Request an update after a step that was not skipped."""
         if trainer.global_step != self._seen_step:
             self._note_step(trainer, pl_module)
 
@@ -149,7 +149,7 @@ class StepAveraging(Averaging):
         self._swap_in(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Put the trained weights back."""
+        """Restore the trained weights."""
         self._swap_out(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -157,7 +157,7 @@ class StepAveraging(Averaging):
         self._swap_in(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Put the trained weights back."""
+        """Restore the trained weights."""
         self._swap_out(pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -165,7 +165,7 @@ class StepAveraging(Averaging):
         self._swap_in(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Put the trained weights back."""
+        """Restore the trained weights."""
         self._swap_out(pl_module)
 
     # --- the average -------------------------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ class StepAveraging(Averaging):
         write(self._average, tensors, owner=type(self).__name__)
 
     def _share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
-        """Take over rank 0's averages of buffers: each rank's come of its own data, and a checkpoint holds rank 0's."""
+        """Use rank 0's averages of buffers, as checkpoints do: each rank's come from its own data."""
         parameters = {clean_name(name) for name, _ in module.named_parameters()}
         own = {name: average for name, average in self._average.items() if name not in parameters}
         if own:
-            told = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
+            received = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
             for name, average in own.items():
-                average.copy_(told[name])
+                average.copy_(received[name])
 
 
 def check_ema_arguments(

@@ -1,7 +1,4 @@
-"""Running statistics of batch norms for weights that were not trained but computed, by a pass over the training data.
-
-Called at the end of training by callbacks/averaging/stochastic_weight_averaging.py.
-"""
+"""Running statistics of batch norms for averaged weights, by a pass over the training data."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ _log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def renew_running_statistics(trainer: Trainer, module: nn.Module, norms: Sequence[Any]) -> None:
-    """Let batch norms have the mean statistics of all training batches. On every rank: it communicates.
+    """Set the statistics of batch norms to the mean over all training batches. It communicates: call it on every rank.
 
     The batches go through `training_step` as in training, without gradients; what it logs is not kept, and random
-    number generators are put back. Where the data cannot be read once more, statistics stay as they are.
+    number generators are restored. If the data cannot be read again, statistics stay as they are.
 
     Args:
         trainer: In fit, after the last step.
         module: The user's module, in training mode.
-        norms: The batch norms; Any: torch has no public name for the class of all of them.
+        norms: The batch norms; Any, because torch has no public name for their common class.
     """
     run = trainer.latest_run()
     assert run is not None
@@ -57,7 +54,7 @@ def renew_running_statistics(trainer: Trainer, module: nn.Module, norms: Sequenc
     if trainer.world_size > 1:
         counts = _combine(trainer, norms, counts)
     for norm, count, (_, mean, var), seen in zip(norms, counts, before, seen_before, strict=True):
-        if not count:  # no batch came by here
+        if not count:  # it has seen no batch
             norm.running_mean.copy_(mean)
             norm.running_var.copy_(var)
             norm.num_batches_tracked.copy_(seen)
@@ -66,7 +63,7 @@ def renew_running_statistics(trainer: Trainer, module: nn.Module, norms: Sequenc
 def _pass(trainer: Trainer, run: Run, module: nn.Module) -> None:
     assert run.plan is not None
     transfer, metrics, step = run.plan.transfer, run.metrics, _own_step(module)
-    # As training does: what the loader holds must stand where training left it, for a run that goes on.
+    # As in training: the loader's generators must stay where training left them, for a run that continues.
     generators = find_generators(train=trainer.train_dataloader)
     states = capture_generators(generators)
     stream = trainer.loaders.open_training()
@@ -101,7 +98,7 @@ def _own_step(module: nn.Module) -> Callable[[Any, int], Any]:  # Any: batches a
 
 
 def _combine(trainer: Trainer, norms: Sequence[Any], counts: list[Tensor]) -> list[Tensor]:
-    """Let all ranks have the mean over the batches of all; return how many these were."""
+    """Set the mean over the batches of all ranks; return the number of these batches."""
     sums = [
         [norm.running_mean * count, norm.running_var * count, count]
         for norm, count in zip(norms, counts, strict=True)

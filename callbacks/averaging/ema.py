@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, beside the weights. Built by users.
+"""`EMA`: an exponential moving average of the weights, beside the weights.
 
-Raw weights are what is trained and what a checkpoint's "state_dict" holds; the average is this callback's own state.
-Evaluation may run on the average: the values are exchanged before it and put back after it.
+A checkpoint's "state_dict" holds the trained weights; the average is this callback's own state. Evaluation may use the
+average: the values are exchanged before it and restored after it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ class EMA(StepAveraging):
     overflowed, a batch without loss) do not count. Nothing reads the device. Resuming continues bit for bit.
 
     Args:
-        decay: Between 0 and 1; larger is slower.
-        device: Where the average lives; None: with the weights. "cpu" saves device memory and costs a copy per update.
-        use_buffers: Average floating-point buffers too (batch norm's statistics); otherwise they are copied. Buffers of
-            other types are always copied.
+        decay: Weight of the previous average, from 0 to 1.
+        device: Device of the average; None: that of the weights. "cpu" saves device memory and costs a copy per update.
+        use_buffers: Whether floating-point buffers (batch norm statistics) are averaged; otherwise they are copied.
+            Buffers of other types are always copied.
         update_every_n_steps: Update at the 1st, (n+1)-th, ... step.
         update_starting_at_step: No update in the steps before this one, counted from 0.
         update_starting_at_epoch: No update in the epochs before this one, counted from 0.
-        evaluate_with: Validate, test and predict with the average, once it has been updated.
+        evaluate_with: Whether validation, test and prediction use the average, once it has been updated.
 
     Attributes:
-        num_updates: Updates so far.
+        num_updates: Number of updates.
 
     Raises:
-        ConfigError: A wrong argument. CheckpointError: A saved average does not fit the module.
+        ConfigError: An argument is invalid.
+        CheckpointError: A saved average does not fit the module.
 
     With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
     own part; then `shadow_state_dict` and `copy_to` communicate: call them on every rank. Averages of buffers (batch
@@ -85,7 +86,7 @@ class EMA(StepAveraging):
         )
 
     def shadow_state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the average under the module's names, as `load_state_dict` takes them; whole tensors.
+        """Return a copy of the average under the module's names, as `load_state_dict` accepts them; full tensors.
 
         Raises:
             ModuleError: There was no update yet.
@@ -124,7 +125,7 @@ class EMA(StepAveraging):
         self._has_stepped = False
 
     def forget_run(self) -> None:
-        """Begin a new average."""
+        """Reset the average."""
         self._average, self.num_updates, self._seen_step, self._source = {}, 0, None, None
 
     def state_dict(self) -> StateDict:
@@ -133,7 +134,7 @@ class EMA(StepAveraging):
         return {"shadow": in_memory(self._average), "num_updates": self.num_updates, "seen_step": seen_step}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put the average back; it is moved to its device when the run starts."""
+        """Restore the average; it is moved to its device when the run starts."""
         self._average, self._is_borrowed = dict(state_dict["shadow"]), True
         self.num_updates = int(state_dict["num_updates"])
         seen_step = int(state_dict["seen_step"])

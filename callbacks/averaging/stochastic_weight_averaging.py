@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: a high learning rate in the last epochs, and the mean of their weights. Built by users.
+"""`StochasticWeightAveraging`: a constant learning rate in the last epochs, and the mean of their weights.
 
 Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization", algorithm 1.
 """
@@ -32,33 +32,32 @@ AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class StochasticWeightAveraging(Averaging):
-    """Train the last epochs at a rate of their own, and end with the mean of the weights of these epochs.
+    """Train the last epochs at a separate learning rate, and end with the mean of the weights of these epochs.
 
-    The weights at the beginning of the first of these epochs and at the end of each of them are averaged. When they
-    begin, the rate goes from what it is to `swa_lrs` within `annealing_epochs`; the module's own schedules rest. At the
-    end of training the average is written into the module, and batch norms get the statistics of the averaged weights
-    by one more pass over the training data, without gradients.
+    The average is of the weights at the beginning of the first of these epochs and at the end of each. The rate anneals
+    to `swa_lrs` within `annealing_epochs`, and the module's own schedules pause. At the end of training the average is
+    written into the module, and a pass over the training data without gradients updates batch norm statistics.
 
-    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that a resumed run
-    goes on exactly. One that is saved after `trainer.fit` has returned holds what the module then is: the average.
+    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that resuming is
+    exact. A checkpoint that is saved after `trainer.fit` has returned holds the average.
 
     Args:
-        swa_lrs: Learning rate to arrive at; a list has one for each parameter group.
-        swa_epoch_start: First epoch, counted from 1; or, as a float from 0 to 1, after this part of `max_epochs`.
-        annealing_epochs: Epochs until the rate is `swa_lrs`; 0: at once.
-        annealing_strategy: "cos" or "linear".
-        avg_fn: `(average, weight, num_averaged) -> average`; None: the mean.
-        device: Where the average lives; None: with the weights.
+        swa_lrs: Final learning rate, or a list with one for each parameter group.
+        swa_epoch_start: First epoch, counted from 1; or, as a float from 0 to 1, a fraction of `max_epochs`.
+        annealing_epochs: Number of epochs until the rate reaches `swa_lrs`; 0: at once.
+        annealing_strategy: Shape of the annealing, "cos" or "linear".
+        avg_fn: Function `(average, weight, num_averaged) -> average`; None: the mean.
+        device: Device of the average; None: that of the weights.
 
     Attributes:
-        n_averaged: Weights in the average.
+        n_averaged: Number of weights in the average.
 
     Raises:
-        ConfigError: A wrong argument; or, when fit starts: several optimizers or schedules, a start after the last
-            epoch, a part of epochs that have no limit, or batch norms and manual optimization.
+        ConfigError: An argument is invalid. When fit starts: several optimizers or schedules, a start after the last
+            epoch, a fraction without `max_epochs`, or batch norms with manual optimization.
 
-    With a strategy that shards, each rank keeps the average of its own part, and `avg_fn` gets parts of tensors: it
-    must compute element by element.
+    With a sharding strategy, each rank averages its own shards, and `avg_fn` receives shards: it must compute
+    elementwise.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class StochasticWeightAveraging(Averaging):
         is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
         if not is_part and not is_epoch:
             problems.append(
-                f"swa_epoch_start={swa_epoch_start!r} (expected a whole number >= 1, or a float from 0.0 to 1.0)"
+                f"swa_epoch_start={swa_epoch_start!r} (expected an integer >= 1, or a float from 0.0 to 1.0)"
             )
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            problems.append(f"annealing_epochs={annealing_epochs!r} (expected a whole number >= 0)")
+            problems.append(f"annealing_epochs={annealing_epochs!r} (expected an integer >= 0)")
         if annealing_strategy not in ("cos", "linear"):
             problems.append(f"annealing_strategy={annealing_strategy!r} (expected 'cos' or 'linear')")
         if avg_fn is not None and not callable(avg_fn):
@@ -102,7 +101,7 @@ class StochasticWeightAveraging(Averaging):
 
     @property
     def state_key(self) -> str:
-        """The class and what tells instances apart."""
+        """The class name and the arguments that distinguish instances."""
         return self._generate_state_key(swa_epoch_start=self.swa_epoch_start)
 
     @property
@@ -144,7 +143,7 @@ class StochasticWeightAveraging(Averaging):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin when it is time, and set the epoch's learning rates."""
         epoch = trainer.current_epoch
-        # What has begun goes on, although a later fit with more epochs would have begun later.
+        # Averaging that has begun continues, although a later fit with more epochs would begin later.
         if epoch > self.swa_end or (self._began_at < 0 and epoch < self.swa_start):
             return
         optimizer = trainer.optimizers[0]
@@ -183,11 +182,11 @@ class StochasticWeightAveraging(Averaging):
             renew_running_statistics(trainer, pl_module, norms)
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Let go of the trained weights: from here on the module is the average."""
+        """Release the trained weights: the module now holds the average."""
         self._raw = None
 
     def forget_run(self) -> None:
-        """Begin a new average."""
+        """Reset the average."""
         self._average, self.n_averaged, self._began_at, self._latest_epoch, self._source = {}, 0, -1, -1, None
 
     def state_dict(self) -> StateDict:
@@ -201,7 +200,7 @@ class StochasticWeightAveraging(Averaging):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put the average back; it is moved to its device when fit starts."""
+        """Restore the average; it is moved to its device when fit starts."""
         self._average, self._is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])
         self._began_at = int(state_dict["began_at"])
@@ -237,7 +236,7 @@ class StochasticWeightAveraging(Averaging):
     # --- the rates -------------------------------------------------------------------------------------------------
 
     def _rest_schedules(self, trainer: Trainer) -> None:
-        """Let the module's own schedules never be due again; they keep their state for checkpoints."""
+        """Pause the module's own schedules; they keep their state for checkpoints."""
         for config in trainer.lr_scheduler_configs:
             config.frequency = sys.maxsize
 

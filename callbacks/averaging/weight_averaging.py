@@ -1,4 +1,4 @@
-"""Averages of the weights over training, by torch's averaging functions. Built by users.
+"""`WeightAveraging` and `EMAWeightAveraging`: averages of the weights, by torch's averaging functions.
 
 The trained weights are what a checkpoint's "state_dict" holds; the average is this callback's own state. Validation
 runs on the average, and at the end of training the module becomes it.
@@ -34,19 +34,19 @@ class WeightAveraging(StepAveraging):
     far. Validation, test and prediction run on the average once there is one; then the trained weights are put back. At
     the end of training the average is written into the module. Nothing reads the device.
 
-    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that a resumed run
-    goes on exactly. One that is saved after `trainer.fit` has returned holds what the module then is: the average.
-    Checkpoints of Lightning, which have it the other way round, are understood.
+    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that resuming is
+    exact. A checkpoint that is saved after `trainer.fit` has returned holds the average. Lightning's checkpoints, which
+    store them the other way round, can be loaded.
 
     Args:
-        device: Where the average lives; None: with the weights. "cpu" saves device memory and costs a copy per update.
+        device: Device of the average; None: that of the weights. "cpu" saves device memory and costs a copy per update.
         use_buffers: Average floating-point buffers (batch norm's statistics), too; otherwise they are copied from the
             module. Buffers of other types are always copied.
         kwargs: `avg_fn(average, weight, num_averaged) -> average`, or `multi_avg_fn(averages, weights, num_averaged)`,
             which changes lists of tensors of one device and dtype in place; as for `torch.optim.swa_utils`.
 
     Attributes:
-        n_averaged: Updates so far.
+        n_averaged: Number of updates.
 
     Raises:
         ConfigError: An unknown argument, both functions, or DeepSpeed.
@@ -62,9 +62,9 @@ class WeightAveraging(StepAveraging):
     ) -> None:  # Any: see the docstring
         name = type(self).__name__
         known = ("avg_fn", "multi_avg_fn")
-        problems = [f"{key}= is no argument{nearest(key, known)}" for key in kwargs if key not in known]
+        problems = [f"{key}= is not an argument{nearest(key, known)}" for key in kwargs if key not in known]
         given = {key: kwargs[key] for key in known if kwargs.get(key) is not None}
-        problems += [f"{key}={value!r} cannot be called" for key, value in given.items() if not callable(value)]
+        problems += [f"{key}={value!r} is not callable" for key, value in given.items() if not callable(value)]
         if len(given) == 2:
             problems.append("avg_fn and multi_avg_fn are both given")
         if problems:
@@ -80,7 +80,7 @@ class WeightAveraging(StepAveraging):
 
     @property
     def state_key(self) -> str:
-        """The class and what tells instances apart."""
+        """The class name and the arguments that distinguish instances."""
         return self._generate_state_key(use_buffers=self.use_buffers)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -107,7 +107,7 @@ class WeightAveraging(StepAveraging):
         self._bind(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Ask for an update at the end of an epoch, not where a limit only interrupts it.
+        """Request an update at the end of an epoch, unless a limit only interrupts it.
 
         It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
         """
@@ -120,7 +120,7 @@ class WeightAveraging(StepAveraging):
             trainer.after_epoch_end(lambda: self._update_if_due(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Go on where the checkpoint was taken; what it says is due is done now."""
+        """Continue from the checkpoint; an update that was due is made now."""
         super().on_train_start(trainer, pl_module)
         self._update_if_due(pl_module)
 
@@ -129,7 +129,7 @@ class WeightAveraging(StepAveraging):
         self._swap_in(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Let go of the trained weights: from here on the module is the average."""
+        """Release the trained weights: the module now holds the average."""
         if stage == "fit" and self._raw is not None:
             self._raw, self._is_final = None, True
 
@@ -143,7 +143,7 @@ class WeightAveraging(StepAveraging):
         trainer.strategy.load_module_state_dict(pl_module, checkpoint["current_model_state"])
 
     def forget_run(self) -> None:
-        """Begin a new average."""
+        """Reset the average."""
         self._average, self.n_averaged, self._seen_step, self._latest_epoch, self._source = {}, 0, None, -1, None
 
     def state_dict(self) -> StateDict:
@@ -157,7 +157,7 @@ class WeightAveraging(StepAveraging):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put the average back; it is moved to its device when the run starts."""
+        """Restore the average; it is moved to its device when the run starts."""
         self._average, self._is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])
         step = int(state_dict["latest_update_step"])
@@ -175,7 +175,7 @@ class WeightAveraging(StepAveraging):
         super()._swap_in(trainer, module)
 
     def _compare_updates(self, trainer: Trainer) -> None:
-        """Refuse averages of which ranks have made different numbers of updates; on every rank."""
+        """Refuse averages with different numbers of updates on the ranks; on every rank."""
         counts = trainer.strategy.gather_objects(self.n_averaged)
         if len(set(counts)) > 1:
             listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
@@ -223,14 +223,14 @@ class EMAWeightAveraging(WeightAveraging):
     Args:
         device: See `WeightAveraging`.
         use_buffers: See `WeightAveraging`.
-        decay: Between 0 and 1; larger is slower.
+        decay: Weight of the previous average, from 0 to 1.
         update_every_n_steps: Update after the steps whose index, counted from 0, is a multiple of this.
         update_starting_at_step: No update after the steps before this one, counted from 0; None: from the first.
         update_starting_at_epoch: Update also at the end of each epoch from this one on, counted from 0; None: never.
         kwargs: See `WeightAveraging`; the decay is not used if they bring a function.
 
     Raises:
-        ConfigError: A wrong argument.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     @property
     def state_key(self) -> str:
-        """The class and what tells instances apart."""
+        """The class name and the arguments that distinguish instances."""
         return self._generate_state_key(decay=self.decay, update_every_n_steps=self.update_every_n_steps)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

@@ -43,7 +43,7 @@ def clean_name(name: str) -> str:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and saved buffers by name, each tensor once; sharded ones as such.
 
-    Asking for the state lets a strategy that shards give back what a pass has left whole.
+    Reading the state lets a sharding strategy reshard what a pass has left gathered.
     """
     saved = {clean_name(name) for name in module.state_dict(keep_vars=True)}
     named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
@@ -74,9 +74,9 @@ def placed(
     """Return an average of a module's tensor, sharded as it is, in the dtype of averages. Does not communicate.
 
     Args:
-        value: In memory, whole or sharded, or in a file and not read yet.
+        value: In memory, full or sharded, or in a file and not read yet.
         like: The module's tensor.
-        device: Where the average lives; None: with the tensor.
+        device: Device of the average; None: that of the tensor.
         copy: Whether the result must have memory of its own.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -92,7 +92,7 @@ def placed(
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, which shares its memory and may be empty; a whole one as it is."""
+    """Return this rank's part of a sharded tensor, which shares its memory and may be empty; a full tensor as it is."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():  # else it is a new tensor with a graph
@@ -105,7 +105,7 @@ def in_memory(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_whole(value: Tensor | StoredTensor) -> Tensor:
-    """Return a copy of an average as a whole tensor. Where it is sharded it communicates: on every rank."""
+    """Return a copy of an average as a full tensor. For a sharded one it communicates: call it on every rank."""
     with torch.no_grad():
         near: Tensor = read_full(value)
         return full_tensor(near) if is_sharded(near) else near.detach().clone()
@@ -115,7 +115,7 @@ def write(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Ten
     """Copy values into the module's own tensors: what holds a reference to them (optimizers, graphs) sees it.
 
     Args:
-        values: By name; sharded ones for tensors that are whole are gathered, on every rank.
+        values: By name; sharded values of full tensors are gathered, on every rank.
         tensors: Those of the module.
         owner: The callback, for messages.
 
@@ -155,7 +155,7 @@ def check_fit(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str,
 
 
 def keep_trained(checkpoint: StateDict, raw: Mapping[str, Tensor] | None, aliases: Mapping[str, str]) -> None:
-    """Let a checkpoint's "state_dict" hold the trained values, where it is taken while the module holds an average.
+    """Put the trained values into a checkpoint's "state_dict" while the module holds an average.
 
     Args:
         checkpoint: Its "state_dict" is changed.
@@ -177,14 +177,14 @@ def refuse_engines(trainer: Trainer, *, owner: str) -> None:
     if trainer.strategy.holds_parameters:
         others = "strategy='xla'" if trainer.strategy.accelerator_kind == "xla" else "strategy='fsdp', strategy='ddp'"
         raise ConfigError(
-            f"{owner} reads and writes the weights, and under {type(trainer.strategy).__name__} the engine keeps its "
-            "own, in parts.",
+            f"{owner} reads and writes the weights, and under {type(trainer.strategy).__name__} the engine holds "
+            "them, in shards.",
             fix=f"use {others} or one device, or leave the callback out.",
         )
 
 
 def refuse_shards(trainer: Trainer, module: nn.Module, *, owner: str) -> None:
-    """Refuse modules of which each rank holds a part only.
+    """Refuse modules whose parameters are sharded over ranks.
 
     Raises:
         ConfigError: The strategy shards the module.
@@ -193,6 +193,6 @@ def refuse_shards(trainer: Trainer, module: nn.Module, *, owner: str) -> None:
     is_spread = any(is_sharded(parameter) for parameter in module.parameters())
     if is_spread or trainer.strategy.shards_parameters:
         raise ConfigError(
-            f"{owner} needs the whole module on each rank, and {type(trainer.strategy).__name__} gives each a part.",
+            f"{owner} needs the full module on each rank, and {type(trainer.strategy).__name__} shards it.",
             fix="use strategy='ddp' or one device, or leave the callback out.",
         )

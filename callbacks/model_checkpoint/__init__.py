@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: when to write checkpoints, under which names, and which to keep."""
+"""`ModelCheckpoint`: the schedule, the names and the retention of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the arguments of a ModelCheckpoint can work together."""
+"""Validation of the arguments of a ModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def check_arguments(
     every_n_epochs: object,
     train_time_interval: object,
 ) -> None:
-    """Refuse what cannot work.
+    """Refuse invalid arguments.
 
     Raises:
-        ConfigError: Names all of it.
+        ConfigError: Names all of them.
     """
     problems = []
     if mode not in ("min", "max"):
@@ -34,7 +34,9 @@ def check_arguments(
     if not isinstance(save_top_k, int) or save_top_k < -1:
         problems.append(f"save_top_k={save_top_k!r} (expected -1, 0 or more)")
     elif monitor is None and save_top_k not in (-1, 0, 1):
-        problems.append(f"save_top_k={save_top_k} without monitor (expected -1, 0 or 1: no metric says best)")
+        problems.append(
+            f"save_top_k={save_top_k} without monitor (expected -1, 0 or 1: a larger number needs a metric)"
+        )
     if save_last not in (None, True, False, "link"):
         problems.append(f"save_last={save_last!r} (expected True, False, 'link' or None)")
     if save_last == "link" and dirpath is not None and not files.is_local(dirpath):
@@ -51,7 +53,7 @@ def check_arguments(
 def _cadence_problems(counts: dict[str, object], interval: object) -> list[str]:
     """Return what is wrong with how often checkpoints are written."""
     problems = [
-        f"{name}={count!r} (expected a whole number, 0 or more)"
+        f"{name}={count!r} (expected an integer, 0 or more)"
         for name, count in counts.items()
         if not isinstance(count, int) or count < 0
     ]

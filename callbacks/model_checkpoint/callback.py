@@ -1,11 +1,11 @@
-"""When to write checkpoints, under which names, and which to keep. Built by users, and by the Trainer as its default.
+"""`ModelCheckpoint`: the schedule, the names and the retention of checkpoints.
 
-What is in a checkpoint and how it is written safely is the trainer's `save_checkpoint`. Each file is complete before an
-older one goes: the books are changed, the file is written (so that it names itself), `last` follows, and only then
-is removed what has lost its place. The books say what that is, so that a kill in between is healed on resume.
+A new file is complete before an older one is removed: the checkpoint state is updated, the file is written (so that it
+names itself), `last` is updated, and then replaced files are removed. The state lists these files, so that a resumed
+run repairs what a kill in between left behind.
 
-If saves go on in the background (AsyncCheckpointIO), what follows a file is left to `trainer.when_saved`; before the
-next one it has been done, or the books are again what they were.
+With background saves (AsyncCheckpointIO), the steps after writing run in `trainer.when_saved`. Before the next save
+they have run, or the checkpoint state has been restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .names import COUNTERS, missing_metric, render_name, template_names
 from .removal import CheckpointRemoval
 from .state import CheckpointState, score_tensor
 from .top_k import TopK
-from .writing import link_or_copy, link_or_warn, make_way, tell_loggers
+from .writing import link_or_copy, link_or_warn, make_way, notify_loggers
 
 if TYPE_CHECKING:
     from ...protocols import Batch, StateDict, StepOutput
@@ -40,42 +40,39 @@ _log = logging.getLogger(__name__)
 
 
 class ModelCheckpoint(Checkpoint):
-    """Write checkpoints every n epochs, every n steps or every so often, and keep the best k or the newest.
+    """Write checkpoints every n epochs, every n steps or at a time interval, and keep the best k or the newest.
 
-    A metric in the name or as monitor is the one that was computed at the step of the checkpoint. If the time to save
-    has come and the metric is older than that, the best-k part waits for the next validation (the one of this very step
-    if it is due); `last` is written at once, because it needs no metric.
+    A metric in the name or as monitor must belong to the step of the checkpoint. If it is older when a save is due, the
+    save waits for the next validation; `last` is written at once, because it needs no metric.
 
-    With several ranks, a metric is that of all ranks, also one that is logged in steps. Rank 0 decides on names, on
-    what is best and on the time, and it alone touches files; the others follow, and its errors are raised on all.
+    With several ranks, metrics are those of all ranks. Rank 0 decides on names, scores and times, and is the only one
+    that accesses files; its errors are raised on all ranks.
 
     Args:
-        dirpath: Folder or URL; None: the first logger's folder, else `default_root_dir`, and in it "checkpoints".
-        filename: Template such as "{epoch}-{val_loss:.3f}"; None: "{epoch}-{step}".
-        monitor: Name of the logged metric that decides which are best; None: the newest is.
-        verbose: Say each save in the log.
-        save_last: True writes "last.ckpt" at every save; "link" makes it a link to the newest file where one was
-            written, which costs nothing.
-        save_top_k: How many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1.
-        save_on_exception: Write a checkpoint when training fails or is interrupted.
-        save_weights_only: Leave out optimizers, schedules and callbacks; such a file cannot be resumed.
+        dirpath: Directory or URL; None: "checkpoints" in the first logger's directory, else in `default_root_dir`.
+        filename: Template of file names, such as "{epoch}-{val_loss:.3f}"; None: "{epoch}-{step}".
+        monitor: Name of the logged metric that ranks checkpoints; None: the newest is the best.
+        verbose: Whether each save is logged.
+        save_last: Whether "last.ckpt" is written at every save; "link" makes it a link to the newest file.
+        save_top_k: Number of checkpoints to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1.
+        save_on_exception: Whether a checkpoint is written when training fails or is interrupted.
+        save_weights_only: Whether optimizers, schedules and callbacks are left out; such a file cannot be resumed.
         mode: "min" if a smaller metric is better, else "max".
-        auto_insert_metric_name: Write "name=value" in file names instead of the value alone.
-        every_n_train_steps: Save whenever `global_step` is a multiple; optimizer steps.
-        train_time_interval: Save at the first step boundary after this time. With several ranks, which do not ask each
-            other at every step, it may be later where steps become slower.
-        every_n_epochs: Save in every n-th epoch. The default, with 1, when nothing else is given; 0 is never.
-        save_on_train_epoch_end: Save at the end of epochs, else of validations. None: at the end of epochs if each
-            ends with a validation, or if there is none.
-        enable_version_counter: A name that is taken gets "-v1", "-v2", ...; otherwise it is overwritten.
+        auto_insert_metric_name: Whether file names contain "name=value" instead of the value.
+        every_n_train_steps: Number of optimizer steps between saves.
+        train_time_interval: Time between saves, which happen at step boundaries. With several ranks a save may be late
+            if steps become slower, because ranks do not communicate at every step.
+        every_n_epochs: Number of epochs between saves; 0: never. 1 if no other interval is given.
+        save_on_train_epoch_end: Whether to save at the end of training epochs, else of validations. None: at the end of
+            epochs if each ends with a validation or if validation is disabled.
+        enable_version_counter: Whether an existing name gets "-v1", "-v2", ...; otherwise it is overwritten.
 
     Attributes:
-        dirpath: The folder; None until fit starts, if it was not given.
+        dirpath: Directory of the checkpoints; None until fit starts, if it was not given.
 
     Raises:
-        ConfigError: Arguments that cannot work, all named; at the start of training, a folder without permission.
-        ModuleError: In training, after the first validation or epoch: no metric has the name of `monitor`, or one in
-            `filename`.
+        ConfigError: Invalid arguments, all named. At the start of training: the directory is not writable.
+        ModuleError: After the first validation or epoch: no metric has the name of `monitor`, or one in `filename`.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -250,10 +247,10 @@ class ModelCheckpoint(Checkpoint):
             file.writelines(f"{json.dumps(path)}: {score}\n" for path, score in self._state.top_k.scores.items())
 
     def find_last(self, trainer: Trainer) -> list[str]:
-        """Return the checkpoints from which `ckpt_path="last"` may go on, newest first. The Trainer calls it.
+        """Return the checkpoints that `ckpt_path="last"` may resume from, newest first.
 
-        All in `dirpath` if it was given, else all of all versions of the first logger: a run that starts again opens a
-        new version. Unfinished files are left out; damaged ones are not, the caller verifies.
+        All in `dirpath` if it was given, else those of all versions of the first logger, because a restarted run opens
+        a new version. Unfinished files are left out. Damaged ones are not: the caller verifies.
         """
         self._continues_last = True
 
@@ -266,27 +263,27 @@ class ModelCheckpoint(Checkpoint):
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def forget_run(self) -> None:
-        """Begin new books; the files of the other run stay."""
+        """Start with an empty state; the files of the other run stay."""
         self._state = CheckpointState(TopK(self.save_top_k, self.mode))
         self._loaded_dirpath = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
-        """Note for which purpose the state is loaded."""
+        """Record the purpose for which the state is loaded."""
         self._loading_in = trainer.state.fn
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Decide on the folder; the loggers know by now in which version this run goes on."""
+        """Determine the directory; the loggers know their version by now."""
 
         def decide() -> tuple[str, CheckpointState]:
             return self._given_dirpath or files.normalized(files.default_dirpath(trainer)), self._state
 
-        # The books, too: a rank that failed alone cannot know what became of the last save in the background.
+        # The state, too: a rank that failed alone does not know the result of the last background save.
         dirpath, self._state = from_rank_zero(trainer, decide)
         self._compare_folders(dirpath)
         self.dirpath = dirpath
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Check what can be checked, remove what a kill left over, start the clock."""
+        """Check the settings, remove what a killed run left over, start the clock."""
         self._at_epoch_end = self._resolve_at_epoch_end(trainer)
         self._is_training = True
         self._start_step = trainer.global_step
@@ -298,11 +295,11 @@ class ModelCheckpoint(Checkpoint):
             return
         self._overwritable = from_rank_zero(trainer, lambda: self._prepare_folder(trainer))
         self._state.pending_removals = []
-        # Whoever named a file may name it again; with "last", a newer one is found by then.
+        # A file that was named in ckpt_path may be named again; "last" will find a newer one.
         self._may_remove_resumed, self._continues_last = self._continues_last, False
 
     def _prepare_folder(self, trainer: Trainer) -> set[str]:
-        """Check the folder and remove what a kill left over; return the files that may be overwritten."""
+        """Check the directory and remove leftovers of a killed run; return the files that may be overwritten."""
         files.check_dirpath(str(self.dirpath))
         self._warn_of_settings(trainer)
         files.remove_unfinished(str(self.dirpath))
@@ -317,7 +314,7 @@ class ModelCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Save if the number of steps or the time has come."""
+        """Save if a step or time interval has passed."""
         interval = self._interval
         if self._every_n_train_steps:
             if trainer.global_step % self._every_n_train_steps:
@@ -333,7 +330,7 @@ class ModelCheckpoint(Checkpoint):
         self._trigger(trainer, strict=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Save if validations are what is counted, or what waited for this validation's metrics."""
+        """Save if saves follow validations, or if a save waits for this validation's metrics."""
         if self._is_inert(trainer):
             return
         self._validated = True
@@ -345,7 +342,7 @@ class ModelCheckpoint(Checkpoint):
             trainer.saving.keep_validated()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Save if epochs are what is counted, or what waited for metrics of the epoch."""
+        """Save if saves follow epochs, or if a save waits for metrics of the epoch."""
         if self._is_inert(trainer):
             return
         strict = self._validated or not sum(trainer.num_val_batches)
@@ -355,7 +352,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_if_fresh(trainer, strict=strict)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Bring `last` up to the end of training."""
+        """Update `last` at the end of training."""
         self._is_training = False
         # A resumed run that had no step left may have been killed right before it wrote `last`.
         is_behind = 0 <= self._state.last_step < trainer.global_step
@@ -373,19 +370,19 @@ class ModelCheckpoint(Checkpoint):
         self._finish_before(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Save what there is, beside the other checkpoints; none of them is removed or overwritten for it."""
+        """Save the current state; no other checkpoint is removed or overwritten."""
         was_training, self._is_training = self._is_training, False
         if not self.save_on_exception or not was_training or self._is_inert(trainer):
             return
         if not (trainer.ranks_answer or trainer.is_global_zero):
-            return  # after an error the ranks cannot agree on anything: rank 0 saves what it has
+            return  # after an error the ranks cannot synchronize: rank 0 saves its own state
         step = trainer.global_step
         if step in (self._start_step, self._written_step) or isinstance(exception, CheckpointError):
             return
         if trainer.strategy.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
             _log.warning(
-                "ModelCheckpoint: nothing is saved on %s, which is this rank's alone: the model is spread over all "
-                "ranks, and the others do not answer. Resume from the last checkpoint.",
+                "ModelCheckpoint: nothing is saved on %s of this rank: the model is sharded, and the others do not "
+                "respond. Resume from the last checkpoint.",
                 type(exception).__name__,
             )
             return
@@ -403,21 +400,21 @@ class ModelCheckpoint(Checkpoint):
         except (CheckpointError, OSError, RuntimeError):
             _log.exception("ModelCheckpoint: the checkpoint on %s could not be saved.", type(exception).__name__)
             return
-        lost = "" if trainer.at_step_boundary else " The step that was under way is not in it and will be repeated."
+        lost = "" if trainer.at_step_boundary else " The unfinished step is not in it and will be repeated."
         _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost)
 
     def _is_finite(self, trainer: Trainer, module: Any) -> bool:
-        """Return whether all weights are; on every rank, if the ranks answer."""
+        """Whether all weights are finite; on every rank, if the ranks respond."""
         own = trainer.strategy.local_shards(list(module.parameters()))
         is_finite = all(bool(part.isfinite().all()) for part in own)
         return bool(trainer.strategy.reduce_boolean_decision(is_finite)) if trainer.ranks_answer else is_finite
 
     def state_dict(self) -> StateDict:
-        """Return the books. Taken while a checkpoint is written, they name that checkpoint already."""
+        """Return the checkpoint state; while a checkpoint is written, it names that checkpoint already."""
         return {"monitor": self.monitor, "dirpath": self.dirpath, **self._state.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put back the books. For a validation or test, books of this callback's own training are kept."""
+        """Restore the checkpoint state. In validation and test, the state of this callback's own training is kept."""
         loading_in, self._loading_in = self._loading_in, None
         if loading_in not in (None, "fit"):
             if not self.best_model_path:
@@ -446,16 +443,16 @@ class ModelCheckpoint(Checkpoint):
         return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def _trigger(self, trainer: Trainer, *, strict: bool) -> None:
-        """The time to save has come: save now, or write `last` and wait for the metrics."""
+        """Save now, or write `last` and wait for the metrics."""
         if trainer.global_step == self._state.triggered_step:
-            return  # nothing was learned since
+            return  # nothing was trained since
         self._state.triggered_step = trainer.global_step
         self._state.is_waiting = True
         if not self._save_if_fresh(trainer, strict=strict) and self.save_last:
             self._write_last_alone(trainer)
 
     def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
-        """Save unless a metric that it needs is older than this step. `strict`: one that is not there is an error."""
+        """Save unless a required metric is older than this step. `strict`: a missing metric is an error."""
         self._synchronize(trainer)
         if not self._is_fresh(trainer, strict=strict):
             return False
@@ -477,12 +474,12 @@ class ModelCheckpoint(Checkpoint):
         return list(dict.fromkeys([*names, *template_names(self.filename or "")]))
 
     def _synchronize(self, trainer: Trainer) -> None:
-        """Let all ranks have the same values of what names and scores are made of; on every rank."""
+        """Synchronize the metrics that names and scores use; on every rank."""
         if names := [*self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]:
             trainer.synchronize_metrics(*names)
 
     def _is_scored_by(self, trainer: Trainer) -> bool:
-        """Whether the score is one of this step already, so that it belongs to the weights of now; all ranks alike."""
+        """Whether the score belongs to the current step and weights; equal on all ranks."""
         metric, step = self.monitor, trainer.global_step
         if metric is None:
             return False
@@ -517,7 +514,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.when_saved(lambda: self._remove_pending(trainer))
 
     def _finish_before(self, trainer: Trainer) -> None:
-        """Let the save before be complete, and done what follows it: names and removals of a new one build on that."""
+        """Wait for the previous save: names and removals of a new one depend on it."""
         if trainer.saves_in_background:
             trainer.wait_for_save(before_save=self._is_training)
 
@@ -549,7 +546,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.when_saved(lambda: self._remove_pending(trainer))
 
     def _write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
-        """Make `last` the state of now: a link to the file just written if links are wanted, else a file."""
+        """Make `last` the current state: a link to the file just written if requested, else a file."""
         before = self._state.copy()
         self._state.enter_last(path, trainer.global_step)
         if kept_path == path:
@@ -567,7 +564,7 @@ class ModelCheckpoint(Checkpoint):
         written_before = self._written_step
         moved = make_way(trainer, paths)
 
-        def take_back() -> None:  # the file is not there: the books must not name it
+        def take_back() -> None:  # the file does not exist: the state must not name it
             self._state, self._written_step = before, written_before
             for path, old in moved.items():
                 if trainer.is_global_zero and not files.exists(path):
@@ -584,10 +581,10 @@ class ModelCheckpoint(Checkpoint):
             raise
         self._written_step = trainer.global_step
         self._overwritable.difference_update(paths)
-        trainer.when_saved(lambda: tell_loggers(trainer, self, num_files=len(paths)), take_back)
+        trainer.when_saved(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
-        """Return what names and scores are made of; with several ranks, rank 0's numbers of what is needed of it."""
+        """Return the values that names and scores use; with several ranks, rank 0's."""
 
         def read() -> dict[str, Tensor | float]:
             counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -602,7 +599,7 @@ class ModelCheckpoint(Checkpoint):
     def _free_path(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], template: str | None, *, own: str
     ) -> str:
-        """Return the path for a new file: with a version if the name is taken by another file than `own`."""
+        """Return the path of a new file, with a version if a file other than `own` has the name."""
         path = self.format_checkpoint_name(metrics, template)
         if not self._enable_version_counter:
             return path
@@ -615,13 +612,13 @@ class ModelCheckpoint(Checkpoint):
     def _plan_last(self, trainer: Trainer) -> str:
         template, metrics = self.CHECKPOINT_NAME_LAST, self._metrics(trainer)
         if any(name not in metrics for name in template_names(template)):
-            template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` waits for no metric
+            template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` does not wait for metrics
         return self._free_path(trainer, metrics, template, own=self.last_model_path)
 
     # --- removing --------------------------------------------------------------------------------------------------
 
     def _remove_pending(self, trainer: Trainer) -> None:
-        if self._state.pending_removals:  # the books are equal on all ranks
+        if self._state.pending_removals:  # the state is equal on all ranks
             from_rank_zero(trainer, self._removal(trainer).remove_pending)
         self._state.pending_removals = []
 
@@ -636,7 +633,7 @@ class ModelCheckpoint(Checkpoint):
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def _compare_folders(self, dirpath: str) -> None:
-        """Keep only the best path of loaded books whose files lie in another folder."""
+        """Keep only the best path of a loaded state whose files are in another directory."""
         loaded, self._loaded_dirpath = self._loaded_dirpath, None
         if loaded is not None and loaded != dirpath:
             _log.warning(

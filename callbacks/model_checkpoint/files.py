@@ -56,7 +56,7 @@ def _logger_root(trainer: Trainer) -> str:
 def default_dirpaths(trainer: Trainer) -> list[str]:
     """Return the folders where earlier runs with these loggers may have saved: a run that starts again opens a new one.
 
-    The logger's version is not asked for, because that would decide it before a resumed run takes its old one.
+    The logger's version is not read: reading it would fix a new one before a resumed run takes its old one.
     """
     if not trainer.loggers:
         return [os.path.join(trainer.default_root_dir, "checkpoints")]
@@ -165,7 +165,7 @@ def modified_ns(path: str) -> int:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint: a file, a link, or the folder of a sharded one. Nothing there is fine.
+    """Remove a checkpoint: a file, a link, or the folder of a sharded one. A missing checkpoint is accepted.
 
     A sharded one stops being a checkpoint before its first file goes.
 
@@ -191,7 +191,7 @@ def remove(path: str) -> None:
 
 
 def _is_sharded(path: str) -> bool:
-    from ...checkpoint import verified  # knows without the heavier modules that a file is none
+    from ...checkpoint import verified  # recognizes a file without importing the heavier modules
 
     return not os.path.islink(path) and verified.is_folder_checkpoint(path)
 
@@ -199,7 +199,7 @@ def _is_sharded(path: str) -> bool:
 def make_way(path: str, *, for_folder: bool) -> str | None:
     """Rename what a new checkpoint cannot replace in one step: a file where a folder comes, a folder where a file does.
 
-    The old checkpoint keeps a name that is found, "last-v1.ckpt" say, until the new one is whole.
+    The old checkpoint keeps a name that is found, "last-v1.ckpt" say, until the new one is complete.
 
     Args:
         path: Where a checkpoint will be written.
@@ -253,7 +253,7 @@ def link(target: str, path: str) -> None:
 
 
 def copy(source: str, path: str) -> None:
-    """Make `path` a copy of a local checkpoint in one step: it is always the old one or the whole new one.
+    """Make `path` a copy of a local checkpoint in one step: it is always the old one or the complete new one.
 
     A checkpoint of the other form, a file or a folder, must have been moved out of the way (`make_way`).
     """
@@ -301,6 +301,6 @@ def check_dirpath(dirpath: str) -> None:
         raise ConfigError(f"ModelCheckpoint: {parent} is a file, not a folder.", fix="choose another dirpath.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"ModelCheckpoint: no permission to write checkpoints to {dirpath} (asked of {parent}).",
+            f"ModelCheckpoint: no permission to write checkpoints to {dirpath} (checked at {parent}).",
             fix="choose another dirpath or default_root_dir, or change the permissions.",
         )

@@ -1,4 +1,4 @@
-"""Whether the time to write a checkpoint has come."""
+"""The time interval between checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TimeInterval:
     """The time between two checkpoints.
 
     Args:
-        length: How long it is.
+        length: Length of the interval.
     """
 
     def __init__(self, length: timedelta) -> None:
@@ -26,7 +26,7 @@ class TimeInterval:
         self._deadline: SharedDeadline | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Let the next one begin; on every rank."""
+        """Start the next interval; on every rank."""
         self._began_s = time.monotonic()
         if trainer.ranks_answer:
             from ..rank_zero import SharedDeadline  # not imported where there is one process
@@ -35,7 +35,7 @@ class TimeInterval:
             self._deadline = SharedDeadline(lambda: ends_s - time.monotonic())
 
     def is_over(self, trainer: Trainer) -> bool:
-        """Return whether it has ended; on every rank, at the end of a step. Clocks differ: rank 0 decides for all."""
+        """Whether the interval has ended, by rank 0's clock; on every rank, at the end of a step."""
         if self._deadline is not None:
             return self._deadline.has_come(trainer.strategy, trainer.global_step)
         return time.monotonic() - self._began_s >= self.length_s

@@ -1,4 +1,4 @@
-"""Names of checkpoints: templates such as "{epoch}-{val_loss:.3f}", checked and filled in. For model_checkpoint.py."""
+"""Names of checkpoints: templates such as "{epoch}-{val_loss:.3f}", validated and rendered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import ConfigError, ModuleError, nearest
 __all__ = ["check_template", "missing_metric", "render_name", "template_names"]
 
 COUNTERS = ("epoch", "step")
-_LONGEST = 255  # bytes of a name, on the file systems that there are
+_LONGEST = 255  # bytes of a name, on common file systems
 
 
 def template_names(template: str) -> list[str]:
@@ -31,7 +31,9 @@ def check_template(template: str, argument: str) -> None:
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
-        raise ConfigError(f"{argument}={template!r} is no template: {error}.", fix="write metrics as {name}.") from None
+        raise ConfigError(
+            f"{argument}={template!r} is not a template: {error}.", fix="write metrics as {name}."
+        ) from None
     problems = []
     for _, name, spec, _ in parts:
         if name == "":
@@ -90,7 +92,7 @@ def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_
 
 
 def missing_metric(missing: list[str], metrics: Mapping[str, object], where: str) -> ModuleError:
-    """Return the error for metrics that a checkpoint callback needs and nobody logged."""
+    """Return the error for required metrics that were not logged."""
     known = sorted(name for name in metrics if name not in COUNTERS)
     described = ", ".join(f"{name!r}{nearest(name, known)}" for name in missing)
     return ModuleError(

@@ -1,4 +1,4 @@
-"""Which checkpoints go, and what a kill left over."""
+"""Removal of replaced checkpoints, and of leftovers of a killed run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRemoval:
-    """What may be removed, by the books.
+    """Removal of the files that the checkpoint state no longer keeps.
 
     Attributes:
-        state: Which files are kept, and which are to go.
+        state: Files that are kept and files to remove.
         dirpath: The callback's folder; files elsewhere are not removed.
-        resumed_path: What this run went on from; empty if it began anew.
-        may_remove_resumed: Whether that may go, too.
+        resumed_path: Checkpoint that this run resumed from; empty if it started from scratch.
+        may_remove_resumed: Whether that checkpoint may be removed, too.
     """
 
     state: CheckpointState
@@ -32,13 +32,13 @@ class CheckpointRemoval:
     may_remove_resumed: bool
 
     def remove_pending(self) -> None:
-        """Remove the files that have lost their place."""
+        """Remove the files that were replaced."""
         for path in self.state.pending_removals:
             if self._may_remove(path):
                 remove_or_warn(path)
 
     def remove_leftovers(self) -> None:
-        """Remove what the checkpoint that is resumed had meant to remove, unless it was written again since."""
+        """Remove the files that the resumed run was about to remove, unless they were written again since."""
         if not self.state.pending_removals or not self.resumed_path:
             return
         resumed_ns = files.modified_ns(self.resumed_path)
@@ -47,10 +47,10 @@ class CheckpointRemoval:
                 remove_or_warn(path)
 
     def complete_last(self, step: int, *, is_link: bool) -> None:
-        """Write `last` if a kill came between it and the file that is resumed: they have the same content.
+        """Write `last` if the run was killed between it and the resumed file: they have the same content.
 
         Args:
-            step: `global_step` of what is resumed.
+            step: `global_step` of the resumed checkpoint.
             is_link: Whether `last` is a link.
         """
         path, resumed = self.state.last_path, self.resumed_path
@@ -85,7 +85,7 @@ class CheckpointRemoval:
 
 
 def remove_or_warn(path: str) -> None:
-    """Remove a checkpoint; a failure is said, and training goes on."""
+    """Remove a checkpoint; a failure is logged, and training continues."""
     try:
         files.remove(path)
     except (OSError, CheckpointError) as error:

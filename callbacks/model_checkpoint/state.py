@@ -1,4 +1,4 @@
-"""What a ModelCheckpoint remembers between saves, and saves in each checkpoint."""
+"""The state of a ModelCheckpoint: kept files, scores and pending removals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CheckpointState", "score_tensor"]
 
 @dataclass(slots=True)
 class CheckpointState:
-    """The books: which files are kept, and what is still to be done.
+    """Kept files, their scores, and what is still to be done.
 
     Attributes:
         top_k: The best ones and their scores; empty without monitor.
@@ -27,9 +27,9 @@ class CheckpointState:
         last_path: Path of `last`; empty if there is none.
         last_step: `global_step` of `last`, -1 if there is none.
         current_score: Score of the latest checkpoint that was considered.
-        triggered_step: `global_step` when the time to save came last: it comes once per step.
+        triggered_step: `global_step` at which a save was last due; at most one per step.
         is_waiting: Whether a save waits for its metric.
-        pending_removals: Files that have lost their place and go as soon as their successor is written.
+        pending_removals: Replaced files, removed as soon as their successor is written.
     """
 
     top_k: TopK
@@ -43,12 +43,12 @@ class CheckpointState:
     pending_removals: list[str] = field(default_factory=list)
 
     def copy(self) -> CheckpointState:
-        """Return books that can be changed without changing these."""
+        """Return an independent copy."""
         top_k = replace(self.top_k, scores=dict(self.top_k.scores))
         return replace(self, top_k=top_k, pending_removals=list(self.pending_removals))
 
     def enter(self, path: str, score: float | None, *, keep_all: bool) -> None:
-        """Enter a file that is about to be written, and what has to go for it."""
+        """Record a file that is about to be written, and the one that it replaces."""
         if score is None:
             gone = "" if keep_all else self.best_path
             self.best_path = path
@@ -60,7 +60,7 @@ class CheckpointState:
             self.pending_removals.append(gone)
 
     def enter_last(self, path: str, step: int) -> None:
-        """Enter the path of `last`, and its step; under another name, the one before has to go."""
+        """Record the path and step of `last`; a previous one with another name is removed."""
         if self.last_path and self.last_path != path:
             self.pending_removals.append(self.last_path)
         self.last_path, self.last_step = path, step
@@ -70,7 +70,7 @@ class CheckpointState:
         return path in self.top_k.scores or path in (self.best_path, self.last_path)
 
     def keep_best_path_only(self) -> None:
-        """Forget all files but the best path: they lie in a folder that is not this run's to clean."""
+        """Forget all files but the best path: they are in a directory that this run must not clean."""
         self.top_k.scores = {}
         self.last_path, self.last_step, self.best_score, self.pending_removals = "", -1, None, []
 
@@ -92,7 +92,7 @@ class CheckpointState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.best_path = state["best_model_path"]
         self.best_score = _optional_float(state.get("best_model_score"))
         self.current_score = _optional_float(state.get("current_score"))

@@ -1,4 +1,4 @@
-"""Which checkpoints are the k best. A plain value without files; model_checkpoint.py asks it and does the writing."""
+"""The k best checkpoints, by score. No file is accessed here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TopK:
     A score of NaN counts as the worst there is, and -0.0 equals 0.0.
 
     Attributes:
-        k: How many to keep; -1 keeps all, 0 none.
+        k: Number of checkpoints to keep; -1 all, 0 none.
         mode: "min" if smaller is better, else "max".
         scores: Path -> score, in the order in which they were added.
     """

@@ -1,4 +1,4 @@
-"""What stands beside the writing of a checkpoint: room at its path, links, loggers."""
+"""Steps around the writing of a checkpoint: freeing its path, links, notification of loggers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
     from .callback import ModelCheckpoint
 
-__all__ = ["link_or_copy", "link_or_warn", "make_way", "tell_loggers"]
+__all__ = ["link_or_copy", "link_or_warn", "make_way", "notify_loggers"]
 
 _log = logging.getLogger(__name__)
 
 
 def make_way(trainer: Trainer, paths: list[str]) -> dict[str, str]:
-    """Rename checkpoints that are overwritten and of another form than before: with `state_dict_type`, say.
+    """Rename existing checkpoints of another form (file or folder) than the ones that replace them.
 
     Called on every rank.
 
     Returns:
-        For their paths the new names, under which they stay until the new checkpoint is whole.
+        Their new names by path, which they keep until the new checkpoint is complete.
     """
     checkpoint_io = trainer.strategy.checkpoint_io
     if type(getattr(checkpoint_io, "checkpoint_io", checkpoint_io)) is not TorchCheckpointIO:
-        return {}  # a user's own form
+        return {}  # a user's own format
 
     def rename() -> dict[str, str]:
         is_folder = trainer.strategy.saves_shards("full")
@@ -46,7 +46,7 @@ def link_or_copy(target: str, path: str) -> None:
 
 
 def link_or_warn(target: str, path: str) -> bool:
-    """Make `path` a link to a checkpoint; return whether it is one, and say why not."""
+    """Make `path` a link to a checkpoint; return whether that succeeded, and log the reason if not."""
     old = files.make_way(path, for_folder=False)
     try:
         files.link(target, path)
@@ -60,13 +60,13 @@ def link_or_warn(target: str, path: str) -> bool:
     return True
 
 
-def tell_loggers(trainer: Trainer, callback: ModelCheckpoint, *, num_files: int) -> None:
-    """Tell each logger once for each file that it is there; only rank 0 does."""
+def notify_loggers(trainer: Trainer, callback: ModelCheckpoint, *, num_files: int) -> None:
+    """Notify each logger once per file; on rank 0 only."""
     if not trainer.is_global_zero:
         return
     for _ in range(num_files):
         for logger in trainer.loggers:
             try:
                 logger.after_save_checkpoint(callback)
-            except Exception:  # a logger that fails is said and does not end training
-                _log.exception("%s.after_save_checkpoint failed; training goes on.", type(logger).__name__)
+            except Exception:  # a failing logger is reported and does not end training
+                _log.exception("%s.after_save_checkpoint failed; training continues.", type(logger).__name__)

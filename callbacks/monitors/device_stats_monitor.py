@@ -1,4 +1,4 @@
-"""Log how busy the device is: memory of cards, use of the processor. Built by users."""
+"""`DeviceStatsMonitor`: memory statistics of GPUs, and use of the CPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class DeviceStatsMonitor(Callback):
     on a CPU, which need psutil. Steps that are not logged cost a comparison.
 
     Args:
-        cpu_stats: None for the processor's statistics where it is the accelerator, True for them beside a card's, False
-            for none.
+        cpu_stats: Whether CPU statistics are logged, also beside a GPU's; None: only if the CPU is the accelerator.
 
     Raises:
         ConfigError: At the beginning: the trainer has no logger.
-        MissingDependency: At the beginning: the processor's statistics are wanted, and psutil is not installed.
+        MissingDependency: At the beginning: CPU statistics are requested, and psutil is not installed.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Log the learning rates that steps were taken with. Built by users."""
+"""`LearningRateMonitor`: the learning rates that steps used."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LearningRateMonitor(Callback):
     Args:
         logging_interval: "step" at the steps that go to the loggers, "epoch" at the beginning of epochs, None as each
             schedule counts (an optimizer without schedule: by step).
-        log_momentum: Also `<key>-momentum`: momentum, or the first of the betas.
-        log_weight_decay: Also `<key>-weight_decay`.
+        log_momentum: Whether momentum, or the first of the betas, is logged as `<key>-momentum`.
+        log_weight_decay: Whether weight decay is logged as `<key>-weight_decay`.
 
     Attributes:
         lrs: Key -> all values logged in this run.
@@ -44,7 +44,7 @@ class LearningRateMonitor(Callback):
         last_weight_decay_values: Key -> latest value.
 
     Raises:
-        ConfigError: A wrong interval; at the start of training, no logger, or two groups of one name.
+        ConfigError: The interval is invalid. At the start of training: no logger, or two groups with one name.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LearningRateMonitor(Callback):
         self._watched: dict[str, list[tuple[str, Optimizer]]] = {"step": [], "epoch": []}
         self._noted: dict[str, float] = {}
         self._noted_step = -1
-        self._said_no_momentum = False
+        self._has_warned = False
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find optimizers, schedules and their names."""
@@ -115,8 +115,8 @@ class LearningRateMonitor(Callback):
     def _momentum(self, group: dict[str, Any]) -> float:
         if "betas" in group:
             return float(group["betas"][0])
-        if "momentum" not in group and not self._said_no_momentum:
-            self._said_no_momentum = True
+        if "momentum" not in group and not self._has_warned:
+            self._has_warned = True
             _log.warning("LearningRateMonitor: an optimizer has neither momentum nor betas; 0 is logged.")
         return float(group.get("momentum", 0.0))
 

@@ -1,4 +1,4 @@
-"""Say what the memory was full of when it ran out. Built by users; `memory_report` can be called anywhere."""
+"""`MemorySnapshot`: a report on memory when it runs out. Built by users; `memory_report` can be called anywhere."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def memory_report(
     device: torch.device | None = None,
     error: BaseException | None = None,
 ) -> MemoryReport:
-    """Return who holds how much memory on a device now. Looks at every object that Python knows: not for each step.
+    """Return the current owners of a device's memory. It visits every Python object: do not call it at each step.
 
     Args:
-        module: Whose parameters, gradients and buffers are told apart from the rest.
-        optimizers: Whose states are.
-        device: None for that of the module's first parameter.
-        error: The variables of the functions that it came through name tensors.
+        module: Module whose parameters, gradients and buffers are listed separately.
+        optimizers: Optimizers whose states are listed separately.
+        device: Device to report on; None: that of the module's first parameter.
+        error: Error whose traceback provides names of tensors.
     """
     parameters = dict(module.named_parameters())
     if device is None:
@@ -106,18 +106,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemorySnapshot(Callback):
-    """Write down who held the memory when it ran out, on the rank on which it did.
+    """Write a report on memory when it runs out, on the rank on which it does.
 
     The files are `<dirpath>/out_of_memory_rank<r>_step<n>.json` (and `.txt`, for people), with the memory by owner and
     the largest tensors with their variables' names; on CUDA also `.pickle`, the allocator's history with the stack of
     each allocation, for https://pytorch.org/memory_viz. The error gets a note that names them.
 
     Args:
-        dirpath: The folder; None for `memory` in the trainer's `default_root_dir`.
-        max_entries: Allocations and frees of the history on CUDA, which costs a few microseconds each; 0 for none.
+        dirpath: Directory of the reports; None: `memory` in the trainer's `default_root_dir`.
+        max_entries: Number of allocations and frees in CUDA's history, at a few microseconds each; 0: no history.
 
     Attributes:
-        report: The report of the last error; None before.
+        report: Report on the last error; None before.
 
     Raises:
         ConfigError: `max_entries` is negative.

@@ -1,4 +1,4 @@
-"""Show samples while training runs: pictures and text in the loggers. Built by users."""
+"""`SampleLogger`: pictures and text of samples, sent to the loggers."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ _STAGES = ("train", "validation", "test")
 class SampleLogger(Callback):
     """Send pictures and text that are made of a batch to every logger that can show them.
 
-    In validation and test they are made of the first batch of the first loader, in training of the last batch of every
-    n-th step. The functions run without gradients, with the module in eval mode, and random numbers that they draw are
-    given back: training is the same with and without this callback. They are called on every rank that has the batch,
-    since the module may communicate; rank 0's samples are logged.
+    In validation and test, samples come from the first batch of the first loader, in training from the last batch of
+    every n-th step. The functions run without gradients and with the module in eval mode; random generators are
+    restored, so that training does not change. They are called on every rank that has the batch; rank 0 logs.
 
     Args:
         images: `(pl_module, outputs, batch)` -> pictures, or a pair of pictures and a list of captions. `outputs` is
             what the step returned. A tensor of shape (N, C, H, W) holds N pictures; else a list of what
             `Logger.log_image` takes.
         text: `(pl_module, outputs, batch)` -> text in Markdown.
-        stage: "train", "validation" or "test".
-        every_n_steps: In training: make samples at the steps that are a multiple. None for `log_every_n_steps`.
-        num_samples: Show at most so many pictures.
-        name: Name under which they are logged, behind the stage.
+        stage: Stage that is sampled: "train", "validation" or "test".
+        every_n_steps: Number of training steps between samples; None: `log_every_n_steps`.
+        num_samples: Maximum number of pictures.
+        name: Name of the logged samples, after the stage.
 
     Raises:
-        ConfigError: Neither function is given, or an argument cannot work.
+        ConfigError: Neither function is given, or an argument is invalid.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class SampleLogger(Callback):
         self._log_steps = LogSteps()
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Note where training begins: the step of a checkpoint was logged before it was taken."""
+        """Record the first step: a resumed run logged it already."""
         self._log_steps.start(trainer)
 
     def on_train_batch_end(

@@ -1,4 +1,4 @@
-"""Stop when the loss jumps, and say at which batches. Built by users; `SpikeDetector` also serves loops by hand."""
+"""`SpikeDetection`, which stops training when the loss jumps, and `SpikeDetector`, which works in any loop."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class SpikeDetector:
 
     Args:
         mode: "min" where a smaller loss is better, else "max".
-        window: How many losses the mean is of.
-        warmup: How many losses are only collected at first; whether they are finite is judged nevertheless.
-        atol: Smallest difference of a spike; None for any.
-        rtol: Smallest difference of a spike as a share of the mean's size; None for any.
+        window: Number of losses in the mean.
+        warmup: Number of first losses that are only collected; non-finite ones are spikes nevertheless.
+        atol: Smallest difference of a spike; None: any.
+        rtol: Smallest difference of a spike as a fraction of the mean's size; None: any.
         finite_only: Whether losses that are not finite are spikes.
 
     Raises:
-        ConfigError: Arguments that cannot work, all named.
+        ConfigError: Invalid arguments, all named.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SpikeDetector:
         return sum(self._losses) / len(self._losses) if self._losses else math.nan
 
     def is_spike(self, loss: float) -> bool:
-        """Judge the next loss, and let it into the mean if it is none."""
+        """Judge the next loss, and add it to the mean unless it is a spike."""
         found = self._judge(loss)
         self.seen += 1
         if not found and math.isfinite(loss):
@@ -118,7 +118,7 @@ class SpikeDetector:
         return {"seen": self.seen, "losses": list(self._losses)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         self.seen = int(state_dict["seen"])
         self._losses = deque(state_dict["losses"], maxlen=self.window)
 
@@ -130,7 +130,7 @@ class SpikeDetection(Callback):
     batch numbers in their epoch. A later run may leave them out: `training_step` returns None for a batch in
     `SpikeDetection.bad_batches`. What a spike is: `SpikeDetector`.
 
-    Losses stay on the device and are judged together at log boundaries and before a checkpoint is written, so that no
+    Losses stay on the device and are judged at log boundaries and before a checkpoint is written, so that no
     checkpoint is taken after a spike that it does not know of. `check_every_n_steps=1` finds a spike at once, and waits
     for the device at each step.
 
@@ -140,15 +140,15 @@ class SpikeDetection(Callback):
         warmup: See `SpikeDetector`.
         atol: See `SpikeDetector`.
         rtol: See `SpikeDetector`.
-        exclude_batches_path: A folder or a `.json` file; None for the trainer's `default_root_dir`.
+        exclude_batches_path: Directory or `.json` file of the list; None: the trainer's `default_root_dir`.
         finite_only: See `SpikeDetector`.
-        check_every_n_steps: How often losses are judged; None for `log_every_n_steps`.
+        check_every_n_steps: Number of steps between checks; None: `log_every_n_steps`.
 
     Attributes:
         bad_batches: Numbers of all batches found so far, those in the file included.
 
     Raises:
-        ConfigError: Arguments that cannot work.
+        ConfigError: An argument is invalid.
         TrainingSpikeException: In training, on every rank.
     """
 
@@ -212,15 +212,15 @@ class SpikeDetection(Callback):
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Judge what is left: the numbers of batches begin anew."""
+        """Judge what is left: the numbers of batches start again."""
         self._look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Ask the other ranks no more."""
+        """Stop communicating with other ranks."""
         self._trainer = None
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Ask the other ranks only if they are at the same place."""
+        """Communicate with other ranks only if they are at the same place."""
         if not trainer.ranks_answer:
             self._trainer = None
 
@@ -280,7 +280,7 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         self.detector.load_state_dict(state_dict["detector"])
         self.bad_batches = list(state_dict["bad_batches"])
         self._known = [(number, rank, loss) for number, rank, loss in state_dict["pending"]]

@@ -1,4 +1,4 @@
-"""Log how many batches, samples and items per second each stage handles. Built by users."""
+"""`ThroughputMonitor`: batches, samples and items per second of each stage."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class _Stage:
 class ThroughputMonitor(Callback):
     """Log `<stage>/device/samples_per_sec` and more (see `Throughput`), each `log_every_n_steps`, on rank 0.
 
-    A validation inside fit does not count as time of training. The totals of training go on when a run is resumed.
+    Validation inside fit is not part of the training time. A resumed run continues the totals of training.
 
     FLOPs need the attribute or property `flops_per_batch` of the module: FLOPs of one batch on one device, forward and
     backward in training; `measure_flops` counts them. The device is waited for at log boundaries only.
 
     Args:
-        batch_size_fn: Returns the number of samples of a batch.
-        length_fn: Returns the number of items (tokens, say) of a batch; None for no such rate.
-        window_size: Batches over which rates are taken.
-        separator: Stands between the parts of a key.
+        batch_size_fn: Function that returns the number of samples of a batch.
+        length_fn: Function that returns the number of items (such as tokens) of a batch; None: no such rate.
+        window_size: Number of batches that rates are averaged over.
+        separator: Text between the parts of a key.
 
     Raises:
         ConfigError: The window is too small; at the beginning, the trainer has no logger.
-        ModuleError: A function returned no whole number above 0.
+        ModuleError: A function returned something else than a positive integer.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ThroughputMonitor(Callback):
             self._start(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Go on with the clock of training."""
+        """Continue with the clock of training."""
         if "train" in self._stages:
             self._stages["train"].clock.resume()
 
@@ -237,7 +237,7 @@ class ThroughputMonitor(Callback):
         return {"train": totals} if totals else {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on from the totals of the earlier run."""
+        """Continue with the totals of the earlier run."""
         self._resumed = dict(state_dict.get("train", {}))
 
 
@@ -245,6 +245,6 @@ def _checked(name: str, number: Any) -> int:
     if isinstance(number, int) and not isinstance(number, bool) and number > 0:
         return number
     raise ModuleError(
-        f"ThroughputMonitor: {name} returned {number!r}, expected a whole number above 0.",
+        f"ThroughputMonitor: {name} returned {number!r}, expected an integer above 0.",
         fix="return a size that the host knows, such as batch[0].shape[0].",
     )

@@ -1,4 +1,4 @@
-"""Say what a training makes of its devices and its money: rates, FLOPs, MFU, memory, cost. Built by users."""
+"""`TrainingEfficiency`: rates, FLOPs, MFU, memory and cost of a training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dense_flops_per_token(parameters: int) -> int:
 
 
 def chinchilla_tokens(parameters: int) -> int:
-    """Return the number of tokens with which a model of this size makes the best of its FLOPs: about 20 N.
+    """Return the compute-optimal number of training tokens for a model of this size: about 20 N.
 
     Source: Hoffmann et al. 2022, table 3.
     """
@@ -57,23 +57,23 @@ class TrainingEfficiency(Callback):
     no pass is added, and the numbers of training stay the same. `flops="6n"` estimates 6 per trained parameter and
     token (or per sample, without `tokens_fn`). Compiled modules cannot be counted from outside: they are estimated.
 
-    Rank 0's samples and tokens stand for those of every rank that reads data. The device is waited for at log
-    boundaries only, and nothing else is read from it. Totals go on when a run is resumed.
+    Rank 0's samples and tokens are multiplied by the number of ranks that read data. The device is waited for at log
+    boundaries only. A resumed run continues the totals.
 
     Args:
-        tokens_fn: Number of tokens of a batch: an int, or a tensor of one element, which stays on the device.
-        batch_size_fn: Number of samples of a batch; None finds it as the trainer does.
-        flops: "count", "6n", a number of FLOPs per sample, or None for no FLOPs.
+        tokens_fn: Function that returns the number of tokens of a batch: an int, or a tensor that stays on the device.
+        batch_size_fn: Function that returns the number of samples of a batch; None: determined as by the trainer.
+        flops: Source of FLOPs: "count", "6n", or a number of FLOPs per sample; None: no FLOPs.
         peak_flops: Peak FLOP/s of one device; "auto" takes the usual figure of a known chip, "measure" times a
             large matrix product before training (0.2 s), which also serves a CPU.
         price_per_hour: Price of one device for an hour, in any currency; None for no cost.
         verbose: Whether to print the summary at the end of fit, on rank 0.
 
     Attributes:
-        summary: The numbers of the whole training, after fit.
+        summary: Values of the full training, after fit.
 
     Raises:
-        ConfigError: An argument cannot work.
+        ConfigError: An argument is invalid.
     """
 
     hears_every_step = True
@@ -252,7 +252,7 @@ class TrainingEfficiency(Callback):
             self._clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Go on with the clock of training."""
+        """Continue with the clock of training."""
         if self._is_on and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
             self._clock.resume()
@@ -300,7 +300,7 @@ class TrainingEfficiency(Callback):
         return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on with the totals of the earlier run."""
+        """Continue with the totals of the earlier run."""
         self._totals.update(state_dict["totals"])
         self.summary = dict(state_dict["summary"])  # where fit ran in other processes, this brings it back
         if self.flops_per_sample is None:

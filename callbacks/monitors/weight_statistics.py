@@ -1,4 +1,4 @@
-"""Log how large weights, gradients and updates are, layer by layer. Built by users."""
+"""`WeightStatistics`: norms of weights, gradients and updates, by layer."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _KINDS = ("weights", "gradients", "updates")
 
 
 class WeightStatistics(Callback):
-    """Log norms and largest values of weights and gradients, and how large a step is in comparison to the weights.
+    """Log norms and maxima of weights and gradients, and the size of updates relative to the weights.
 
     For each group of parameters: `weights/<group>/norm`, `weights/<group>/max`, `gradients/<group>/norm`,
-    `gradients/<group>/max` and, where they are asked for, `updates/<group>/ratio`: the norm of what the step changed by
-    the norm of the weights, about 0.001 in a training that goes well. Beside them `<kind>/total/...` of all parameters.
-    Gradients are those of the whole window, unscaled, before clipping; weights those before the step.
+    `gradients/<group>/max` and, if requested, `updates/<group>/ratio`: the norm of the update divided by that of the
+    weights, about 0.001. `<kind>/total/...` covers all parameters. Gradients are those of the full window,
+    unscaled, before clipping; weights are those before the step.
 
-    Everything is computed on the device, at the steps that the trainer logs only, and is read with one copy. Other
-    steps cost a comparison. Of tensors that are sharded, the numbers are those of the whole ones.
+    Everything is computed on the device, only at the steps that the trainer logs, and read with one copy. Values of
+    sharded tensors are those of the full tensors.
 
     Args:
-        depth: Group parameters by the first parts of their name, so many of them: 1 for the module's children. None for
-            each parameter by itself; 0 for the total alone.
-        weights: Whether to log weights.
-        gradients: Whether to log gradients.
-        updates: Whether to log updates: takes a copy of the weights during the steps that are logged.
-        histogram_bins: Also send histograms of weights and gradients with so many bins to loggers whose `experiment`
-            has `add_histogram_raw` (TensorBoard); 0 for none.
+        depth: Number of leading parts of a parameter's name that form its group: 1 for the module's children. None:
+            each parameter is a group; 0: the total only.
+        weights: Whether weights are logged.
+        gradients: Whether gradients are logged.
+        updates: Whether updates are logged, which takes a copy of the weights during logged steps.
+        histogram_bins: Number of bins of histograms for loggers whose `experiment` has `add_histogram_raw`
+            (TensorBoard); 0: no histograms.
 
     Raises:
-        ConfigError: Arguments that cannot work; at the beginning of training, no logger.
+        ConfigError: An argument is invalid. At the beginning of training: no logger.
     """
 
     hears_every_step = True

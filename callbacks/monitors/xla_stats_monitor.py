@@ -1,4 +1,4 @@
-"""Log what XLA does: graphs compiled and run, operations that fell back to the CPU, memory. Built by users."""
+"""`XLAStatsMonitor`: counters of XLA's compilations, executions, device reads and CPU fallbacks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ _RUNS = ("ExecuteComputation", "ExecuteReplicated")
 
 
 class XLAStatsMonitor(Callback):
-    """Log torch_xla's counters at the steps that the trainer logs, on rank 0. They are the host's: nothing waits.
+    """Log torch_xla's counters at the steps that the trainer logs, on rank 0. They are on the host: nothing waits.
 
-    Keys, after `XLAStatsMonitor/`: `compiled_graphs` and `compile_s` since the process began (both stay as they are
-    once training is steady; when they grow at every step, shapes or Python numbers in the graph change), `executions`,
-    `reads` (`.item()` and the like on single numbers, each of which waits for the device), `fallbacks` (operations
-    that XLA does not have and the CPU computed, each of which waits, too), and the accelerator's memory where the
-    runtime tells it.
+    Keys, after `XLAStatsMonitor/`: `compiled_graphs` and `compile_s` since the process began; `executions`; `reads`
+    (`.item()` and the like); `fallbacks` (operations that XLA lacks and the CPU computed); and the accelerator's memory
+    if the runtime reports it. Each read and each fallback waits for the device. Compilations at every step mean that
+    shapes or Python numbers in the graph change.
 
     Args:
-        verbose: Write the time and the compilations of each epoch to the log.
+        verbose: Whether the time and the compilations of each epoch are logged.
 
     Raises:
         ConfigError: At the beginning: the trainer has no logger, or computes on another device.

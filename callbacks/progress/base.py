@@ -1,4 +1,4 @@
-"""What every progress bar has: descriptions, totals, and metrics to show."""
+"""`ProgressBar`, the base of progress bars: descriptions, totals and metrics."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Micro-batches in this epoch, which `max_steps` or `max_samples` may cut short; inf if none says how many."""
+        """Micro-batches in this epoch, up to `max_steps` and `max_samples`; inf if unknown."""
         trainer = self.trainer
         left: int | float = trainer.batches_until_max_samples
         if trainer.max_steps != -1:

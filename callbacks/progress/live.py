@@ -29,19 +29,19 @@ __all__ = ["LiveProgressBar"]
 _log = logging.getLogger(__name__)
 _NEVER = math.inf
 _DRAW_INTERVAL_S = 0.1
-# The first drawing imports the library that draws. Before the first training step (a trial validation) that is worth
-# it only if there is really something to wait for.
+# The first drawing imports the drawing library. Before the first training step (a trial validation) it starts only
+# after this time.
 _PATIENCE_S = 0.5
 
 
 class LiveProgressBar(ProgressBar):
     """Draw on a terminal or in a notebook; elsewhere write lines.
 
-    Subclasses say how to draw: `_show`, `_close`, `_write_above`.
+    Subclasses implement `_show`, `_close` and `_write_above`.
 
     Args:
-        plain_interval_s: Where the output is no terminal: seconds between two lines; one more after the first step and
-            at the end of each epoch and each validation.
+        plain_interval_s: Seconds between two lines if the output is not a terminal. Lines are also written after the
+            first step and at the end of each epoch and validation.
     """
 
     def __init__(self, *, plain_interval_s: float = 30.0) -> None:
@@ -107,7 +107,7 @@ class LiveProgressBar(ProgressBar):
             if self._trainer is None or self._trainer.is_global_zero:
                 kwargs["file"].write(printed(*args, **kwargs))
         elif self._open and self._lines is None:
-            self._guard(self._write_above, printed(*args, **kwargs))
+            self._safely(self._write_above, printed(*args, **kwargs))
         else:
             super().print(*args, **kwargs)
 
@@ -131,7 +131,7 @@ class LiveProgressBar(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Training begins."""
         if self._lines is not None:
-            self._guard(self._lines.start, trainer)
+            self._safely(self._lines.start, trainer)
         self._has_lined = False
         self._arm(0.0)
 
@@ -187,7 +187,7 @@ class LiveProgressBar(ProgressBar):
         if self._lines is not None and self._is_enabled:
             self._lines.pause(time.monotonic() - self._eval_start_s)
             if trainer.state.fn == "fit" and not trainer.is_last_batch:
-                self._guard(self._write_training_line, trainer, pl_module)
+                self._safely(self._write_training_line, trainer, pl_module)
             self._next_draw_s = time.monotonic() + self._plain_interval_s
         elif self._is_enabled and trainer.state.fn == "fit":
             self._next_draw_s = 0.0
@@ -262,7 +262,7 @@ class LiveProgressBar(ProgressBar):
         if self._lines is not None:
             if self._has_lined or trainer.at_step_boundary:
                 self._has_lined = True
-                self._guard(self._write_training_line, trainer, module)
+                self._safely(self._write_training_line, trainer, module)
                 self._next_draw_s = self._after(self._plain_interval_s)
             return
         epoch = f"{trainer.current_epoch + 1}"
@@ -288,15 +288,15 @@ class LiveProgressBar(ProgressBar):
             self._finish(stage)
         total = batches[dataloader_idx] if dataloader_idx < len(batches) else math.inf
         if self._lines is not None:
-            self._guard(self._lines.evaluation, description, done, total, {})
+            self._safely(self._lines.evaluation, description, done, total, {})
             self._next_draw_s = self._after(self._plain_interval_s)
             return
         self._draw(trainer, module, stage, description, done, total)
 
     def _draw(self, trainer: Trainer, module: Any, stage: str, description: str, done: int, total: int | float) -> None:
-        metrics = self._guard(self.get_metrics, trainer, module) or {} if stage == "train" else {}
+        metrics = self._safely(self.get_metrics, trainer, module) or {} if stage == "train" else {}
         self._open.add(stage)
-        self._guard(self._show, stage, description, done, None if math.isinf(total) else int(total), metrics)
+        self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), metrics)
         self._next_draw_s = self._after(_DRAW_INTERVAL_S)
 
     def _after(self, interval_s: float) -> float:
@@ -313,19 +313,19 @@ class LiveProgressBar(ProgressBar):
     def _finish(self, stage: str, *, keep: bool = False) -> None:
         if stage in self._open:
             self._open.discard(stage)
-            self._guard(self._close, stage, keep=keep)
+            self._safely(self._close, stage, keep=keep)
 
     def _finish_all(self) -> None:
         for stage in ("sanity", "validation", "test", "predict", "train"):
             self._finish(stage, keep=stage in ("train", "test", "predict"))
 
-    def _guard(self, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Draw; if that fails, say so and draw nothing more. What is on the screen never decides about training."""
+    def _safely(self, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Draw; after a failure, log it and disable drawing. Training is not affected."""
         try:
             return draw(*args, **kwargs)
         except Exception:  # terminals and notebooks fail in their own ways, and a drawing is not worth a training
             if not self._has_failed:
                 self._has_failed = True
-                _log.exception("%s failed and is switched off; training goes on.", type(self).__name__)
+                _log.exception("%s failed and is disabled; training continues.", type(self).__name__)
             self.disable()
             return None

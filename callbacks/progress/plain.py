@@ -1,4 +1,4 @@
-"""Progress as lines of text, for output that is no terminal: a log file, CI, a pipe."""
+"""Progress as lines of text, for output that is not a terminal: a log file, CI, a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PlainLines"]
 
 
 class PlainLines:
-    """Write a line now and then.
+    """Write lines at intervals.
 
     Args:
         write: Takes a text that ends with a newline.

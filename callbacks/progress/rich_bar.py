@@ -1,4 +1,4 @@
-"""The progress bar of `rich`, on terminals and in notebooks. Built by users, and by the Trainer as its default."""
+"""`RichProgressBar`: the progress bar of `rich`, on terminals and in notebooks."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(LiveProgressBar):
-    """Draw with rich; write lines where the output is no terminal.
+    """Draw with rich; write lines if the output is not a terminal.
 
     rich is imported when the first bar is drawn, after the first batches. No thread draws.
 
     Args:
-        refresh_rate: Drawings per second, at most ten; 0: none.
-        leave: Leave the bar of each epoch on the screen.
-        theme: Styles.
+        refresh_rate: Number of redraws per second, at most ten; 0: none.
+        leave: Whether the bar of each epoch stays on the screen.
+        theme: Styles of the columns.
         console_kwargs: Arguments for rich's Console.
-        plain_interval_s: Where the output is no terminal: seconds between two lines.
+        plain_interval_s: Seconds between two lines if the output is not a terminal.
 
     Raises:
-        MissingDependency: rich is not installed. ConfigError: A negative rate.
+        MissingDependency: rich is not installed.
+        ConfigError: `refresh_rate` is negative.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where output goes: a terminal that can be drawn on, a notebook, or a file."""
+"""Detection of terminals and notebooks, on which progress bars can be drawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def is_terminal(stream: TextIO) -> bool:
     try:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):
-        return False  # replaced by something that is no file, or closed
+        return False  # closed, or replaced by an object that is not a file
 
 
 def is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process. Looks only at what is imported already."""
+    """Whether a Jupyter kernel runs this process. Reads `sys.modules` only."""
     return "ipykernel" in sys.modules and "IPython" in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""The progress bar of `tqdm`, on terminals and in notebooks. Built by users, and by the Trainer without rich."""
+"""`TQDMProgressBar`: the progress bar of `tqdm`, on terminals and in notebooks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["TQDMProgressBar"]
 
 
 class TQDMProgressBar(LiveProgressBar):
-    """Draw with tqdm on standard output; write lines where that is no terminal.
+    """Draw with tqdm on standard output; write lines if that is not a terminal.
 
     tqdm is imported when the first bar is drawn, after the first batches.
 
     Args:
-        refresh_rate: Batches between two drawings, at least; there are never more than ten drawings a second. 0: none.
-            The environment variable TQDM_MINITERS is a minimum.
-        process_position: Lines to leave free above, for several processes on one terminal.
-        leave: Leave the bar of each epoch on the screen.
-        plain_interval_s: Where the output is no terminal: seconds between two lines.
+        refresh_rate: Minimum number of batches between two redraws; 0: none. There are at most ten redraws per second.
+            The environment variable TQDM_MINITERS sets a lower limit.
+        process_position: Number of lines left free above, for several processes on one terminal.
+        leave: Whether the bar of each epoch stays on the screen.
+        plain_interval_s: Seconds between two lines if the output is not a terminal.
 
     Raises:
-        ConfigError: A negative number.
+        ConfigError: An argument is negative.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -42,7 +42,7 @@ class TQDMProgressBar(LiveProgressBar):
         super().__init__(plain_interval_s=plain_interval_s)
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             if not isinstance(value, int) or value < 0:
-                raise ConfigError(f"TQDMProgressBar: {name}={value!r}, expected 0 or more.", fix="pass a whole number.")
+                raise ConfigError(f"TQDMProgressBar: {name}={value!r}, expected 0 or more.", fix="pass an integer.")
         self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0"))) if refresh_rate else 0
         self._process_position = process_position
         self._leave = leave

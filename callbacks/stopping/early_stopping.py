@@ -1,4 +1,4 @@
-"""Stop training when a metric no longer improves. Built by users; asked after each validation or epoch."""
+"""`EarlyStopping`: stops training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class EarlyStoppingReason(IntEnum):
-    """Why the last check asked training to stop."""
+    """Reason why the last check requested a stop."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -35,35 +35,35 @@ class EarlyStoppingReason(IntEnum):
 
 
 class EarlyStopping(Callback):
-    """Ask training to stop when the monitored metric has not improved for `patience` checks.
+    """Stop training when the monitored metric has not improved for `patience` checks.
 
-    A check takes place whenever a new value of the metric is there: at the end of training epochs or of validations.
-    A value that was already looked at is not counted again. `Trainer(min_epochs=, min_steps=)` hold training.
-    With several ranks all judge the same value, that of all ranks, also where the metric is logged in steps.
+    Each new value of the metric is checked once, at the end of training epochs or of validations. Training continues
+    until `Trainer(min_epochs=, min_steps=)` are reached. With several ranks, the value is that of all ranks.
 
     Args:
         monitor: Name of the logged metric.
-        min_delta: Changes up to this size are no improvement; in the metric's unit, not negative.
-        patience: Checks without improvement until training stops.
-        verbose: Say in the log how the metric improves.
+        min_delta: Smallest change that counts as an improvement; in the metric's unit, not negative.
+        patience: Number of checks without improvement before training stops.
+        verbose: Whether improvements are logged.
         mode: "min" if smaller is better, else "max".
-        strict: A missing metric is an error; otherwise it is said in the log once.
-        check_finite: Stop when the metric is NaN or infinite.
-        stopping_threshold: Stop as soon as the metric is better than this.
-        divergence_threshold: Stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: Check at the end of training epochs, else of validations. None: at the end of epochs
-            if each of them ends with a validation, or if there is no validation.
-        log_rank_zero_only: Write log lines on rank zero only.
+        strict: Whether a missing metric is an error; otherwise it is logged once.
+        check_finite: Whether training stops when the metric is NaN or infinite.
+        stopping_threshold: Value at which training stops once the metric is better.
+        divergence_threshold: Value at which training stops once the metric is worse.
+        check_on_train_epoch_end: Whether to check at the end of training epochs, else of validations. None: at the end
+            of epochs if each ends with a validation or if validation is disabled.
+        log_rank_zero_only: Whether only rank zero writes log lines.
 
     Attributes:
-        wait_count: Checks since the last improvement.
+        wait_count: Number of checks since the last improvement.
         best_score: Best value so far: shape (), float64, on the CPU.
-        stopped_epoch: Epoch (from 0) in which it asked to stop; 0 if it did not.
-        stopping_reason: Why it asked to stop.
-        stopping_reason_message: The same as a sentence.
+        stopped_epoch: Epoch (from 0) of the stop request; 0 if none.
+        stopping_reason: Reason of the stop request.
+        stopping_reason_message: The reason as a sentence.
 
     Raises:
-        ConfigError: A wrong argument. ModuleError, in training: no metric of this name was logged.
+        ConfigError: An argument is invalid.
+        ModuleError: In training: no metric of this name was logged.
     """
 
     runs_last = True
@@ -101,7 +101,7 @@ class EarlyStopping(Callback):
         self.forget_run()
 
     def forget_run(self) -> None:
-        """Begin to wait anew."""
+        """Reset the counters and the best score."""
         self.wait_count = 0
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message: str | None = None
         self._checked_step = -1
         self._was_loaded = False
-        self._said_missing = False
+        self._has_warned = False
 
     @property
     def state_key(self) -> str:
@@ -122,7 +122,7 @@ class EarlyStopping(Callback):
         return self.mode_dict[self.mode]
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Decide when to check; a run that had been stopped and is resumed stops again."""
+        """Decide when to check; a resumed run that was stopped stops again."""
         at_epoch_end = self._check_on_train_epoch_end
         if at_epoch_end is None:
             interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
@@ -136,16 +136,16 @@ class EarlyStopping(Callback):
         if not was_loaded or has_patience:
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         elif self.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
-            self._say(trainer, "EarlyStopping: this run had been stopped: %s", self.stopping_reason_message)
+            self._report(trainer, "EarlyStopping: this run was stopped: %s", self.stopping_reason_message)
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Check, if epochs are what is checked."""
+        """Check, if checks follow epochs."""
         if self._at_epoch_end:
             self._check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Check, if validations are what is checked."""
+        """Check, if checks follow validations."""
         if not self._at_epoch_end:
             self._check(trainer)
 
@@ -162,7 +162,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put back what was saved. The patience is the constructor's, so that it can be raised for a resumed run."""
+        """Restore the state. The patience is the constructor's, so that it can be increased for a resumed run."""
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])
         self.best_score = torch.as_tensor(state_dict["best_score"], dtype=torch.float64, device="cpu")
@@ -191,7 +191,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
         if message and (reason != EarlyStoppingReason.NOT_STOPPED or self.verbose):
-            self._say(trainer, "EarlyStopping: %s", message)
+            self._report(trainer, "EarlyStopping: %s", message)
 
     def _read(self, trainer: Trainer) -> tuple[float | None, int | None]:
         """Return the metric's value and the step that it belongs to; None where it was not logged."""
@@ -204,7 +204,7 @@ class EarlyStopping(Callback):
         return float(number), trainer.metric_step(self.monitor)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Return what this value means, and update the best score and the count."""
+        """Judge this value, and update the best score and the count."""
         name, best, is_better = f"{self.monitor} = {current:.6g}", float(self.best_score), self.monitor_op
         if self.check_finite and not math.isfinite(current):
             return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} is not finite (best was {best:.6g})."
@@ -238,11 +238,11 @@ class EarlyStopping(Callback):
                 f"{nearest(self.monitor, known)}; there are {known}.",
                 fix=f"log it with self.log({self.monitor!r}, ...), monitor one of those, or pass strict=False.",
             )
-        if not self._said_missing:
-            self._said_missing = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning("EarlyStopping: no metric %r was logged; there are %s.", self.monitor, known)
 
-    def _say(self, trainer: Trainer, text: str, *args: object) -> None:
+    def _report(self, trainer: Trainer, text: str, *args: object) -> None:
         if trainer.is_global_zero or not self.log_rank_zero_only:
             _log.info(text, *args)
 
@@ -254,7 +254,7 @@ def _check_arguments(*, monitor: object, min_delta: float, patience: int, mode: 
     if mode not in ("min", "max"):
         problems.append(f"mode={mode!r} (expected 'min' or 'max')")
     if not isinstance(patience, int) or patience < 0:
-        problems.append(f"patience={patience!r} (expected a whole number >= 0)")
+        problems.append(f"patience={patience!r} (expected an integer >= 0)")
     if not min_delta >= 0:
         problems.append(f"min_delta={min_delta!r} (expected a number >= 0)")
     if problems:

@@ -1,4 +1,4 @@
-"""Leave a machine that is about to be taken away: save, then end with exit code 143. Built by users."""
+"""`Preemption`: saves a checkpoint and exits with code 143 when the machine is about to be reclaimed."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ _log = logging.getLogger(__name__)
 
 
 class Preemption(Callback):
-    """Turn every kind of notice into one stop that all ranks agree on, with a checkpoint.
+    """Save a checkpoint and stop all ranks at the same step when a preemption notice arrives.
 
-    A notice is a signal at any rank (SIGTERM; those in `signals`, too), a file that appears, or a function that returns
-    True, such as a question to the cloud's metadata service. Then the ranks finish the step that they are in, all the
-    same one; rank 0 saves `dirpath/filename.ckpt`; and `fit` raises `StopBySignal`, a SystemExit with code 143. No step
-    costs anything: a signal's handler sets a flag, and file and function are asked by a thread.
+    A notice is a signal at any rank (SIGTERM and those in `signals`), a file that appears, or a function that returns
+    True, such as a query of the cloud's metadata service. All ranks finish the same step, rank 0 saves
+    `dirpath/filename.ckpt`, and `fit` raises `StopBySignal`, a SystemExit with code 143. Steps cost nothing: a signal
+    handler sets a flag, and a thread polls file and function.
 
-    `trainer.fit(..., ckpt_path="last")` goes on from the file, since it lies beside ModelCheckpoint's; not
-    with a `dirpath` that is another than its. Where SLURM can
-    put the job back into the queue, a notice does that as SLURM's own warning does, with its own checkpoint.
+    `trainer.fit(..., ckpt_path="last")` resumes from the file if `dirpath` is ModelCheckpoint's. If SLURM can requeue
+    the job, a notice requeues it with SLURM's own checkpoint.
 
     Args:
-        dirpath: Where to save; None for where the first ModelCheckpoint saves, or would by default.
-        filename: Name of the checkpoint, without extension; an earlier one is overwritten.
-        signals: Further signals that are a notice. A signal for which the program has a handler stays with it.
-        notice_file: A file that appears when the machine is to go; looked for on each machine.
-        is_noticed: Asked on each machine, in a thread, every `poll_s`; an exception counts as False.
-        poll_s: Seconds between two questions for file and function.
-        grace_s: Seconds from the notice until the machine goes, if they are known: the log says whether they sufficed.
+        dirpath: Directory of the checkpoint; None: that of the first ModelCheckpoint, or its default.
+        filename: Name of the checkpoint, without extension; an existing one is overwritten.
+        signals: Further signals that are a notice. A signal that the program handles itself is left alone.
+        notice_file: File that appears when the machine is about to be reclaimed; checked on each machine.
+        is_noticed: Function called in a thread on each machine every `poll_s`; an exception counts as False.
+        poll_s: Seconds between two checks of file and function.
+        grace_s: Seconds from the notice until the machine is reclaimed; the log reports whether they sufficed.
 
     Raises:
-        ConfigError: An unknown signal, or one that cannot be handled; times that are not above 0; no file name.
+        ConfigError: A signal is unknown or cannot be handled, a time is not above 0, or the file name is empty.
     """
 
     def __init__(
@@ -67,12 +66,12 @@ class Preemption(Callback):
             raise ConfigError(
                 f"Preemption: poll_s={poll_s}, grace_s={grace_s}, filename={filename!r}: expected times above 0 and a "
                 "name.",
-                fix="leave out what the default suffices for.",
+                fix="correct these arguments, or leave them out.",
             )
         if is_noticed is not None and not callable(is_noticed):
             raise ConfigError(
                 f"Preemption: is_noticed is {type(is_noticed).__name__}, expected a function.",
-                fix="pass a function without arguments that returns whether the machine is to go.",
+                fix="pass a function without arguments that returns whether the machine is about to be reclaimed.",
             )
         self.dirpath = None if dirpath is None else files.normalized(dirpath)
         self.filename = filename
@@ -84,14 +83,14 @@ class Preemption(Callback):
         self._poll: _Poll | None = None
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Begin to listen."""
+        """Start listening."""
         if stage != "fit":
             return
         guard = trainer.guard
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 if not guard.listen_to(number):
-                    _log.warning("Preemption: the program has a handler for %s, which stays.", number.name)
+                    _log.warning("Preemption: the program has a handler for %s, which is kept.", number.name)
         if trainer.local_rank == 0 and (self.notice_file is not None or self.is_noticed is not None):
             self._poll = _Poll(self, guard)
             self._poll.start()
@@ -103,7 +102,7 @@ class Preemption(Callback):
         if not isinstance(exception, StopBySignal) or trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         if guard.is_to_requeue:
-            return  # that is saved already, in a place where the job looks for it
+            return  # saved already, where the requeued job looks for it
         if trainer.world_size > 1 and not trainer.ranks_answer:
             return
         try:
@@ -118,7 +117,7 @@ class Preemption(Callback):
             self._report(path, trainer.global_step, guard.requested_at_s)
 
     def _report(self, path: str, step: int, noticed_s: float | None) -> None:
-        if noticed_s is None:  # the notice came to another rank
+        if noticed_s is None:  # the notice arrived at another rank
             _log.warning("Preemption: saved %s at step %d.", path, step)
             return
         took_s = time.monotonic() - noticed_s
@@ -127,7 +126,7 @@ class Preemption(Callback):
         _log.warning("Preemption: saved %s at step %d, %.1f s%s after the notice.%s", path, step, took_s, grace, late)
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._end_poll()
 
     def _end_poll(self) -> None:
@@ -137,20 +136,20 @@ class Preemption(Callback):
 
 
 class _Poll(threading.Thread):
-    """Asks for the notice until it comes or the run ends."""
+    """Poll for the notice until it arrives or the run ends."""
 
     def __init__(self, owner: Preemption, guard: Guard) -> None:
         super().__init__(name="loopwright-preemption", daemon=True)
-        self._file, self._ask, self._poll_s = owner.notice_file, owner.is_noticed, owner.poll_s
+        self._file, self._is_noticed, self._poll_s = owner.notice_file, owner.is_noticed, owner.poll_s
         self._guard = guard
         self._ended = threading.Event()
         self._has_failed = False
 
     def run(self) -> None:
-        """Ask, again and again."""
+        """Poll repeatedly."""
         while not self._ended.is_set():
             if self._has_come():
-                _log.warning("Preemption: this machine is to go; the run saves itself and ends.")
+                _log.warning("Preemption: a notice has arrived; the run saves a checkpoint and ends.")
                 self._guard.request()
                 return
             self._ended.wait(self._poll_s)
@@ -158,19 +157,19 @@ class _Poll(threading.Thread):
     def _has_come(self) -> bool:
         if self._file is not None and self._file.exists():
             return True
-        if self._ask is None:
+        if self._is_noticed is None:
             return False
         try:
-            return bool(self._ask())
-        # The user's function asks a service that may be away for a while: training is worth more than its answer.
+            return bool(self._is_noticed())
+        # The user's function may query a service that is temporarily unavailable; training continues.
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
-                _log.warning("Preemption: is_noticed failed, and is asked again: %s: %s", type(error).__name__, error)
+                _log.warning("Preemption: is_noticed failed and is called again: %s: %s", type(error).__name__, error)
             return False
 
     def end(self) -> None:
-        """Stop asking. A question that is under way is not waited for."""
+        """Stop polling. A call in progress is not waited for."""
         self._ended.set()
 
 
@@ -187,7 +186,7 @@ def _signal(one: str | int) -> signal.Signals:
     except (KeyError, ValueError):
         hint = nearest(one, names) if isinstance(one, str) else ""
         raise ConfigError(
-            f"Preemption: {one!r} is no signal of this system{hint}.", fix="pass names such as 'SIGUSR1'."
+            f"Preemption: {one!r} is not a signal of this system{hint}.", fix="pass names such as 'SIGUSR1'."
         ) from None
     if number.name in ("SIGKILL", "SIGSTOP", "SIGINT"):
         raise ConfigError(

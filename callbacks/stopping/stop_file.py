@@ -1,4 +1,4 @@
-"""Stop a training from outside, by making a file. Built by users."""
+"""`StopFile`: stops training when a file appears."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ _log = logging.getLogger(__name__)
 
 
 class StopFile(Callback):
-    """Ask training to stop, in good order, when a file appears: `touch STOP`.
+    """Stop training when a file appears: `touch STOP`.
 
-    It is as if a callback had set `trainer.should_stop`: training ends between two steps, on all ranks at the same one,
-    `min_epochs` and `min_steps` hold, and `fit` returns as after its last epoch. Rank 0 looks, at most every
-    `interval_s`, and removes the file once it has seen it, so that the next run is not stopped by it. For the same
-    reason a file that is there when training begins is removed, with a warning.
+    The callback sets `trainer.should_stop`: all ranks end at the same step, `min_epochs` and `min_steps` are respected,
+    and `fit` returns normally. Rank 0 removes the file, so that it does not stop the next run; a file that exists when
+    training begins is removed with a warning.
 
     Args:
-        path: The file; None for `STOP` in the trainer's `default_root_dir`.
-        interval_s: Seconds between two looks, which cost a system call each.
+        path: Path of the file; None: `STOP` in the trainer's `default_root_dir`.
+        interval_s: Minimum number of seconds between two checks, which cost a system call each.
 
     Raises:
         ConfigError: `interval_s` is negative.
@@ -49,19 +48,19 @@ class StopFile(Callback):
         self._look_at_s = float("inf")
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Remove what an earlier run left behind."""
+        """Remove a file that an earlier run left behind."""
         self._look_at_s = float("inf")
         if not trainer.is_global_zero:
             return
         self._file = self.path or Path(trainer.default_root_dir, "STOP")
         if self._remove():
-            _log.warning("StopFile: %s was there before training began, and is removed.", self._file)
+            _log.warning("StopFile: %s existed before training began and is removed.", self._file)
         self._look_at_s = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Look for the file."""
+        """Check for the file."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -69,7 +68,7 @@ class StopFile(Callback):
         if self._remove():
             _log.warning("StopFile: %s was found: training stops.", self._file)
             self._look_at_s = float("inf")
-            trainer.should_stop = True  # the ranks agree on where
+            trainer.should_stop = True  # the ranks synchronize on the step
 
     def _remove(self) -> bool:
         """Remove the file and return whether it was there."""
@@ -79,5 +78,5 @@ class StopFile(Callback):
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("StopFile: %s cannot be removed (%s): it would stop the next run, too.", self._file, error)
+            _log.warning("StopFile: %s cannot be removed (%s): it will stop the next run, too.", self._file, error)
         return True

@@ -1,4 +1,4 @@
-"""A limit on the time of training, over all of a run's restarts. Built by users, and by `Trainer(max_time=...)`."""
+"""`Timer`: a limit on the time of training, restarts included."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _parse_duration(duration: str | timedelta | dict[str, float] | None) -> floa
             return timedelta(**duration).total_seconds()
         except TypeError as error:
             raise ConfigError(
-                f"Timer: duration={duration!r} has keys that are no units of time ({error}).",
+                f"Timer: duration={duration!r} has keys that are not units of time ({error}).",
                 fix="use days, hours, minutes, seconds, such as {'hours': 1, 'minutes': 30}.",
             ) from None
     match = _FORMAT.fullmatch(duration.strip()) if isinstance(duration, str) else None
     if match is None:
         raise ConfigError(
-            f"Timer: duration={duration!r} is no duration: expected 'DD:HH:MM:SS', a timedelta or a dict.",
+            f"Timer: duration={duration!r} is not a duration: expected 'DD:HH:MM:SS', a timedelta or a dict.",
             fix="pass for example '00:12:00:00' for twelve hours.",
         )
     days, hours, minutes, seconds = (int(part) for part in match.groups())
@@ -50,18 +50,18 @@ def _parse_duration(duration: str | timedelta | dict[str, float] | None) -> floa
 
 
 class Timer(Callback):
-    """Measure the time in training, validation and test; ask training to stop when `duration` is over.
+    """Measure the time of training, validation and test, and stop training when `duration` is over.
 
-    The request is `trainer.should_stop`: the trainer honours it at a step boundary, on all ranks together. The time of
-    earlier runs counts when a run is resumed. Validation inside fit is part of the training time.
+    The callback sets `trainer.should_stop`: all ranks stop at the same step boundary. The time of earlier runs counts
+    when a run is resumed. Validation inside fit is part of the training time.
 
     Args:
-        duration: "DD:HH:MM:SS", a timedelta, or its arguments as a dict; None measures only.
-        interval: "step" looks at the clock after each batch, "epoch" after each epoch.
-        verbose: Say so in the log when the time is over.
+        duration: Limit as "DD:HH:MM:SS", a timedelta, or its arguments as a dict; None: no limit.
+        interval: When the clock is checked: "step" after each batch, "epoch" after each epoch.
+        verbose: Whether the end of the time is logged.
 
     Raises:
-        ConfigError: The duration or the interval cannot be read.
+        ConfigError: The duration or the interval is invalid.
     """
 
     hears_every_step = True
@@ -109,7 +109,7 @@ class Timer(Callback):
         return max(0.0, self._duration_s - self.time_elapsed(stage))
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Stop at once if a resumed run has no time left."""
+        """Stop at once if no time is left for a resumed run."""
         self._offset_s = from_rank_zero(trainer, self.time_elapsed)
         self._forget_training()
         if self._duration_s is not None and self._offset_s >= self._duration_s:
@@ -128,7 +128,7 @@ class Timer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Look at the clock. With several ranks, rank 0's counts, at some steps: see `SharedDeadline`."""
+        """Check the clock; with several ranks, rank 0's, at some steps (see `SharedDeadline`)."""
         if self._shared is not None:
             if trainer.at_step_boundary and self._shared.has_come(trainer.strategy, trainer.global_step):
                 self._shared, self._deadline_s = None, float("inf")  # once is enough
@@ -137,7 +137,7 @@ class Timer(Callback):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Look at the clock, for interval="epoch"."""
+        """Check the clock, for interval="epoch"."""
         if self._duration_s is None:
             return
         if from_rank_zero(trainer, lambda: time.monotonic() >= self._deadline_s and not trainer.should_stop):

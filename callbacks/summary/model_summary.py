@@ -1,4 +1,4 @@
-"""Show the model's layers and sizes before training. Built by users, and by the Trainer as its default."""
+"""`ModelSummary`: a table of the model's layers and sizes, before training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ModelSummary(Callback):
     """Write a table of the module's layers to standard output at the start of fit, on rank zero.
 
     Args:
-        max_depth: Levels of submodules to list; 0 shows nothing, -1 all levels.
-        **summarize_kwargs: Handed to `summarize`.
+        max_depth: Number of levels of submodules to list; 0: no table, -1: all levels.
+        **summarize_kwargs: Further arguments for `summarize`.
 
     Raises:
-        ConfigError: `max_depth` is below -1 or no whole number.
+        ConfigError: `max_depth` is below -1 or not an integer.
     """
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:  # Any: what an own `summarize` takes
         if not isinstance(max_depth, int) or max_depth < -1:
             raise ConfigError(
-                f"{type(self).__name__}: max_depth={max_depth!r}, expected -1, 0 or more.", fix="pass a whole number."
+                f"{type(self).__name__}: max_depth={max_depth!r}, expected -1, 0 or more.", fix="pass an integer."
             )
         self._max_depth = max_depth
         self._summarize_kwargs = summarize_kwargs
@@ -58,7 +58,7 @@ class ModelSummary(Callback):
             **self._summarize_kwargs,
         )
 
-    def _summary(self, trainer: Trainer, module: Any) -> Summary:
+    def _summary(self, trainer: Trainer, module: nn.Module) -> Summary:
         """Return what is shown; may be overridden. On rank 0; on all ranks where the strategy shards."""
         return summarize(module, self._max_depth, forward_context=trainer.fabric.autocast())
 

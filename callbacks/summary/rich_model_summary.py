@@ -1,4 +1,4 @@
-"""The model summary as a table of `rich`. Built by users, and by the Trainer as its default where rich is installed."""
+"""`RichModelSummary`: the model summary as a table of `rich`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["RichModelSummary"]
 
 
 class RichModelSummary(ModelSummary):
-    """Show the table with rich; as plain text where the output is no terminal.
+    """Show the table with rich; as plain text if the output is not a terminal.
 
     Args:
-        max_depth: Levels of submodules to list; 0 shows nothing, -1 all levels.
+        max_depth: Number of levels of submodules to list; 0: no table, -1: all levels.
         **summarize_kwargs: `header_style` of the table, "bold magenta" by default.
 
     Raises:

@@ -26,7 +26,7 @@ class LayerSummary:
     Attributes:
         name: Name of the submodule; "other params" for those that no listed layer holds.
         layer_type: Its class.
-        num_parameters: Parameters in it, tied ones once; uninitialised lazy ones count 0.
+        num_parameters: Parameters in it, tied ones once; uninitialized lazy ones count 0.
         training: Its mode; None for "other params".
         in_size: Shape of its first input, or a list of shapes; "?" if it did not run.
         out_size: Shape of its output, or a list of shapes; "?" if it did not run.
@@ -107,16 +107,16 @@ def summarize(
     """Count parameters, and measure sizes and FLOPs if the module has an `example_input_array`.
 
     The example runs forward once, in eval mode and without gradients; modes and the generators of random numbers are
-    as before afterwards. Where the module is sharded, counts are those of the whole one, and the example runs on all
-    ranks together: call it on every rank.
+    restored afterwards. For a sharded module, counts are those of the full module, and the example runs on all ranks:
+    call the function on every rank.
 
     Args:
         module: Its attribute `example_input_array` is a tensor, a tuple of arguments, or a dict of keyword arguments.
-        max_depth: Levels of submodules to list; 0 none, -1 all.
-        forward_context: What the forward pass runs under (autocast).
+        max_depth: Number of levels of submodules to list; 0 none, -1 all.
+        forward_context: Context of the forward pass, such as autocast.
 
     Raises:
-        ConfigError: `max_depth` is below -1 or no whole number.
+        ConfigError: `max_depth` is below -1 or not an integer.
     """
     if not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigError(f"max_depth={max_depth!r}, expected -1, 0 or more.", fix="pass how many levels to list.")
@@ -162,10 +162,10 @@ def _class_name(layer: nn.Module) -> str:
 
 
 def count_elements(parameter: Tensor) -> int:
-    """Return how many elements the whole parameter has, 0 before it is initialised."""
+    """Return the number of elements of the full parameter; 0 before it is initialized."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return 0
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # where DeepSpeed has cut it, it is empty
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # a parameter that DeepSpeed has sharded is empty
 
 
 def _measure(

@@ -333,7 +333,7 @@ def test_wrong_arguments_are_refused(arguments: Any, message: str) -> None:
 def test_wrong_modules_are_refused() -> None:
     other = nn.Linear(2, 2)
     module = net(Net)
-    with pytest.raises(ModuleError, match=r"Linear is no submodule of Net.*has no parameter 'weigth'.*'weight'"):
+    with pytest.raises(ModuleError, match=r"Linear is not a submodule of Net.*has no parameter 'weigth'.*'weight'"):
         fit(ModelPruning("l1_unstructured", [(other, "weight"), (module.net[0], "weigth")]), module=module)
     with pytest.raises(ModuleError, match="no parameter named 'kernel'; its parameters are named bias, weight"):
         fit(ModelPruning("l1_unstructured", parameter_names=["kernel"]))

@@ -257,9 +257,9 @@ def test_nothing_is_read_from_the_device() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: WeightAveraging(avg_fun=print), r"avg_fun= is no argument \(did you mean 'avg_fn'"),
+        (lambda: WeightAveraging(avg_fun=print), r"avg_fun= is not an argument \(did you mean 'avg_fn'"),
         (lambda: WeightAveraging(avg_fn=print, multi_avg_fn=print), "both given"),
-        (lambda: WeightAveraging(avg_fn=3), "cannot be called"),
+        (lambda: WeightAveraging(avg_fn=3), "is not callable"),
         (lambda: EMAWeightAveraging(decay=1.5, update_every_n_steps=0), "decay=1.5.*update_every_n_steps=0"),
         (lambda: EMAWeightAveraging(update_starting_at_epoch=-1), "update_starting_at_epoch=-1"),
     ],

@@ -67,5 +67,5 @@ def test_engines_are_refused_before_training(engine: type[Strategy]) -> None:
     strategy.holds_parameters = False
     refuse_shards(trainer, nn.Linear(2, 2), owner="X")
     strategy.shards_parameters = True
-    with pytest.raises(ConfigError, match="X needs the whole module"):
+    with pytest.raises(ConfigError, match="X needs the full module"):
         refuse_shards(trainer, nn.Linear(2, 2), owner="X")

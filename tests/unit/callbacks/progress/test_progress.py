@@ -258,7 +258,7 @@ def test_a_bar_that_fails_changes_nothing_and_says_so_once(
     assert torch.equal(weights([broken]), weights([]))
     assert torch.equal(weights([bar()]), weights([]))
     assert broken.is_disabled
-    assert caplog.text.count("is switched off") == 1
+    assert caplog.text.count("is disabled") == 1
 
 
 def test_the_libraries_are_imported_with_the_first_drawing() -> None:

@@ -95,7 +95,7 @@ def test_a_question_that_fails_is_asked_again(tmp_path: Path, caplog: Any) -> No
 
     with pytest.raises(lw.StopBySignal):
         fit(tmp_path, Acts(0, lambda: None), Preemption(is_noticed=ask, poll_s=0.005))
-    assert caplog.text.count("is_noticed failed, and is asked again: OSError: no service") == 1
+    assert caplog.text.count("is_noticed failed and is called again: OSError: no service") == 1
 
 
 def test_nothing_stays_after_a_fit_that_was_left_alone(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_signal_that_the_program_handles_stays_with_it(tmp_path: Path, caplog:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert heard == [signal.SIGUSR1]
-    assert "the program has a handler for SIGUSR1, which stays" in caplog.text
+    assert "the program has a handler for SIGUSR1, which is kept" in caplog.text
 
 
 class LateSignal(lw.Callback):
@@ -128,7 +128,7 @@ class LateSignal(lw.Callback):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"signals": ["SIGUSR"]}, "'SIGUSR' is no signal.*did you mean 'SIGUSR"),
+        ({"signals": ["SIGUSR"]}, "'SIGUSR' is not a signal.*did you mean 'SIGUSR"),
         ({"signals": ["SIGKILL"]}, "SIGKILL cannot be a notice"),
         ({"poll_s": 0}, "poll_s=0"),
         ({"filename": ""}, "filename=''"),

@@ -40,7 +40,7 @@ def test_a_file_of_an_earlier_run_does_not_stop_this_one(tmp_path: Path, caplog:
     trainer.fit(net(), loader(8, 2))
     assert trainer.global_step == 4
     assert not path.exists()
-    assert "was there before training began" in caplog.text
+    assert "existed before training began" in caplog.text
 
 
 def test_min_steps_hold(tmp_path: Path) -> None:
