@@ -1,6 +1,4 @@
-"""The `loopwright` command: `launch` starts a program in several processes, `lifecycle` prints the table of hooks,
-`report` makes a page of runs, `watch` shows them in the terminal, `checkpoint` looks into checkpoints, `doctor` at this
-machine."""
+"""The `loopwright` command line and `CLI`, a command line for the user's own classes."""
 
 from __future__ import annotations
 
@@ -19,20 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["CLI", "Groups", "SaveConfig", "run"]
 
 _TRAINING = {
-    "fit": "train a model that is named by its class, and validate it",
-    "validate": "evaluate a model on its validation data",
-    "test": "evaluate a model on its test data",
-    "predict": "make predictions with a model",
+    "fit": "train and validate a model, given by its class",
+    "validate": "evaluate a model on the validation data",
+    "test": "evaluate a model on the test data",
+    "predict": "compute predictions of a model",
 }
 _COMMANDS = {
     **_TRAINING,
-    "launch": "start a program in several processes, on this machine or on several",
-    "checkpoint": "look into checkpoints, check, compare and convert them",
-    "doctor": "say what this machine offers for training, and what is wrong with it",
-    "lifecycle": "print the table of hooks and their order, as Markdown",
-    "report": "make one HTML page of runs: curves, numbers, checkpoints, configuration",
-    "run-lightning": "run a program that was written for Lightning on Loopwright",
-    "watch": "show the curves of runs in the terminal while they train",
+    "launch": "start a program in several processes, on one or more machines",
+    "checkpoint": "inspect, verify, compare and convert checkpoints",
+    "doctor": "check this machine: devices, packages, compilers, limits, network, disk",
+    "lifecycle": "print the hooks and their order as Markdown",
+    "report": "write an HTML report of runs: curves, metrics, checkpoints, configuration",
+    "run-lightning": "run a program written for Lightning on Loopwright",
+    "watch": "show the curves of running jobs in the terminal",
 }
 __getattr__, __dir__ = attach(__name__, {"CLI": "app", "Groups": "groups", "SaveConfig": "saved_config"})
 
@@ -41,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        arguments: What came after the command's name.
+        arguments: Arguments after the command's name.
     """
     from .. import __version__
 
@@ -50,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
         return train(arguments)
     if arguments and arguments[0] == "launch":
-        # Its options end where the program begins, whose options are none of ours: it reads them by itself.
+        # Its options end where the program begins, whose options are not ours: it parses them itself.
         from .commands.launch import launch
 
         return launch(arguments[1:])
@@ -74,7 +72,9 @@ def run(arguments: Sequence[str]) -> int:
         from ..errors import nearest
 
         hint = nearest(arguments[0], _COMMANDS)
-        sys.stderr.write(f"loopwright: {arguments[0]!r} is no command{hint}; there are {', '.join(_COMMANDS)}\n")
+        sys.stderr.write(
+            f"loopwright: expected a command, got {arguments[0]!r}{hint}. Commands: {', '.join(_COMMANDS)}\n"
+        )
         return 2
     parser = argparse.ArgumentParser(prog="loopwright", description="A trainer framework for PyTorch.")
     parser.add_argument("--version", action="version", version=f"loopwright {__version__}")

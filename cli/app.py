@@ -1,8 +1,7 @@
-"""`CLI`: a program's command line, made of the signatures of its classes. Built by users, and by train.py.
+"""`CLI`: a program's command line, derived from the signatures of its classes.
 
-What happens, in this order: the sources are laid over each other (sources.py, settings.py), values are brought to the
-types of their parameters (plans.py, typed.py), all problems are said at once, objects are made (build.py), and the
-subcommand runs; ending.py says what failed.
+The steps: merge the sources (sources.py, settings.py), convert values to the types of their parameters (plans.py,
+typed.py), report all problems at once, create the objects (build.py), and run the subcommand. ending.py reports errors.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CLI"]
 
-# Any in this file: settings, classes of users, and what is made of them.
+# Any in this file: settings, the user's classes, and objects created from them.
 
 
 class CLI:
-    """Make a Trainer, a model and its data from files, environment and command line, and run a subcommand.
+    """Creates a Trainer, a model and its data from files, environment and command line, and runs a subcommand.
 
     Example:
         if __name__ == "__main__":
@@ -53,31 +52,31 @@ class CLI:
     `after_fit` (the same for the other subcommands), `subcommands`, `instantiate_trainer` and `configure_optimizers`.
 
     Args:
-        model_class: The model's class, or a function that returns a model. None: the user names a class, as in
-            `model=package.module.Net`. A subclass may be named in any case.
-        datamodule_class: The same for the data; None: the user may name one, or the model has the loaders itself.
-        trainer_class: Trainer, or a subclass.
-        trainer_defaults: Arguments of the trainer that the user may change. Callbacks are always added.
-        seed_everything_default: The seed where none is given: True draws one and writes it into the saved
-            configuration, False or None leaves generators as they are.
-        save_config: Whether checkpoints get the configuration; see `SaveConfig`.
-        run: False makes the objects only; the command line has no subcommand then.
-        args: What was typed, without the program's name; None: `sys.argv`.
-        program: The program's name in texts; None: as it was started.
-        exits: Whether a wrong configuration ends the program with its text and code 2, rather than raising.
+        model_class: The model's class, or a function that returns a model. None lets the user name a class, as in
+            `model=package.module.Net`. A subclass may always be named.
+        datamodule_class: The same for the data. None lets the user name one, or the model provides the loaders.
+        trainer_class: Trainer or a subclass.
+        trainer_defaults: Default arguments of the trainer, which the user may change. Callbacks are always added.
+        seed_everything_default: Default seed: True draws one and writes it into the saved configuration, False or
+            None leaves the generators unchanged.
+        save_config: Whether to save the configuration with checkpoints; see `SaveConfig`.
+        run: Whether to run a subcommand. False creates the objects only, without a subcommand.
+        args: Command line arguments without the program's name; None for `sys.argv`.
+        program: The program's name in messages; None for the name it was started with.
+        exits: Whether an invalid configuration ends the program with exit code 2 rather than raising.
 
     Attributes:
-        subcommand: The subcommand; None with run=False.
-        settings: The settings of all sources.
-        config: What was made of them, with defaults: nested dicts that YAML can hold.
+        subcommand: Name of the subcommand; None with run=False.
+        settings: The merged settings of all sources.
+        config: The complete configuration with defaults: nested dicts that YAML can hold.
         trainer: The trainer.
         model: The model.
-        datamodule: The data module; None if there is none.
-        groups: Objects of `add_arguments`, by their keys.
-        result: What the subcommand returned.
+        datamodule: The data module; None without one.
+        groups: Objects declared in `add_arguments`, by key.
+        result: The subcommand's return value.
 
     Raises:
-        ConfigError: With exits=False: all that is wrong with the configuration.
+        ConfigError: With exits=False, if the configuration is invalid; all problems are named.
     """
 
     trainer: Trainer
@@ -134,42 +133,42 @@ class CLI:
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     def add_arguments(self, groups: Groups) -> None:
-        """Declare further settings: classes, values, defaults and links. Override it.
+        """Declare further settings: classes, values, defaults and links. Meant to be overridden.
 
         Args:
-            groups: Takes them.
+            groups: Receives the declarations.
         """
 
     def subcommands(self) -> dict[str, str]:
-        """Return the subcommands and what each does; they are methods of the trainer. Override it to add some.
+        """Return the subcommands with a description each; they are methods of the trainer. Override to add some.
 
-        Such a method gets `model`, `datamodule` where there is one, and its other parameters as settings.
+        Such a method receives `model`, `datamodule` if there is one, and its other parameters as settings.
         """
         return dict(SUBCOMMANDS)
 
     def before_instantiate_classes(self) -> None:
-        """Do something when `config` is known and nothing has been made."""
+        """Hook after `config` is complete and before objects are created."""
 
     def after_instantiate_classes(self) -> None:
-        """Do something when trainer, model and data are there."""
+        """Hook after trainer, model and data are created."""
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         """Return the trainer.
 
         Args:
-            arguments: Its arguments, as objects.
+            arguments: The trainer's arguments, as objects.
         """
         trainer: Trainer = self._trainer_class(**arguments)
         return trainer
 
     @staticmethod
     def configure_optimizers(module: Module, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what the module's `configure_optimizers` returns where settings name an optimizer.
+        """Return the result of the module's `configure_optimizers` if the settings name an optimizer.
 
         Args:
             module: The model.
-            optimizer: Of all its parameters that need gradients.
-            lr_scheduler: A dict as `configure_optimizers` returns it, with the schedule; None without one.
+            optimizer: An optimizer of all its parameters that require gradients.
+            lr_scheduler: The schedule as a dict, as `configure_optimizers` returns it; None without one.
         """
         return optimizer if lr_scheduler is None else {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
@@ -193,7 +192,7 @@ class CLI:
             try:
                 tree = gathered().tree
             except ConfigError:
-                tree = {}  # help is there also where a file is not
+                tree = {}  # help works also if a file is missing
             sys.stdout.write(help_on(self._program, line.help, tree))
             raise SystemExit(0)
         self.settings = gathered()
@@ -211,20 +210,20 @@ class CLI:
         if not tokens or (place is None and tokens[0] in ("-h", "--help")):
             lines = [f"usage: {name} COMMAND [--config FILE]... [KEY=VALUE]...", ""]
             lines += [f"  {command:10} {text}" for command, text in known.items()]
-            text = "\n".join([*lines, "", f"{name} COMMAND --help tells more.", ""])
+            text = "\n".join([*lines, "", f"{name} COMMAND --help shows the settings.", ""])
             (sys.stdout if tokens else sys.stderr).write(text)
             raise SystemExit(0 if tokens else 2)
         if place is None:
             raise ConfigError(
-                f"{tokens[0]!r} is no subcommand{nearest(tokens[0], known)}.",
-                fix=f"begin with one of {', '.join(known)}.",
+                f"Expected a subcommand, got {tokens[0]!r}{nearest(tokens[0], known)}.",
+                fix=f"start with one of {', '.join(known)}.",
             )
         self.subcommand = self._program.subcommand = tokens[place]
         self._program.skipped = self._skipped(tokens[place])
         return tokens[:place] + tokens[place + 1 :]
 
     def _checkpoint_config(self) -> tuple[dict[str, Any], str] | None:
-        """Return the configuration of the checkpoint that is named, where no configuration file is."""
+        """Return the configuration of the named checkpoint, if there is no configuration file."""
         path = self.settings.tree.get("ckpt_path")
         if self.subcommand is None or not isinstance(path, str):
             return None
@@ -234,16 +233,16 @@ class CLI:
         if text is None:
             return None
         name = f"the configuration in {path}"
-        # What a run was started with does not say what is to be done with its checkpoint.
+        # The arguments of the run that saved do not apply to the use of its checkpoint.
         dropped = {"ckpt_path", *self._program.subcommands, *(("verbose",) if self.subcommand == "predict" else ())}
         allowed = set(self._program.keys) - dropped
         return {key: value for key, value in parse(text, name).items() if key in allowed}, name
 
     def _plan(self) -> None:
-        """Check all settings; nothing is made.
+        """Check all settings without creating objects.
 
         Raises:
-            ConfigError: All that is wrong.
+            ConfigError: The settings are invalid; all problems are named.
         """
         self._of = plan_all(self._program, self.settings)
         self._plans, self._tree = self._of.made, self._of.tree
@@ -288,7 +287,7 @@ class CLI:
                     if is_plain(value):
                         put(self.config, f"{key}.{name}", value)
                 if building.problems and self._declared.linked(key):
-                    continue  # what it follows from is not there
+                    continue  # the source of its link is missing
             built[key] = building.made(plan)
         of_trainer = {name: building.made(value) for name, value in self._plans["trainer"].arguments.items()}
         building.finish()
@@ -305,7 +304,7 @@ class CLI:
         self.after_instantiate_classes()
 
     def _made(self, *keys: str) -> dict[str, Any]:
-        """Return what is made of those keys that have something."""
+        """Return the objects of those keys that are set."""
         building = Building(self.settings, collects=self._exits)
         found = {key: building.made(self._plans[key]) for key in keys if key in self._plans}
         building.finish()
@@ -338,7 +337,7 @@ class CLI:
         model.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
 
     def _skipped(self, command: str) -> frozenset[str]:
-        """Return further parameters of a subcommand's method that are no settings."""
+        """Return further parameters of a subcommand's method that are not settings."""
         return frozenset()
 
     def _verb(self, command: str) -> Callable[..., Any]:

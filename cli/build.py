@@ -1,4 +1,4 @@
-"""Makes objects of plans."""
+"""Objects created from plans."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .typed import Plan
 
 __all__ = ["Building"]
 
-# Any in this file: whatever is made.
+# Any in this file: created objects.
 
 
 class Building:
-    """Makes objects; where constructors fail, the others are made nevertheless, so that all failures are said at once.
+    """Creates objects; a failed constructor does not prevent the others, so that all failures are reported at once.
 
     Args:
         settings: Where arguments came from.
@@ -29,7 +29,7 @@ class Building:
         self._collects = collects
 
     def made(self, value: Any) -> Any:
-        """Return a value in which every plan has been carried out; WRONG where one failed."""
+        """Return a value whose plans are replaced by objects; WRONG where one failed."""
         try:
             return _built(value)
         except _NotMade as failure:
@@ -46,7 +46,9 @@ class Building:
         """
         if self.problems:
             lines = "".join(f"\n  - {line}" for line in self.problems)
-            raise ConfigError(f"what the configuration names cannot be made:{lines}", fix="change what is named.")
+            raise ConfigError(
+                f"Expected a configuration whose objects can be created, got:{lines}", fix="correct the named settings."
+            )
 
     def _said(self, failure: _NotMade) -> str:
         error, path = failure.error, failure.path.removesuffix(".init_args")
@@ -59,7 +61,7 @@ class Building:
 
 
 class _NotMade(Exception):
-    """A constructor failed.
+    """The failure of a constructor.
 
     Args:
         path: Where its arguments stand in the settings.
@@ -75,7 +77,7 @@ class _NotMade(Exception):
 
 
 def _built(value: Any) -> Any:
-    """Return a value in which every plan has been carried out, innermost first."""
+    """Return a value whose plans are replaced by objects, innermost first."""
     if isinstance(value, Plan):
         arguments = {name: _built(one) for name, one in value.arguments.items()}
         if value.is_partial:
@@ -84,7 +86,7 @@ def _built(value: Any) -> Any:
             return value.target(**arguments)
         except Exception as error:
             where = value.path.replace(".init_args", "") or "the configuration"
-            error.add_note(f"while {where} was made ({value.target.__qualname__})")
+            error.add_note(f"while creating {where} ({value.target.__qualname__})")
             raise _NotMade(value.path, value.target.__qualname__, error) from error
     if isinstance(value, dict):
         return {key: _built(one) for key, one in value.items()}

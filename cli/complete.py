@@ -1,4 +1,4 @@
-"""Settings with the defaults of their classes, as they are printed and saved."""
+"""Complete settings with the defaults of their classes, as printed and saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["complete", "is_plain", "public_path"]
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether YAML can hold a value."""
+    """Return whether a value can be written as YAML."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(one) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -29,7 +29,7 @@ def is_plain(value: Any) -> bool:
 
 
 def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: bool = True) -> Any:
-    """Return what stands for a value in the saved settings.
+    """Return the form of a value in the saved settings.
 
     Args:
         value: What is made of the settings: plans, and values that have their types.
@@ -60,7 +60,7 @@ def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: 
             **({"partial": True} if is_node and raw.get("partial") else {}),
         }
     if isinstance(value, list | tuple) and isinstance(raw, list):
-        start = len(value) - len(raw)  # entries of the default stand before those that were added
+        start = len(value) - len(raw)  # entries of the default precede added ones
         return [
             complete(one, raw[place - start] if place >= start else None, with_defaults=with_defaults)
             for place, one in enumerate(value)
@@ -75,7 +75,7 @@ def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: 
 
 
 def _default(one: Parameter) -> Any:
-    """Return how a default is written in settings; EMPTY where none would be read as it."""
+    """Return how a default is written in settings; EMPTY if no setting would be read as it."""
     if one.is_required:
         return EMPTY
     reading = Typed(Settings())
@@ -104,12 +104,12 @@ def _written(value: Any) -> Any:
         fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
         return {name: _copied(one) for name, one in fields.items()} if all(map(is_plain, fields.values())) else EMPTY
     if type(value).__module__ == "torch":
-        return str(value).removeprefix("torch.")  # a dtype or device; what else is said so is not read back
+        return str(value).removeprefix("torch.")  # a dtype or device; other texts are not read back
     return EMPTY
 
 
 def public_path(target: Any) -> str:
-    """Return the path under which users know a class; it stays when files move within a package."""
+    """Return the public path of a class, which is stable when files move within a package."""
     name = target.__qualname__
     for home in ("loopwright", "torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torch.utils.data"):
         if target.__module__.startswith(home) and getattr(import_module(home), name, None) is target:

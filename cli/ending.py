@@ -1,4 +1,4 @@
-"""How a program ends that went wrong: what the user did is said without a traceback."""
+"""Program exit after an error: the user's errors are reported without a traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_SETTINGS = (ConfigError, CheckpointError, LaunchError, MissingDependency)
 
 @contextmanager
 def told(name: str) -> Iterator[None]:
-    """Say an error that settings have caused, and end the program with code 2; with 130 after Ctrl+C.
+    """Report an error caused by settings, and end the program with code 2; with 130 after Ctrl+C.
 
     Where the user's own code raised it, or had called what raised it, the traceback is of use and stays.
 
@@ -54,12 +54,12 @@ def _say(name: str, text: str) -> None:
 
 
 def _is_through_user(trace: TracebackType | None) -> bool:
-    """Return whether code of the user was at work below the command line."""
+    """Return whether the traceback includes the user's code."""
     return any(not _is_ours(one.filename) for one in traceback.extract_tb(trace))
 
 
 def _is_ours(filename: str) -> bool:
-    # Frozen modules import; those of torch and of Python stand between two of ours, and tell a user nothing.
+    # Frozen modules import; frames of torch and Python between two of ours do not help a user.
     if filename.startswith("<") or "importlib" in filename:
         return True
     path = Path(filename).resolve()

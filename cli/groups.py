@@ -1,4 +1,4 @@
-"""`Groups`: what a program declares beside trainer, model and data. Given to `CLI.add_arguments`."""
+"""`Groups`: a program's settings besides trainer, model and data, declared in `CLI.add_arguments`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .settings import WRONG
 __all__ = ["TYPED", "Groups", "put"]
 
 TYPED = ("command line", "LW__")
-"""How the sources begin that stand for this one run."""
+"""Prefixes of sources that apply to this run only."""
 
-# Any in this file: values of settings, and classes of users.
+# Any in this file: values of settings and the user's classes.
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Groups:
 
     @property
     def names(self) -> list[str]:
-        """All keys at the top that were declared."""
+        """All declared top-level keys."""
         return [*self.classes, *self.values]
 
     def add_class(self, name: str, target: Callable[..., Any], *, required: bool = True) -> None:
-        """Declare an object, whose parameters stand below `name`. A callback goes to the trainer.
+        """Declare an object with its parameters below `name`. A callback is added to the trainer.
 
         Args:
             name: The key.
@@ -75,7 +75,7 @@ class Groups:
         self.values[name] = Parameter(name, kind, default, text)
 
     def set_defaults(self, values: dict[str, Any]) -> None:
-        """Set what files and the command line may change.
+        """Set defaults, which files and the command line may change.
 
         Args:
             values: Dotted key to value, as in {"trainer.max_epochs": 3}.
@@ -90,7 +90,7 @@ class Groups:
         *,
         after_build: bool = False,
     ) -> None:
-        """Let one setting follow from others; it cannot be set then.
+        """Compute one setting from others; it cannot be set then.
 
         Args:
             source: Dotted keys, as "data.batch_size". With after_build, attributes of objects: "data.num_classes".
@@ -100,13 +100,15 @@ class Groups:
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if compute is None and len(sources) != 1:
-            raise ConfigError(f"the link to {target} has {len(sources)} sources.", fix="pass compute=.")
+            raise ConfigError(
+                f"Expected one source for the link to {target}, got {len(sources)}.", fix="pass compute=."
+            )
         self._links.append(_Link(sources, target, compute, after_build))
 
     # -- for CLI -------------------------------------------------------------------------------------------------
 
     def linked(self, key: str) -> frozenset[str]:
-        """Return the names of parameters of a group that are set by links after objects were made."""
+        """Return the parameters of a group that links set after objects are created."""
         return frozenset(
             one.target.partition(".")[2] for one in self._links if one.after_build and one.target.startswith(f"{key}.")
         )
@@ -114,7 +116,7 @@ class Groups:
     def with_links(
         self, tree: dict[str, Any], default: Callable[[str], Any], origin: Callable[[str], str]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return settings in which links between settings have been followed, and what was replaced by them.
+        """Return settings with links applied, and the replaced values.
 
         Args:
             tree: The settings; they are changed.
@@ -129,10 +131,10 @@ class Groups:
             is_set = _has(tree, one.target)
             if is_set and origin(one.target).startswith(TYPED):
                 raise ConfigError(
-                    f"{one.target} is set, but it follows from {', '.join(one.sources)}.",
-                    fix=f"leave {one.target} out.",
+                    f"Expected {one.target} to be unset, since it follows from {', '.join(one.sources)}.",
+                    fix=f"omit {one.target}.",
                 )
-            # A saved configuration has what followed from the sources of its run.
+            # A saved configuration contains the computed values of its run.
             before = _taken(tree, one.target) if is_set else EMPTY
             if one.after_build:
                 continue
@@ -144,11 +146,11 @@ class Groups:
         return tree, replaced
 
     def copies(self) -> list[tuple[str, str]]:
-        """Return (source, target) of the links that hand a setting on as it is."""
+        """Return (source, target) of the links that copy a setting."""
         return [(one.sources[0], one.target) for one in self._links if one.compute is None and not one.after_build]
 
     def order(self, keys: Sequence[str]) -> list[str]:
-        """Return groups in an order in which the objects that links read are there.
+        """Return groups in an order in which links find their sources.
 
         Raises:
             ConfigError: Links go round in a circle.
@@ -162,12 +164,14 @@ class Groups:
             ready = [key for key in keys if key not in ordered and needs[key] <= set(ordered)]
             if not ready:
                 rest = ", ".join(key for key in keys if key not in ordered)
-                raise ConfigError(f"the links between {rest} go round in a circle.", fix="remove one of them.")
+                raise ConfigError(
+                    f"Expected links without cycles, got a cycle between {rest}.", fix="remove one of them."
+                )
             ordered.append(ready[0])
         return ordered
 
     def linked_values(self, key: str, built: dict[str, Any]) -> dict[str, Any]:
-        """Return parameters of a group that follow from objects."""
+        """Return parameters of a group that are computed from objects."""
         found = {}
         for one in self._links:
             if one.after_build and one.target.startswith(f"{key}."):
@@ -183,7 +187,7 @@ class Groups:
 
     def _check_free(self, name: str) -> None:
         if name in self._reserved or name in self.names or not name.isidentifier():
-            raise ConfigError(f"the setting {name!r} is taken, or is no name.", fix="choose another name.")
+            raise ConfigError(f"Expected an unused name for a setting, got {name!r}.", fix="choose another name.")
 
 
 def _node(tree: dict[str, Any], key: str) -> Any:
@@ -206,7 +210,7 @@ def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
     key, *parts = path.split(".")
     if parts:
         node = _node(tree, key)
-    else:  # the whole of it, with the class that it names
+    else:  # the full setting, with its class
         node = tree[key] if key in tree else default(path)
     for part in parts:
         if not isinstance(node, dict) or part not in node:
@@ -214,12 +218,14 @@ def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
             break
         node = node[part]
     if node is EMPTY:
-        raise ConfigError(f"{path} is not set, and another setting follows from it.", fix=f"set {path}.")
+        raise ConfigError(
+            f"Expected a value of {path}, from which another setting follows, got none.", fix=f"set {path}."
+        )
     return node
 
 
 def put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set a value at a dotted key, below the arguments of a class where one is named."""
+    """Set a value at a dotted key; for a class, among its arguments."""
     key, *parts = path.split(".")
     if not parts:
         tree[key] = value

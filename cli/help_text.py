@@ -25,14 +25,15 @@ usage: {program} [--config FILE]... [KEY=VALUE]...
 
 {title}
 
-Settings are KEY=VALUE or --KEY VALUE, as in trainer.max_epochs=3; KEY+=VALUE adds to a list, ~KEY forgets what a file
-says.
-  --config FILE, -c FILE     a YAML file; later ones are laid over earlier ones
-  --print-config[=short]     print the settings that all sources give together, and end; short: without defaults
-  --help [KEY or CLASS]      this text; or about trainer, model, data, one parameter, or any class
+Settings are KEY=VALUE or --KEY VALUE, as in trainer.max_epochs=3. KEY+=VALUE adds to a list, ~KEY removes a setting of
+a file.
+  --config FILE, -c FILE     a YAML file; later files override earlier ones
+  --print-config[=short]     print the merged settings of all sources and exit; short: without defaults
+  --help [KEY or CLASS]      show this text, or the help on trainer, model, data, a parameter, or a class
 
-Files come first, then environment variables ({prefix}TRAINER__MAX_EPOCHS=3; {files} names files), then this line.
-`data=digits` takes data/digits.yaml beside a --config file, here, or in conf/; else it names a class.
+Sources in increasing priority: files, environment variables ({prefix}TRAINER__MAX_EPOCHS=3; {files} names files),
+command line. `data=digits` reads data/digits.yaml beside a --config file, in the current folder, or in conf/; if there
+is none, it names a class.
 """
 
 
@@ -40,10 +41,10 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
     """Return the text of --help.
 
     Args:
-        program: How the program was started, with the subcommand.
-        title: What it does.
-        groups: Key to the class whose parameters stand below it; None: a class is to be named.
-        values: Settings that stand at the top.
+        program: The program's name with the subcommand.
+        title: Description of the subcommand.
+        groups: Key -> class with its parameters; None if the user has to name a class.
+        values: Top-level settings.
     """
     from .sources import CONFIG_VARIABLE, PREFIX
 
@@ -60,18 +61,18 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
         lines += ["", f"{key}: {target.__module__}.{target.__qualname__}"]
         known = parameters_of(target)
         names = ", ".join(f"{name}*" if one.is_required else name for name, one in known.named.items())
-        lines += textwrap.wrap(names or "it takes no parameters", _WIDTH, initial_indent="  ", subsequent_indent="  ")
-        lines.append(f"  (--help {key} tells more{'; * must be given' if '*' in names else ''})")
+        lines += textwrap.wrap(names or "no parameters", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines.append(f"  (see --help {key}{'; * is required' if '*' in names else ''})")
     return "\n".join(lines) + "\n"
 
 
 def describe_class(target: Any, key: str, annotations: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Return the parameters of a class, with types, defaults and what its docstring says of them.
+    """Return the parameters of a class with types, defaults and descriptions.
 
     Args:
         target: The class, or a function.
-        key: What its parameters stand below; empty for none.
-        annotations: Types of parameters that say more than those of the signature.
+        key: Prefix of its parameters; empty for none.
+        annotations: Parameter types that are more precise than the signature's.
     """
     known = parameters_of(target)
     lines = [f"{target.__module__}.{target.__qualname__}", *([f"  {known.title}"] if known.title else []), ""]
@@ -79,13 +80,13 @@ def describe_class(target: Any, key: str, annotations: Mapping[str, Any] = Mappi
         wanted = annotations.get(one.name, one.annotation)
         lines += describe_parameter(replace(one, annotation=wanted), f"{key}." if key else "")
     if known.is_open:
-        lines.append("  and others, which it passes on")
+        lines.append("  and others, which are passed on")
     return "\n".join(lines) + "\n"
 
 
 def describe_parameter(one: Parameter, prefix: str) -> list[str]:
-    """Return the lines that tell a parameter: name, type and default, and what the docstring says."""
-    default = "must be given" if one.default is EMPTY else f"default {_shown(one.default)}"
+    """Return the lines about a parameter: name, type, default and description."""
+    default = "required" if one.default is EMPTY else f"default {_shown(one.default)}"
     lines = [f"  {prefix}{one.name}: {show_type(one.annotation)} ({default})"]
     if one.text:
         lines += textwrap.wrap(one.text, _WIDTH, initial_indent="      ", subsequent_indent="      ")

@@ -19,11 +19,11 @@ _OWN = "loopwright."
 
 
 class ClassProblem(Exception):
-    """A name leads to no class that fits; the message says why."""
+    """A name does not lead to a matching class; the message gives the reason."""
 
 
 def import_object(path: str) -> Any:
-    """Return what a dotted path names; a colon may stand before the last part.
+    """Return the object at a dotted path; a colon may precede the last part.
 
     Raises:
         ClassProblem: It cannot be imported.
@@ -40,7 +40,7 @@ def import_object(path: str) -> Any:
             raise ClassProblem(
                 f"{path}: the module {name} needs {error.name}, which is not installed{f' ({where})' if where else ''}"
             ) from error
-        except Exception as error:  # whatever the module does when it is imported
+        except Exception as error:  # raised by the module's own code
             text = error.msg if isinstance(error, SyntaxError) else error
             raise ClassProblem(
                 f"{path}: importing {name} raised {type(error).__name__}: {text} ({where_raised(error)})"
@@ -52,13 +52,11 @@ def import_object(path: str) -> Any:
                 raise ClassProblem(f"{path}: {'.'.join(parts[:number])} has no {part!r}{hint}")
             found = getattr(found, part)
         return found
-    raise ClassProblem(
-        f"{path}: there is no module {parts[0]!r}; looked in the current folder and among installed packages"
-    )
+    raise ClassProblem(f"{path}: module {parts[0]!r} not found in the current folder or among installed packages")
 
 
 def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
-    """Return the class that a name stands for.
+    """Return the class of a name.
 
     Args:
         name: A dotted path, or the name of a known subclass; upper and lower case, underscores, and the base's own name
@@ -73,9 +71,9 @@ def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
     if "." in name or ":" in name:
         found = import_object(name)
         if not inspect.isclass(found):
-            raise ClassProblem(f"{name} is no class, expected one of {shown}")
+            raise ClassProblem(f"expected a class of {shown}, got {name}")
         if not issubclass(found, bases):
-            raise ClassProblem(f"{name} is no {shown}")
+            raise ClassProblem(f"expected a {shown}, got {name}")
         return found
     known = list(known_classes(bases))
     endings = [_folded(one.__name__) for one in bases]
@@ -84,21 +82,21 @@ def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
         for one in known
         if _folded(one.__name__) in (_folded(name), *(_folded(name) + ending for ending in endings))
     ]
-    # The program's own come first, then those that a program for Lightning is served under its names.
+    # The program's own classes come first, then those that a program for Lightning sees under its names.
     own = [one for one in matches if one.__module__ == "__main__"] or [one for one in matches if _is_served(one)]
     own = own or matches
     if len(own) == 1:
         return own[0]
     if own:
         paths = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
-        raise ClassProblem(f"{name} may be {paths}: write the whole path")
+        raise ClassProblem(f"{name} is ambiguous ({paths}): write the full path")
     near = get_close_matches(name, [one.__name__ for one in known], n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ClassProblem(f"no {shown} is called {name!r}{hint}; for a class of your own, write package.module.Class")
+    raise ClassProblem(f"no {shown} is called {name!r}{hint}; write package.module.Class for your own class")
 
 
 def known_classes(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
-    """Give the subclasses that can be named without a path: Loopwright's public ones, torch's, and imported ones."""
+    """Yield subclasses that can be named without a path: Loopwright's public ones, torch's, and imported ones."""
     bases = tuple(bases)
     seen: set[type[Any]] = set()
     for one in [*_public(bases), *_below(bases)]:
@@ -108,7 +106,7 @@ def known_classes(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
 
 
 def _public(bases: tuple[type[Any], ...]) -> Iterator[type[Any]]:
-    """Give Loopwright's public classes and torch's optimizers and schedules, which may not have been imported yet."""
+    """Yield Loopwright's public classes and torch's optimizers and schedules, which may not be imported yet."""
     loopwright = importlib.import_module("..", __package__)
     folders = {base.__module__.split(".")[1] for base in bases if base.__module__.startswith("loopwright.")}
     for name, home in loopwright._HOME.items():
@@ -128,16 +126,16 @@ def _public(bases: tuple[type[Any], ...]) -> Iterator[type[Any]]:
 def _below(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
     for base in bases:
         for one in base.__subclasses__() if base is not object else ():
-            # A class that was imported anew, or made in a function, cannot be meant by a name.
+            # A class that was imported again, or created in a function, cannot be named.
             is_there = getattr(sys.modules.get(one.__module__), one.__name__, None) is one
-            # Those of Loopwright that are meant to be named are public, or stand for another library's.
+            # Loopwright's nameable classes are public, or represent another library's.
             if is_there and (_is_served(one) or not one.__module__.startswith(_OWN)):
                 yield one
             yield from _below([one])
 
 
 def _is_served(one: type[Any]) -> bool:
-    """Return whether a class stands for one of another library, in a program that was written for that one.
+    """Return whether a class represents one of another library, in a program written for that library.
 
     An import hook that serves another library's names says in `serves_classes_of` in which package such classes are.
     """

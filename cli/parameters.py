@@ -1,4 +1,4 @@
-"""What a class or function can be made with: names, types, defaults and texts of its parameters."""
+"""Parameters of a class or function: names, types, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 
 __all__ = ["EMPTY", "Parameter", "Parameters", "parameters_of"]
 
-# Any in this file: annotations and defaults are whatever users wrote.
+# Any in this file: annotations and defaults of the user's classes.
 
 EMPTY: Any = inspect.Parameter.empty
-"""Stands for a missing default or annotation."""
+"""A missing default or annotation."""
 
 _BASES = (
     "loopwright.trainer.module",
@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def is_required(self) -> bool:
-        """Whether it has no default."""
+        """Whether it lacks a default."""
         return self.default is EMPTY
 
 
@@ -88,7 +88,7 @@ def _parameters_of(target: Any) -> Parameters:
         function = vars(owner).get("__init__")
         if function is None or owner is object:
             continue
-        if not inspect.isfunction(function):  # written in C, or a wrapper that shows no more than (*args, **kwargs)
+        if not inspect.isfunction(function):  # written in C, or a wrapper with the signature (*args, **kwargs)
             is_open = True
             break
         texts = {**_texts(inspect.getdoc(owner) or ""), **_texts(inspect.getdoc(function) or "")}
@@ -99,11 +99,11 @@ def _parameters_of(target: Any) -> Parameters:
         if not is_open:
             break
         if not found and owner.__module__ in _BASES:
-            is_open = False  # bases of users' classes: they take anything, and nothing has a meaning
+            is_open = False  # base classes of users' classes, which accept and ignore any argument
             break
         passed = _passed_on(function)
         if passed is None:
-            break  # nobody can see what happens with them: any name is taken
+            break  # their use is not visible: any name is accepted
         hidden |= passed | set(found)
     return Parameters(MappingProxyType(named), is_open, title)
 
@@ -127,7 +127,7 @@ def _of_function(
 
 
 class _Names(dict[str, Any]):
-    """Evaluates annotations that are text. Names that only type checkers see are looked up where they may come from."""
+    """Evaluates annotations given as text. Names imported for type checkers only are looked up in likely modules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ class _Names(dict[str, Any]):
         if not isinstance(annotation, str):
             return annotation
         try:
-            return eval(annotation, {"__builtins__": {}}, self)  # the source of the class that is being made
+            return eval(annotation, {"__builtins__": {}}, self)  # the source of the class to be created
         except Exception:
-            return Any  # it holds a name that nothing defines: then nothing is checked
+            return Any  # it contains an undefined name: the value is not checked
 
     def __missing__(self, name: str) -> Any:
         if name in self._globals:
@@ -181,7 +181,7 @@ _HOMES = {
 
 
 def _passed_on(function: Callable[..., Any]) -> set[str] | None:
-    """Return the names that `super().__init__(..., **kwargs)` sets itself; None if there is no such call."""
+    """Return the names that `super().__init__(..., **kwargs)` sets; None without such a call."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):
@@ -200,7 +200,7 @@ _ENTRY = re.compile(r"^(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 def _texts(docstring: str) -> dict[str, str]:
-    """Return parameter to text, of a docstring in Google's form."""
+    """Return parameter -> description from a Google-style docstring."""
     found: dict[str, str] = {}
     lines = docstring.splitlines()
     starts = [number for number, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:", "Parameters:")]

@@ -1,4 +1,4 @@
-"""Plans of everything that a program makes: settings are checked, and nothing is made."""
+"""Plans of a program's objects: settings are checked before objects are created."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .typed import Plan, Typed
 
 __all__ = ["Plans", "plan_all"]
 
-# Any in this file: settings, and what is to be made of them.
+# Any in this file: settings and planned objects.
 
 _OF_SCHEDULE = ("monitor", "interval", "frequency", "strict", "name")
 
 
 @dataclass
 class Plans:
-    """What is to be made, and what was asked for.
+    """The planned objects and their settings.
 
     Attributes:
         made: Key at the top to its plan or value.
@@ -38,7 +38,7 @@ class Plans:
     notes: list[str] = field(default_factory=list)
 
     def completed(self, program: Program, *, with_defaults: bool = True) -> dict[str, Any]:
-        """Return the settings as they are saved and printed: what YAML can hold, and classes by their paths."""
+        """Return the settings as saved and printed: YAML values, and classes by their paths."""
         seed = {"seed_everything": self.made["seed_everything"]}
         found: dict[str, Any] = seed if with_defaults or "seed_everything" in self.tree else {}
         ordered = ("trainer", "model", "data", "optimizer", "lr_scheduler", *program.declared.names, *program.arguments)
@@ -67,13 +67,13 @@ def plan_all(program: Program, settings: Settings) -> Plans:
     )
     for source, target in declared.copies():
         text = settings.texts.get(settings.route(source))
-        if text is not None:  # what was typed, where text is wanted
+        if text is not None:  # the text as typed, for parameters of type text
             key, _, name = target.partition(".")
             settings.texts.update({target: text, f"{key}.init_args.{name}": text})
     typed = Typed(settings, problems=list(settings.problems))
     for key in [key for key in tree if key not in program.keys]:
-        hint = nearest(key, program.keys) or f"; there are {', '.join(program.keys)}"
-        typed.problems.append(f"{key}{_from(settings, key)}: no such setting{hint}")
+        hint = nearest(key, program.keys) or f"; settings: {', '.join(program.keys)}"
+        typed.problems.append(f"{key}{_from(settings, key)}: unknown setting{hint}")
     plans = Plans(tree=tree)
     plans.made["trainer"] = _trainer(program, typed, tree.get("trainer") or {})
     for key in program.bases:
@@ -87,12 +87,12 @@ def plan_all(program: Program, settings: Settings) -> Plans:
         if name in tree:
             plans.made[name] = typed.value(tree[name], one.annotation, name)
         elif one.is_required:
-            typed.problems.append(f"{name}: must be given")
+            typed.problems.append(f"{name}: required")
         elif name == "seed_everything" or name in declared.values:
             plans.made[name] = one.default
     if typed.problems:
         raise _all_wrong(program, typed.problems)
-    left_out = [f"{path} is left out: the class that is chosen does not take it" for path in typed.skipped]
+    left_out = [f"{path} is ignored: the chosen class does not take it" for path in typed.skipped]
     plans.notes = [*replaced, *left_out]
     return plans
 
@@ -101,8 +101,8 @@ def _all_wrong(program: Program, problems: list[str]) -> ConfigError:
     lines = "".join(f"\n  - {line}" for line in problems)
     count = len(problems)
     return ConfigError(
-        f"the configuration is wrong in {count} {'place' if count == 1 else 'places'}:{lines}",
-        fix=f"change what is named; `{program.shown} --help` shows what there is.",
+        f"Expected a valid configuration, got {count} {'problem' if count == 1 else 'problems'}:{lines}",
+        fix=f"correct these settings; `{program.shown} --help` lists the available ones.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the settings of a program are: its classes, its groups, the arguments of its subcommand."""
+"""The settings of a program: its classes, its groups, the arguments of its subcommand."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .settings import CLASS_KEYS, is_class_node
 
 __all__ = ["SUBCOMMANDS", "Program"]
 
-# Any in this file: classes of users, and their defaults.
+# Any in this file: the user's classes and their defaults.
 
 SUBCOMMANDS = {
-    "fit": "train a model, and validate it",
+    "fit": "train and validate a model",
     "validate": "evaluate a model on the validation data",
     "test": "evaluate a model on the test data",
-    "predict": "make predictions",
+    "predict": "compute predictions",
 }
 _LEFT_OUT = ("self", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")
 
 
 @dataclass
 class Program:
-    """What can be set.
+    """The available settings.
 
     Attributes:
         name: How it was started, for texts.
@@ -50,12 +50,12 @@ class Program:
 
     @property
     def shown(self) -> str:
-        """The program with its subcommand, as errors begin."""
+        """The program with its subcommand, as in error messages."""
         return f"{self.name} {self.subcommand}" if self.subcommand else self.name
 
     @property
     def arguments(self) -> dict[str, Parameter]:
-        """Parameters of the subcommand that are settings."""
+        """Settings of the subcommand."""
         if self.subcommand is None:
             return {}
         known = parameters_of(getattr(self.trainer_class, self.subcommand))
@@ -63,7 +63,7 @@ class Program:
 
     @property
     def values(self) -> dict[str, Parameter]:
-        """Settings at the top that are values."""
+        """Top-level settings that are values."""
         seed = Parameter(
             "seed_everything", bool | int | None, self.seed_default, "Seed of all random generators; true draws one."
         )
@@ -71,11 +71,11 @@ class Program:
 
     @property
     def keys(self) -> list[str]:
-        """All settings at the top."""
+        """All top-level settings."""
         return ["seed_everything", "trainer", *CLASS_KEYS, *self.arguments, *self.declared.names]
 
     def is_fixed(self, name: str, key: str) -> bool:
-        """Return whether a class's name means the one that the program gave; a script's own classes are __main__.Net.
+        """Return whether a name denotes the program's own class; a script's classes are __main__.Net.
 
         Args:
             name: The name, or path.
@@ -86,7 +86,7 @@ class Program:
         return fixed is not None and name in (f"{fixed.__module__}.{own}", f"__main__.{own}", own)
 
     def class_of(self, key: str, value: Any) -> Any:
-        """Return the class, or function, that makes what stands at a key, None if none is named.
+        """Return the class or function of the object at a key; None if none is named.
 
         Args:
             key: A key at the top.
@@ -104,7 +104,7 @@ class Program:
         return fixed
 
     def default_of(self, tree: dict[str, Any], path: str) -> Any:
-        """Return the default of a parameter, EMPTY if it has none.
+        """Return the default of a parameter; EMPTY without one.
 
         Args:
             tree: Settings.
@@ -116,6 +116,6 @@ class Program:
         try:
             target = self.class_of(key, tree.get(key))
         except ClassProblem:
-            return EMPTY  # it is said when the object is planned
+            return EMPTY  # reported when the object is planned
         found = None if target is None else parameters_of(target).named.get(name.removeprefix("init_args."))
         return EMPTY if found is None else found.default

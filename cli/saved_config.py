@@ -1,4 +1,4 @@
-"""The configuration of a run, beside its checkpoints and in them. Added to the Trainer by app.py."""
+"""`SaveConfig`: the configuration of a run, beside its checkpoints and in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_LINE = "# The configuration of a run, written when it began. The next run
 
 
 class SaveConfig(Callback):
-    """Write the configuration into the run's folder, beside its checkpoints, and into each of them.
+    """Writes the configuration to the run's folder, beside its checkpoints, and into each of them.
 
     Rank 0 writes when training begins. In each folder, the file is that of the run which began last; a file that no run
     has written is left as it is. Nothing is written in a fast_dev_run.
@@ -36,7 +36,7 @@ class SaveConfig(Callback):
 
     @property
     def state_key(self) -> str:
-        """The name under which a checkpoint has it."""
+        """Its key in checkpoints."""
         return _KEY
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,10 +44,10 @@ class SaveConfig(Callback):
         return {"config": self.text}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Leave the configuration as it is: a run that goes on may have been started with another one."""
+        """Keep the current configuration: a resumed run may have been started with another one."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:  # Any: the user's module
-        """Write the file, once: the folders of checkpoints are known now, and were looked into."""
+        """Write the file, once: the checkpoint folders are known now and have been examined."""
         if self._is_written or not trainer.is_global_zero or trainer.fast_dev_run:
             return
         self._is_written = True
@@ -65,8 +65,8 @@ class SaveConfig(Callback):
             with files.open(target, "rb") as there:
                 if there.read(len(_FIRST_LINE)) != _FIRST_LINE.encode():
                     warnings.warn(
-                        f"{folder}/{self.filename} was not written by a run, and is left as it is; the configuration "
-                        "of this run stands in its checkpoints",
+                        f"{folder}/{self.filename} was not written by a run and is kept; the configuration of this "
+                        "run is in its checkpoints",
                         stacklevel=2,
                     )
                     return
@@ -77,7 +77,7 @@ class SaveConfig(Callback):
 
 
 def config_of(checkpoint: str) -> str | None:
-    """Return the configuration that a checkpoint holds, as YAML; None if it holds none, or is no file or folder here.
+    """Return the configuration in a checkpoint as YAML; None without one, or if the path is not a local file or folder.
 
     Nothing of the checkpoint is executed, and its tensors are not read.
     """
@@ -92,6 +92,7 @@ def config_of(checkpoint: str) -> str | None:
     text = state.get("config") if isinstance(state, dict) else None
     if not isinstance(text, str):
         raise ConfigError(
-            f"the configuration in the checkpoint {checkpoint} is damaged.", fix="pass the configuration with --config."
+            f"Expected a readable configuration in the checkpoint {checkpoint}, got damaged data.",
+            fix="pass the configuration with --config.",
         )
     return text

@@ -1,4 +1,4 @@
-"""The seed of a run where none is given: drawn once, and the same on all of its ranks."""
+"""Random seed of a run without a given one: drawn once, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHARED = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "LSB_JOBID", 
 
 
 def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) -> int:
-    """Return a seed: 32 bits.
+    """Return a 32-bit seed.
 
     A process that another rank has started finds its seed in the environment. Where a launcher (torchrun, SLURM, MPI)
     has started several, each makes the seed of what the job has in common, since nobody could tell it a drawn one.

@@ -1,4 +1,4 @@
-"""The tree of settings: how sources are laid over each other, and where each value came from.
+"""The tree of settings, merged from several sources, with the source of each value.
 
 A node that names a class has one form in here: `class_path`, with arguments below `init_args`. Hydra's `_target_` is
 brought into it, and `model.lr` reaches `model.init_args.lr`.
@@ -16,13 +16,13 @@ from ..errors import ConfigError, nearest
 
 __all__ = ["CLASS_KEYS", "WRONG", "Settings", "escaped", "is_class_node", "resolve"]
 
-# Any in this file: settings are what YAML can hold.
+# Any in this file: settings are YAML values.
 
 CLASS_KEYS = ("model", "data", "optimizer", "lr_scheduler")
-"""Keys at the top whose text is the name of a class."""
+"""Top-level keys whose text is a class name."""
 
 WRONG: Any = object()
-"""Stands for a value that cannot be had, or does not fit; what is wrong with it has been noted."""
+"""Marker of an invalid value, whose problem has been recorded."""
 
 _NODE = ("class_path", "init_args")
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -36,7 +36,7 @@ def is_class_node(value: Any) -> bool:
 
 @dataclass
 class Settings:
-    """Settings of several sources, the later ones over the earlier ones.
+    """Settings of several sources; later ones override earlier ones.
 
     Attributes:
         tree: Nested dicts and lists in the form that this file describes.
@@ -56,7 +56,7 @@ class Settings:
     problems: list[str] = field(default_factory=list)
 
     def lay(self, values: dict[str, Any], source: str) -> None:
-        """Lay the content of a file over what is there."""
+        """Merge the content of a file over the current settings."""
         self.tree = self._merged(self.tree, _normal(values), "", source)
 
     def assign(self, path: str, value: Any, source: str, *, text: str | None = None, appends: bool = False) -> None:
@@ -95,13 +95,13 @@ class Settings:
             self.grown.add(routed)
 
     def remove(self, path: str) -> None:
-        """Forget what stands at a path, as if no source had named it."""
+        """Remove a setting, as if no source had given it."""
         *above, last = self.route(path).split(".")
         node: Any = self.tree
         for part in above:
             node = _step(node, part)
         if not isinstance(node, dict) or last not in node:
-            raise ConfigError(f"~{path}: nothing is set there.", fix=f"leave ~{path} out.")
+            raise ConfigError(f"Expected a setting to remove, got ~{path}, which is not set.", fix=f"omit ~{path}.")
         del node[last]
 
     def route(self, path: str) -> str:
@@ -117,7 +117,7 @@ class Settings:
         return ".".join(parts)
 
     def origin(self, path: str) -> str:
-        """Return the source of what stands at a path, or of the nearest thing above it; empty for defaults."""
+        """Return the source of a setting, or of its nearest parent; empty for defaults."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -125,7 +125,7 @@ class Settings:
         return ""
 
     def has(self, path: str) -> bool:
-        """Return whether something stands at a path."""
+        """Return whether a path is set."""
         node: Any = self.tree
         for part in self.route(path).split("."):
             if isinstance(node, dict) and part in node:
@@ -137,7 +137,7 @@ class Settings:
         return True
 
     def note(self, path: str, what: str) -> None:
-        """Note what is wrong at a path."""
+        """Record a problem at a path."""
         source = self.origin(path)
         self.problems.append(f"{path.replace('.init_args', '')}{f' ({source})' if source else ''}: {what}")
 
@@ -151,7 +151,7 @@ class Settings:
         if not path:
             return self._into_dict(dict(base), over, "", source)
         key = path.rpartition(".")[2]
-        # A trainer's strategy, logger and profiler may be names, which get arguments by a later source.
+        # A trainer's strategy, logger and profiler may be names, which a later source gives arguments.
         if isinstance(over, dict) and isinstance(base, str):
             base = {"class_path": base, "init_args": {}}
         if isinstance(over, str) and (is_class_node(base) or (isinstance(base, dict) and key in CLASS_KEYS)):
@@ -194,7 +194,7 @@ class Settings:
         return node
 
     def _into_list(self, base: list[Any], over: dict[str, Any], path: str, source: str) -> list[Any]:
-        """Change items by their numbers; other keys are arguments of the last item, as in Lightning's command line."""
+        """Change items by index; other keys are arguments of the last item, as in Lightning's command line."""
         for key, value in over.items():
             place, below = (int(key), value) if key.isdigit() else (len(base) - 1, {key: value})
             if place >= len(base):
@@ -251,7 +251,7 @@ def resolve(settings: Settings, default: Callable[[dict[str, Any], str], Any]) -
 
 
 def escaped(value: Any) -> Any:
-    """Return settings that `resolve` turns into these: `${` in a text is written so that it is none of OmegaConf's."""
+    """Return settings that `resolve` maps to these: `${` in a text is escaped for OmegaConf."""
     if isinstance(value, str):
         return _escape(value) if "${" in value else value
     if isinstance(value, dict):
@@ -260,7 +260,7 @@ def escaped(value: Any) -> Any:
 
 
 def _escape(text: str) -> str:
-    # Backslashes count only before a dollar sign that opens something; in OmegaConf 2.3 at the end of such a text, too.
+    # Backslashes matter only before an interpolation; in OmegaConf 2.3 also at the end of such a text.
     once = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
     end = len(text) - len(text.rstrip("\\"))
     if not end:
@@ -272,7 +272,7 @@ def _escape(text: str) -> str:
 
 
 class _Routing:
-    """Makes interpolations name the places where things stand.
+    """Rewrites interpolations to the actual paths.
 
     Args:
         settings: The settings.
@@ -290,7 +290,7 @@ class _Routing:
         self._default = default
 
     def routed(self, value: Any, path: str) -> Any:
-        """Return a value of the settings, that stands at a path."""
+        """Return the value at a path."""
         if isinstance(value, str):
             return self._text(_INTERPOLATION.sub(self._place, value), path) if "${" in value else value
         if isinstance(value, dict):
@@ -322,7 +322,7 @@ class _Routing:
 
 
 def _drop(node: Any, parts: list[str]) -> None:
-    """Take a borrowed default out again, and what was made to hold it."""
+    """Remove a temporary default and the containers created for it."""
     below = node.get(parts[0])
     if len(parts) > 1 and isinstance(below, dict):
         _drop(below, parts[1:])
@@ -332,7 +332,7 @@ def _drop(node: Any, parts: list[str]) -> None:
 
 
 def _each(container: Any, path: str, settings: Settings) -> Any:
-    """Return what a container holds, entry by entry, and note each that cannot be had."""
+    """Return the entries of a container, and record each that cannot be resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -371,7 +371,7 @@ def _explained(error: Exception, settings: Settings) -> str:
 
 
 def _normal(value: Any) -> Any:
-    """Return a value in the form of this file: `_target_` and its neighbours become a class node."""
+    """Return a normalized value: `_target_` and its siblings become a class node."""
     if isinstance(value, list | tuple):
         return [_normal(below) for below in value]
     if not isinstance(value, dict):
@@ -380,8 +380,8 @@ def _normal(value: Any) -> Any:
     if "_target_" in node:
         if node.get("_args_"):
             raise ConfigError(
-                f"_args_ of {node['_target_']}: arguments without names are not supported.",
-                fix="give them their names.",
+                f"Expected named arguments of {node['_target_']}, got _args_.",
+                fix="write name: value.",
             )
         dropped = ("_target_", "_args_", "_convert_", "_recursive_", "_partial_")
         arguments = {key: below for key, below in node.items() if key not in dropped}

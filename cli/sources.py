@@ -1,4 +1,4 @@
-"""Where settings come from: files, environment variables, the command line.
+"""Sources of settings: files, environment variables, the command line.
 
 The later ones win, in this order: a checkpoint's configuration, files (as they are named), environment variables, the
 command line.
@@ -23,10 +23,10 @@ __all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "
 # Any in this file: values of settings.
 
 PREFIX = "LW__"
-"""Environment variables that begin so are settings: LW__TRAINER__MAX_EPOCHS is trainer.max_epochs."""
+"""Prefix of environment variables that are settings: LW__TRAINER__MAX_EPOCHS is trainer.max_epochs."""
 
 CONFIG_VARIABLE = "LW_CONFIG"
-"""Names configuration files, separated as the system separates paths; they come before those of --config."""
+"""Environment variable with configuration files, separated by os.pathsep; they precede those of --config."""
 
 _ASSIGNMENT = re.compile(r"^(--)?(~?[A-Za-z_][\w.-]*)(\+?=)(.*)$", re.DOTALL)
 _OPTION = re.compile(r"^--([A-Za-z_][\w.-]*)(\+?)$")
@@ -36,7 +36,7 @@ _FORMS = "write settings as key=value or --key value, files as --config FILE"
 
 @dataclass(frozen=True)
 class Assignment:
-    """One `key=value`; `op` is "=", "+=" (add to a list) or "~" (forget)."""
+    """One `key=value`; `op` is "=", "+=" (add to a list) or "~" (remove)."""
 
     path: str
     text: str
@@ -45,7 +45,7 @@ class Assignment:
 
 @dataclass
 class CommandLine:
-    """What was typed.
+    """The parsed command line.
 
     Attributes:
         files: Configuration files.
@@ -63,7 +63,7 @@ class CommandLine:
 
 
 def parse_command_line(tokens: Sequence[str]) -> CommandLine:
-    """Return what was typed after the subcommand."""
+    """Return the parsed arguments after the subcommand."""
     found = CommandLine()
     rest = list(tokens)
     while rest:
@@ -76,7 +76,7 @@ def parse_command_line(tokens: Sequence[str]) -> CommandLine:
             found.help = _help_topic(token, rest)
         elif token in ("-c", "--config"):
             if not rest:
-                found.wrong.append(f"{token} (command line): a file is missing behind it")
+                found.wrong.append(f"{token} (command line): expected a file after it")
                 continue
             found.files.append(Path(rest.pop(0)))
         elif token.startswith("--config="):
@@ -86,7 +86,7 @@ def parse_command_line(tokens: Sequence[str]) -> CommandLine:
         else:
             one = _assignment(token, rest)
             if one is None:
-                found.wrong.append(f"{token!r} (command line): neither an option nor a setting; {_FORMS}")
+                found.wrong.append(f"{token!r} (command line): expected an option or a setting; {_FORMS}")
             else:
                 found.assignments.append(one)
     return found
@@ -117,7 +117,7 @@ def _assignment(token: str, rest: list[str]) -> Assignment | None:
     if option is None:
         return None
     name = option[1].replace("-", "_")
-    # An option without a value is a switch: --trainer.fast_dev_run.
+    # An option without a value is a flag: --trainer.fast_dev_run.
     is_switch = not rest or rest[0] in ("-c", "-h") or (rest[0].startswith("--") and len(rest[0]) > 2)
     return Assignment(name, "true" if is_switch else rest.pop(0), "+=" if option[2] else "=")
 
@@ -158,7 +158,7 @@ def gather(
         except ConfigError as error:
             unread.append(error)
             continue
-        values.pop("config", None)  # Lightning's files name those that they were made of
+        values.pop("config", None)  # Lightning's files list their own sources
         own = values.get(command)
         values = {key: value for key, value in values.items() if key not in commands}
         with noted(settings):
@@ -180,12 +180,12 @@ def _unread(errors: list[ConfigError], problems: list[str]) -> ConfigError:
         return errors[0]
     lines = "".join(f"\n  - {line}" for line in [*(one.what.rstrip(".") for one in errors), *problems])
     fixes = dict.fromkeys(one.fix for one in errors)
-    return ConfigError(f"the configuration cannot be read:{lines}", fix=" ".join(fixes))
+    return ConfigError(f"Expected a readable configuration, got:{lines}", fix=" ".join(fixes))
 
 
 @contextmanager
 def noted(settings: Settings) -> Iterator[None]:
-    """Note what is wrong with a source, so that it is said with everything else."""
+    """Record the problems of a source, to report them with all others."""
     try:
         yield
     except ConfigError as error:
@@ -210,7 +210,7 @@ def _assign(settings: Settings, one: Assignment, source: str, folders: Sequence[
 
 
 def _lay_groups(settings: Settings, values: dict[str, Any], file: Path) -> None:
-    """Take `data: digits` of a file for the file data/digits.yaml beside it, where there is one."""
+    """Replace `data: digits` in a file by data/digits.yaml beside it, if it exists."""
     for key in CLASS_KEYS:
         if isinstance(values.get(key), str):
             group = _group_file(key, values[key], [file.parent])

@@ -1,4 +1,4 @@
-"""What `--help TOPIC` is about: everything, a key, a parameter, or a class."""
+"""Topics of `--help TOPIC`: everything, a key, a parameter, or a class."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def help_on(program: Program, topic: str, tree: dict[str, Any]) -> str:
     """Return the text of --help.
 
     Args:
-        program: What can be set.
-        topic: A key (`model`), a parameter (`trainer.callbacks`, `max_epochs`), a class; empty for everything.
-        tree: The settings so far, which may name the classes of model and data.
+        program: The available settings.
+        topic: A key (`model`), a parameter (`trainer.callbacks`, `max_epochs`), a class; empty for an overview.
+        tree: The current settings, which may name the classes of model and data.
 
     Raises:
-        ConfigError: There is no such topic.
+        ConfigError: The topic is unknown.
     """
     groups = _groups(program, tree)
     if not topic:
@@ -49,7 +49,7 @@ def help_on(program: Program, topic: str, tree: dict[str, Any]) -> str:
     except ClassProblem as problem:
         what = f"name a class first, as in {topic}=package.module.Class" if topic in groups else str(problem)
         raise ConfigError(
-            f"--help {topic}: {what}.",
+            f"Expected a topic of --help, got {topic}: {what}.",
             fix=f"name one of {', '.join(groups)}, a parameter as trainer.max_epochs, or a class by its path.",
         ) from None
 
@@ -90,7 +90,7 @@ def _of_trainer() -> dict[str, Any]:
 
 
 def _parameters(program: Program, groups: dict[str, Any], topic: str) -> Iterator[tuple[str, Parameter]]:
-    """Give the parameters of a name, with where they stand: `max_epochs`, `trainer.max_epochs`, `ckpt_path`."""
+    """Yield the parameters of a name with their prefix: `max_epochs`, `trainer.max_epochs`, `ckpt_path`."""
     key, _, name = topic.rpartition(".")
     if not key and name in program.values:
         yield "", program.values[name]
@@ -111,5 +111,5 @@ def _one(prefix: str, parameter: Parameter) -> str:
 
 def _names(base: type[Any]) -> str:
     names = sorted({one.__name__ for one in known_classes([base]) if one is not base})
-    text = f"one of {', '.join(names)}; or a class of your own by its path (--help CLASS tells its parameters)"
+    text = f"one of {', '.join(names)}; or your own class by its path (--help CLASS shows its parameters)"
     return "\n".join(textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")) + "\n"

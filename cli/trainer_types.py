@@ -1,4 +1,4 @@
-"""Types of the Trainer's parameters that take names as well as objects."""
+"""Types of the Trainer's parameters that accept names and objects."""
 
 from __future__ import annotations
 
@@ -66,4 +66,4 @@ TRAINER_TYPES: dict[str, Callable[[], Any]] = {
     "profiler": _profiler,
     "plugins": _plugins,
 }
-"""Parameter to a function that returns its type; the classes are imported when it is called."""
+"""Parameter -> a function that returns its type and imports the classes."""

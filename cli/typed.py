@@ -1,4 +1,4 @@
-"""Values as annotations want them; what is wrong is collected, so that all of it can be said at once.
+"""Conversion of values to annotated types. Problems are collected, so that all are reported at once.
 
 Nothing is made here: a class with arguments becomes a `Plan`, which build.py carries out when everything is right.
 """
@@ -40,7 +40,7 @@ _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "fal
 
 @dataclass
 class Plan:
-    """What is to be made: a class, or function, with its arguments.
+    """An object to create: a class or function with its arguments.
 
     Attributes:
         target: The class or function.
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass
 class Typed:
-    """Converts values; `problems` has a line for each that does not fit.
+    """Converts values; `problems` has a line for each mismatch.
 
     Attributes:
         settings: Where the values come from.
@@ -110,7 +110,7 @@ class Typed:
         return Plan(target, arguments, path)
 
     def value(self, value: Any, annotation: Any, path: str) -> Any:
-        """Return a value as an annotation wants it, or WRONG; see `problems`."""
+        """Return a value converted to an annotated type, or WRONG; see `problems`."""
         annotation = _plain(annotation)
         origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
         if value is WRONG:
@@ -213,12 +213,12 @@ class Typed:
 
     def _one_of(self, value: Any, members: tuple[Any, ...], path: str) -> Any:
         members = tuple(_plain(one) for one in members)
-        # What has the right type already stays: 1 is a number for `float | int`, and "ddp" a text for `Strategy | str`.
+        # Values of a matching type stay: 1 is a number for `float | int`, and "ddp" a text for `Strategy | str`.
         exact = [one for one in members if one is type(value)]
         best: list[str] | None = None
         for member in [*exact, *(one for one in members if one not in exact)]:
             if member is str and not isinstance(value, str):
-                continue  # only if nothing else fits: "1" that was typed for `str | int` is a number
+                continue  # only if no other type matches: "1" that was typed for `str | int` is a number
             attempt = Typed(self.settings, log_folder=self.log_folder)
             found = attempt.value(value, member, path)
             if not attempt.problems:
@@ -261,7 +261,7 @@ class Typed:
             return self._note(path, str(problem))
 
     def _function(self, value: Any, inner: tuple[Any, ...], path: str) -> Any:
-        """Return a function: that of a path, or one that makes the class which the annotation says it returns."""
+        """Return a function: by its path, or one that creates the class that the annotation returns."""
         made = _plain(inner[-1]) if inner else Any
         name = value["class_path"] if is_class_node(value) else value
         arguments = value["init_args"] if is_class_node(value) else {}
@@ -279,12 +279,12 @@ class Typed:
         except ClassProblem as problem:
             return self._note(path, str(problem))
         if not callable(found):
-            return self._note(path, f"{name} is no function")
+            return self._note(path, f"expected a function, got {name}")
         if not inspect.isclass(found) and not arguments:
             return found
         known = parameters_of(found)
         count = len(inner[0]) if inner and isinstance(inner[0], list) else 1
-        first = [one for one in known.named if one not in arguments][:count]  # what its caller gives
+        first = [one for one in known.named if one not in arguments][:count]  # arguments of the caller
         plan = self.plan(
             found,
             arguments,
@@ -331,14 +331,16 @@ class Typed:
         name = str(value).removeprefix("torch.")
         if wanted is torch.dtype:
             found = getattr(torch, name, None)
-            return found if isinstance(found, torch.dtype) else self._note(path, f"torch has no dtype {value!r}")
+            return (
+                found if isinstance(found, torch.dtype) else self._note(path, f"expected a torch dtype, got {value!r}")
+            )
         try:
             return torch.device(value)
         except (RuntimeError, TypeError) as error:
             return self._note(path, str(error).splitlines()[0])
 
     def _anything(self, value: Any, path: str) -> Any:
-        """Return a value for a parameter whose type nobody knows.
+        """Return a value for a parameter of unknown type.
 
         A class may be named for it only if it is of a kind that runs are made of: a configuration may come with a
         checkpoint of somebody else, and must not be able to start programs.
@@ -364,7 +366,7 @@ class Typed:
 
     def _unknown(self, path: str, name: str, owner: str, known: typing.Iterable[str]) -> None:
         near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known)) or 'nothing'}"
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known)) or 'no parameters'}"
         self._note(path, f"{owner} has no parameter {name!r}; {hint}")
 
 
@@ -413,7 +415,7 @@ def _is_function(name: str) -> bool:
 
 
 def _plain(annotation: Any) -> Any:
-    """Return an annotation without what does not concern values."""
+    """Return an annotation without qualifiers."""
     while True:
         if isinstance(annotation, typing.TypeVar):
             annotation = annotation.__bound__ or Any
@@ -439,7 +441,7 @@ def _fits_by_shape(value: Any, member: Any) -> bool:
         return origin in _DICTS or (
             inspect.isclass(origin) and origin not in (*_LISTS, str, int, float, bool, types.NoneType)
         )
-    if isinstance(value, str):  # no text stands for a tensor
+    if isinstance(value, str):  # text does not denote a tensor
         others = (int, float, bool, types.NoneType, str, *_TIMES)
         named = inspect.isclass(origin) and origin not in (*_LISTS, *_DICTS, *others)
         return named and (origin.__module__, origin.__name__) != ("torch", "Tensor")
@@ -447,7 +449,7 @@ def _fits_by_shape(value: Any, member: Any) -> bool:
 
 
 def show_type(annotation: Any) -> str:
-    """Return an annotation as people write it."""
+    """Return an annotation as text."""
     annotation = _plain(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is None or annotation is types.NoneType:
@@ -461,7 +463,7 @@ def show_type(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(map(repr, inner))
     if origin is collections.abc.Callable:
-        return f"function that makes {show_type(inner[-1])}" if inner else "function"
+        return f"function that returns {show_type(inner[-1])}" if inner else "function"
     name = getattr(origin or annotation, "__name__", str(annotation))
     if inner and origin is not None:
         return f"{name}[{', '.join('...' if one is Ellipsis else show_type(one) for one in inner)}]"

@@ -1,4 +1,4 @@
-"""YAML as configuration files need it: what looks like text stays text.
+"""YAML for configuration files: what looks like text stays text.
 
 YAML 1.1, which PyYAML reads, takes `no` and `on` for booleans, `12:30:00` for 45000 and `1e-3` for text. Here scalars
 are those of YAML 1.2, and a key that stands twice is an error.
@@ -17,7 +17,7 @@ from ..errors import ConfigError, nearest
 
 __all__ = ["parse", "parse_scalar", "read", "write"]
 
-# Any in this file: whatever a document holds.
+# Any in this file: the content of a document.
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not annotated
@@ -54,7 +54,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if not isinstance(key, Hashable):
             raise yaml.MarkedYAMLError(problem=f"{key!r} cannot be a key", problem_mark=key_node.start_mark)
         if key in seen and key != "<<":
-            raise yaml.MarkedYAMLError(problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"duplicate key {key!r}", problem_mark=key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return {
@@ -68,7 +68,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # as above
-    """Writes text so that this reader and those of YAML 1.1 read the same."""
+    """Writes text that this reader and YAML 1.1 readers read alike."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -76,7 +76,9 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # as above
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     if not text.replace("\n", "").isprintable():
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')  # which escapes what others would fold
+        return dumper.represent_scalar(
+            "tag:yaml.org,2002:str", text, style='"'
+        )  # which escapes characters that others would fold
     is_plain = isinstance(parse_scalar(text), str) and not re.fullmatch(r"[-+0-9_:.eE]+", text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else "'")
 
@@ -85,7 +87,7 @@ _Dumper.add_representer(str, _text)
 
 
 def parse(text: str, where: str) -> Any:
-    """Return what a YAML document holds.
+    """Return the content of a YAML document.
 
     Args:
         text: The document.
@@ -95,18 +97,18 @@ def parse(text: str, where: str) -> Any:
         ConfigError: It is no YAML; with the line.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it makes plain values only
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it creates plain values only
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(
-            f"{where}{place}: {problem}.", fix="write it as YAML: key: value, two spaces for what belongs to a key."
+            f"{where}{place}: {problem}.", fix="write YAML: key: value, indented by two spaces below a key."
         ) from None
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value of what stands behind `=` on the command line: a number, `[1, 2]`, `{a: 1}`, null, or text."""
+    """Return the value of the text after `=` on the command line: a number, `[1, 2]`, `{a: 1}`, null, or text."""
     try:
         return yaml.load(text, Loader=_Loader)  # as above
     except yaml.YAMLError:
@@ -114,7 +116,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the mapping that a file holds; an empty file is an empty one.
+    """Return the mapping in a file; an empty file is an empty mapping.
 
     Raises:
         ConfigError: There is no such file, or it holds something else.
@@ -126,15 +128,15 @@ def read(path: Path) -> dict[str, Any]:
         beside = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise ConfigError(
             f"the configuration file {path} cannot be read: {reason}{nearest(path.name, beside)}.",
-            fix="pass a file of YAML.",
+            fix="pass a YAML file.",
         ) from None
     found = parse(text, str(path))
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(
-            f"the configuration file {path} holds {type(found).__name__}, expected a mapping with names as keys.",
-            fix="write it as in `trainer:` and, below it with two spaces, `max_epochs: 3`.",
+            f"the configuration file {path} must be a mapping with names as keys, got {type(found).__name__}.",
+            fix="write `trainer:` and, indented by two spaces on the next line, `max_epochs: 3`.",
         )
     return found
 

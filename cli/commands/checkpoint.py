@@ -1,7 +1,4 @@
-"""`loopwright checkpoint`: look into checkpoints, check, compare and convert them, on files alone.
-
-The work is done in checkpoint/; here are the options, what is printed, and the exit codes.
-"""
+"""`loopwright checkpoint`: inspects, verifies, compares and converts checkpoints; options, output and exit codes."""
 
 from __future__ import annotations
 
@@ -20,31 +17,31 @@ if TYPE_CHECKING:
 __all__ = ["checkpoint"]
 
 _COMMANDS = {
-    "inspect": "say what is in a checkpoint: who wrote it, counts, weights, optimizers, hyperparameters",
-    "verify": "read every byte and compare it with the checksums; name what is damaged",
+    "inspect": "show a checkpoint's content: versions, counts, weights, optimizers, hyperparameters",
+    "verify": "read every byte and compare it with the checksums; report damage",
     "diff": "compare two checkpoints: keys, shapes, values of tensors, plain values",
-    "convert": "write a checkpoint in another format: one file, sharded, safetensors, a state dict, Lightning's",
-    "consolidate": "make one file of a sharded checkpoint",
+    "convert": "convert to another format: one file, sharded, safetensors, state dict, Lightning, DeepSpeed",
+    "consolidate": "write a sharded checkpoint as one file",
 }
 _FOLDER_FORMATS = (
     "sharded checkpoint", "Lightning sharded checkpoint", "DCP folder", "DeepSpeed folder",
     "DeepSpeed universal folder",
 )  # fmt: skip
-_EXIT_CODES = "Exit codes: 0 all is well; 1 the answer is no (damaged, different); 2 it could not be done."
+_EXIT_CODES = "Exit codes: 0 success; 1 damaged or different; 2 error."
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
     """Run `loopwright checkpoint` and return the exit code.
 
     Args:
-        arguments: What came after it.
+        arguments: Arguments after `loopwright checkpoint`.
     """
     parser = argparse.ArgumentParser(
         prog="loopwright checkpoint",
-        description="Look into checkpoints, check, compare and convert them. Reads Loopwright's files and sharded "
-        "folders, Lightning's files and folders, folders of torch.distributed.checkpoint and of DeepSpeed, state dicts "
-        "of torch.save, and safetensors. Nothing in a file is executed, unless --trust is given.",
-        epilog=f"{_EXIT_CODES} `loopwright checkpoint COMMAND --help` has examples.",
+        description="Inspect, verify, compare and convert checkpoints. Input formats: files and sharded folders of "
+        "Loopwright and Lightning, folders of torch.distributed.checkpoint and DeepSpeed, state dicts of torch.save, "
+        "and safetensors. Code in files is never executed, unless --trust is given.",
+        epilog=f"{_EXIT_CODES} See `loopwright checkpoint COMMAND --help` for examples.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -83,14 +80,14 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-objects",
         action="store_true",
-        help="leave out entries that are not tensors or plain values, and list them",
+        help="omit entries that are not tensors or plain values, and list them",
     )
     parser.add_argument(
         "--trust", action="store_true",
-        help="unpickle files that cannot be read safely: whoever wrote such a file can run any code on this machine",
+        help="unpickle files that cannot be read safely: such a file can run any code on this machine",
     )  # fmt: skip
     parser.add_argument(
-        "--weights-key", metavar="KEY", help="where the weights stand in a file of another program: model, ema/model"
+        "--weights-key", metavar="KEY", help="path of the weights in a file of another program: model, ema/model"
     )
 
 
@@ -99,8 +96,8 @@ def _reading(given: argparse.Namespace, *, verify: bool) -> Reading:
 
     if given.trust:
         sys.stderr.write(
-            f"loopwright checkpoint {given.command}: --trust: objects in files are unpickled, which can run any code "
-            "of whoever wrote them\n"
+            f"loopwright checkpoint {given.command}: --trust unpickles objects in files, which can run any code "
+            "of their authors\n"
         )
     return Reading(trust=given.trust, drop_objects=given.drop_objects, weights_key=given.weights_key, verify=verify)
 
@@ -113,9 +110,9 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "  loopwright checkpoint inspect last.ckpt --tensors --key state_dict/encoder\n"
         "  loopwright checkpoint inspect last.ckpt --json | jq .counts.global_step\n",
     )
-    parser.add_argument("path", metavar="PATH", help="file, folder or URL; its tensors are not read")
+    parser.add_argument("path", metavar="PATH", help="file, folder or URL; tensors are not read")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: path, shape, dtype, bytes")
-    parser.add_argument("--key", metavar="PREFIX", help="list what stands below a path: tensors, and plain values")
+    parser.add_argument("--key", metavar="PREFIX", help="list the tensors and plain values below a path")
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_reading(parser)
     parser.set_defaults(work=_inspect)
@@ -134,7 +131,7 @@ def _inspect(given: argparse.Namespace) -> int:
 def _inspecting(given: argparse.Namespace) -> Reading:
     import dataclasses
 
-    # A look changes nothing: what is no plain value is named, and no error.
+    # Inspection changes nothing: entries that are not plain values are listed, without an error.
     return dataclasses.replace(_reading(given, verify=False), drop_objects=True)
 
 
@@ -143,12 +140,12 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands,
         "verify",
         "  loopwright checkpoint verify last.ckpt\n"
-        "  loopwright checkpoint verify checkpoints/        each checkpoint directly in the folder\n",
+        "  loopwright checkpoint verify checkpoints/        every checkpoint directly in the folder\n",
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH",
-        help="a checkpoint; or a folder that is none: then each file in it that ends in .ckpt, .pt, .pth or "
-        ".safetensors and each checkpoint folder in it (hidden ones and folders below are left out)",
+        help="a checkpoint, or a folder: then each file in it that ends in .ckpt, .pt, .pth or .safetensors and each "
+        "checkpoint folder in it (without hidden ones and subfolders)",
     )  # fmt: skip
     parser.set_defaults(work=_verify)
 
@@ -161,7 +158,7 @@ def _verify(given: argparse.Namespace) -> int:
 
     paths = [path for named in given.paths for path in _each(named)]
     if not paths:
-        raise ConfigError(f"there is no checkpoint in {', '.join(given.paths)}.", fix="pass the path of one.")
+        raise ConfigError(f"Expected a checkpoint in {', '.join(given.paths)}, got none.", fix="pass the path of one.")
     codes = {0}
     for path in paths:
         try:
@@ -169,7 +166,7 @@ def _verify(given: argparse.Namespace) -> int:
                 compared = check(path, meter.advance)
             sys.stdout.write(f"{path}: ok, {compared}\n")
         except LoopwrightError as error:
-            # What the system does not let us read may be whole.
+            # A file that the system does not let us read may be intact.
             is_unread = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, OSError)
             if is_unread or not isinstance(error, CheckpointError):
                 sys.stderr.write(f"loopwright checkpoint verify: {error}\n")
@@ -177,7 +174,7 @@ def _verify(given: argparse.Namespace) -> int:
             else:
                 sys.stdout.write(f"{path}: DAMAGED\n  {error.what}\n")
                 codes.add(1)
-        sys.stdout.flush()  # each takes long, and its line is for who waits
+        sys.stdout.flush()  # each takes long: show its line at once
     return max(codes)
 
 
@@ -187,7 +184,7 @@ def _each(path: str) -> Sequence[str | Path]:
 
     local = as_local(path)
     if local is None:
-        Remote(path)  # an address that nobody understands is not a damaged checkpoint
+        Remote(path)  # an invalid address is not a damaged checkpoint
     if local is None or not local.is_dir() or any(is_one(local) for is_one in FOLDERS):
         return [path]
     return find_checkpoints(local)
@@ -201,11 +198,13 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "  loopwright checkpoint diff a.ckpt folder.ckpt --weights-only --rtol 1e-5 --atol 1e-8\n",
     )
     parser.add_argument("first", metavar="A", help="a checkpoint of any format")
-    parser.add_argument("second", metavar="B", help="a checkpoint, of the same format or of another")
-    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance for floats (0: bit for bit)")
-    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance for floats (0: bit for bit)")
-    parser.add_argument("--values", type=int, default=3, metavar="N", help="elements of a tensor to name (3)")
-    parser.add_argument("--weights-only", action="store_true", help="compare what stands under state_dict only")
+    parser.add_argument("second", metavar="B", help="a checkpoint of the same or another format")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance for floats (default 0: bitwise)")
+    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance for floats (default 0: bitwise)")
+    parser.add_argument(
+        "--values", type=int, default=3, metavar="N", help="number of elements to show per tensor (default 3)"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="compare state_dict only")
     _add_reading(parser)
     parser.set_defaults(work=_diff)
 
@@ -257,16 +256,18 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("target", metavar="OUT", help="file, folder or URL to write")
     parser.add_argument(
         "--to", choices=FORMATS, metavar="FORMAT",
-        help="checkpoint: one file of Loopwright; sharded: a folder of Loopwright; safetensors and state-dict: weights "
-        "only; lightning: what Lightning opens; deepspeed: a folder, DeepSpeed's universal checkpoint. Guessed from "
-        "OUT's suffix: .ckpt, .safetensors, .pt, .pth",
+        help="checkpoint: Loopwright's file; sharded: Loopwright's folder; safetensors and state-dict: weights only; "
+        "lightning: Lightning's file; deepspeed: DeepSpeed's universal checkpoint, a folder. Default: by OUT's suffix "
+        "(.ckpt, .safetensors, .pt, .pth)",
     )  # fmt: skip
-    parser.add_argument("--shards", type=int, default=1, metavar="N", help="files to cut a sharded one into (1)")
     parser.add_argument(
-        "--map", action="append", default=[], metavar="OLD=NEW", help="begin names of weights with NEW instead of OLD"
+        "--shards", type=int, default=1, metavar="N", help="number of files of a sharded checkpoint (default 1)"
     )
-    parser.add_argument("--weights-only", action="store_true", help="leave out what only training needs")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.add_argument(
+        "--map", action="append", default=[], metavar="OLD=NEW", help="replace the prefix OLD of weight names with NEW"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="omit the training state")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     _add_reading(parser)
     parser.set_defaults(work=_convert)
 
@@ -280,7 +281,9 @@ def _convert(given: argparse.Namespace) -> int:
     pairs = [text.partition("=") for text in given.map]
     wrong = [text for text, pair in zip(given.map, pairs, strict=True) if not pair[1]]
     if wrong:
-        raise ConfigError(f"--map {', '.join(wrong)}: expected OLD=NEW.", fix="pass --map model.=net. for instance.")
+        raise ConfigError(
+            f"Expected --map OLD=NEW, got {', '.join(wrong)}.", fix="pass --map model.=net. for instance."
+        )
     _refuse_target(given)
     opened = open_checkpoint(given.source, _reading(given, verify=True))
     opened = rename(opened, [(old, new) for old, _, new in pairs])
@@ -302,7 +305,7 @@ def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: in
     with Meter("written", total) as meter:
         write_as(opened, given.target, to, num_shards=num_shards, advance=meter.advance)
     for path in opened.dropped:
-        sys.stderr.write(f"loopwright checkpoint {given.command}: left out {path}, which is no plain value\n")
+        sys.stderr.write(f"loopwright checkpoint {given.command}: omitted {path}, which is not a plain value\n")
     size = disk_bytes(given.target)
     said = f", {show_bytes(size)}" if size is not None else ""
     sys.stdout.write(f"{given.target}: {to}{said}, from {given.source} ({opened.format})\n")
@@ -316,8 +319,8 @@ def _refuse_target(given: argparse.Namespace) -> None:
     local, source = as_local(given.target), as_local(given.source)
     if _lies_in(given.target, given.source) or _lies_in(given.source, given.target):
         raise ConfigError(
-            f"{given.target!r} and {given.source!r}, which is read, lie one within the other.",
-            fix="give the new one a path outside: what is in a checkpoint folder goes with it when it is replaced.",
+            f"Expected an output outside of the input and vice versa, got {given.target!r} and {given.source!r}.",
+            fix="pass an output path outside: the content of a checkpoint folder is deleted when it is replaced.",
         )
     if local is None:
         remote = Remote(given.target)
@@ -325,15 +328,18 @@ def _refuse_target(given: argparse.Namespace) -> None:
     else:
         is_there = local.exists() or local.is_symlink()
         if source is not None and is_there and source.exists() and local.resolve() == source.resolve():
-            raise ConfigError(f"{given.target!r} is what is read.", fix="give the new one another path.")
+            raise ConfigError(
+                f"Expected an output other than the input, got {given.target!r}.", fix="pass another path."
+            )
     if is_there and not given.force:
         raise ConfigError(
-            f"{given.target!r} is there already.", fix="give another path, or pass --force to replace it."
+            f"Expected a new path, got {given.target!r}, which exists.",
+            fix="pass another path, or --force to replace it.",
         )
 
 
 def _lies_in(path: str, folder: str) -> bool:
-    """Return whether a path, or URL, is below another one."""
+    """Return whether a path or URL is below another one."""
     from ...checkpoint.file.remote import as_local
 
     local, above = as_local(path), as_local(folder)
@@ -346,15 +352,15 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser = _add(
         commands,
         "consolidate",
-        "  loopwright checkpoint consolidate sharded.ckpt whole.ckpt             with optimizer states\n"
+        "  loopwright checkpoint consolidate sharded.ckpt full.ckpt              with optimizer states\n"
         "  loopwright checkpoint consolidate sharded.ckpt weights.safetensors    weights only\n"
-        "  loopwright checkpoint consolidate deepspeed-folder/ whole.ckpt        with optimizer states\n",
+        "  loopwright checkpoint consolidate deepspeed-folder/ full.ckpt         with optimizer states\n",
     )
     parser.add_argument(
-        "source", metavar="FOLDER", help="a sharded checkpoint: of Loopwright, Lightning, DCP or DeepSpeed"
+        "source", metavar="FOLDER", help="a sharded checkpoint of Loopwright, Lightning, DCP or DeepSpeed"
     )
-    parser.add_argument("target", metavar="OUT", help="a file that ends in .ckpt, .safetensors, .pt or .pth, or a URL")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("target", metavar="OUT", help="file that ends in .ckpt, .safetensors, .pt or .pth, or a URL")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     _add_reading(parser)
     parser.set_defaults(work=_consolidate)
 
@@ -369,6 +375,7 @@ def _consolidate(given: argparse.Namespace) -> int:
     opened = open_checkpoint(given.source, _reading(given, verify=True))
     if opened.format not in _FOLDER_FORMATS:
         raise ConfigError(
-            f"{given.source!r} is a {opened.format}, in one file already.", fix="use `loopwright checkpoint convert`."
+            f"Expected a sharded checkpoint, got {given.source!r}, a {opened.format} in one file.",
+            fix="use `loopwright checkpoint convert`.",
         )
     return _write(given, opened, to)

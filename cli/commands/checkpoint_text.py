@@ -1,4 +1,4 @@
-"""What `loopwright checkpoint` prints: a checkpoint as text or JSON, and how far long work has come."""
+"""Output of `loopwright checkpoint`: a checkpoint as text or JSON, and progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDEST = 60
 
 
 def inspect_json(opened: Opened, *, has_tensors: bool, prefix: str | None) -> str:
-    """Return what is in a checkpoint as JSON with a line break at its end."""
+    """Return a checkpoint's content as JSON with a trailing line break."""
     found = describe(opened)
     if has_tensors or prefix is not None:
         found["tensors"] = describe_tensors(opened, prefix or "")
@@ -30,7 +30,7 @@ def inspect_json(opened: Opened, *, has_tensors: bool, prefix: str | None) -> st
 
 
 def inspect_text(opened: Opened, *, has_tensors: bool, prefix: str | None) -> str:
-    """Return what is in a checkpoint as lines for a terminal."""
+    """Return a checkpoint's content as lines for a terminal."""
     lines: list[str] = []
     if prefix is None or has_tensors:
         lines += _overview(describe(opened))
@@ -45,12 +45,12 @@ def inspect_text(opened: Opened, *, has_tensors: bool, prefix: str | None) -> st
     if prefix is not None:
         lines += [f"  {path}: {_short(value)}" for path, value in _values(opened, prefix)]
         if not lines:
-            lines = [f"nothing stands below {prefix!r}; it has {', '.join(map(str, opened.tree))}"]
+            lines = [f"nothing below {prefix!r}; top-level keys: {', '.join(map(str, opened.tree))}"]
     return "\n".join(lines) + "\n"
 
 
 def show_bytes(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a human-readable number of bytes."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -60,7 +60,7 @@ def show_bytes(count: int) -> str:
 
 
 class Meter:
-    """Says on the error output how many bytes are done, if that is a terminal; a context manager.
+    """Context manager that shows the number of processed bytes on a terminal's error output.
 
     Args:
         verb: What is done with the bytes: "written".
@@ -84,7 +84,7 @@ class Meter:
         self.clear()
 
     def advance(self, count: int) -> None:
-        """Count bytes as done, and show the sum now and then."""
+        """Add processed bytes, and show the sum from time to time."""
         self._done += count
         now = time.monotonic()
         if self._has_terminal and now - self._shown_at >= _EVERY_S:
@@ -95,7 +95,7 @@ class Meter:
             sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away, before something else is printed."""
+        """Clear the line before other output."""
         if self._is_shown:
             self._is_shown = False
             sys.stderr.write("\r\x1b[K")
@@ -132,14 +132,14 @@ def _overview(found: dict[str, Any]) -> list[str]:  # Any: JSON of describe
         lines += _block(title, [f"{name} = {_short(value)}" for name, value in found.get(key, {}).items()])
     lines += _row("states", ", ".join(found.get("states", [])))
     lines += _row("other", ", ".join(found.get("other_entries", [])))
-    lines += _block("left out", [f"{path}: no plain value" for path in found.get("left_out", [])])
+    lines += _block("omitted", [f"{path}: not a plain value" for path in found.get("left_out", [])])
     return lines
 
 
 def _optimizer_rows(number: int, optimizer: dict[str, Any]) -> list[str]:  # Any: JSON
     if "note" in optimizer:
         return _row(f"optimizer {number}", optimizer["note"])
-    kind = f"{optimizer['looks_like']}, by what it keeps; " if "looks_like" in optimizer else ""
+    kind = f"{optimizer['looks_like']}, inferred from its state; " if "looks_like" in optimizer else ""
     size = f"{optimizer['parameters_with_state']} parameters with state, {show_bytes(optimizer['size_bytes'])}"
     lines = _row(f"optimizer {number}", kind + size)
     for group in optimizer["groups"]:

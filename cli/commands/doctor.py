@@ -1,4 +1,4 @@
-"""`loopwright doctor`: what this machine offers for training, and what is wrong with it."""
+"""`loopwright doctor`: checks a machine for training."""
 
 from __future__ import annotations
 
@@ -20,29 +20,34 @@ _NAME_WIDTH = 24
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Print the findings and return the exit code: 0, or 1 if there is a problem.
+    """Print the findings and return the exit code: 0, or 1 for a problem.
 
     Args:
-        arguments: What came after `loopwright doctor`.
+        arguments: Arguments after `loopwright doctor`.
     """
     parser = argparse.ArgumentParser(
         prog="loopwright doctor",
-        description="Say what this machine offers for training, and what is wrong with it: devices, packages, engines "
-        "that import, compilers, shared memory, limits, connections between processes, and the disk where checkpoints "
-        "go. A line begins with ! for what will be slow or fail under load, with X for what does not work, with - for "
-        "what is missing and not everyone needs. The exit code is 1 if there is an X.",
+        description="Check this machine for training: devices, packages, import of engines, compilers, shared memory, "
+        "limits, connections between processes, and the disk for checkpoints. Marks: ! slow or likely to fail under "
+        "load; X not working; - missing and optional. The exit code is 1 if there is an X.",
         allow_abbrev=False,
     )
-    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where checkpoints are to go (here)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR", help="folder for checkpoints (default: current folder)"
+    )
     parser.add_argument(
         "--disk-size",
         type=float,
         default=256,
         metavar="MB",
-        help="how much is written and read there; 0: nothing (256)",
+        help="amount to write and read there; 0 skips the test (default 256)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="SECONDS", help="limit for the import of an engine (60)"
+        "--timeout",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="time limit for the import of an engine (default 60)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args(arguments)
@@ -73,7 +78,7 @@ def _print_text(findings: Iterable[Finding]) -> list[str]:
         sys.stdout.write(f"{_MARKS[one.level.value]} {one.name:{_NAME_WIDTH}} {one.value}\n")
         if one.advice:
             sys.stdout.write(f"  {'':{_NAME_WIDTH}} -> {one.advice}\n")
-        sys.stdout.flush()  # an engine's import takes seconds: what is known is shown
+        sys.stdout.flush()  # an engine's import takes seconds: show previous lines at once
         levels.append(one.level.value)
     problems, warnings = levels.count("problem"), levels.count("warning")
     sys.stdout.write(f"\n{_count(problems, 'problem')}, {_count(warnings, 'warning')}\n")

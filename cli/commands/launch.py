@@ -1,4 +1,4 @@
-"""`loopwright launch`: start a program in several processes. A thin layer over torch's elastic launch (torchrun)."""
+"""`loopwright launch`: starts a program in several processes, through torch's elastic launch (torchrun)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .launch_options import Request, read_request
 __all__ = ["Plan", "launch", "make_plan"]
 
 _DEFAULT_PORT = "29400"
-# Strategies that start processes themselves: below a launcher each process would start more.
+# Strategies that start processes themselves: under a launcher each process would start more.
 _OWN_PROCESSES = ("spawn", "fork", "notebook")
-# Our name -> torchrun's, where the value is passed on as it is.
+# Our name -> torchrun's, for values that are passed on unchanged.
 _PASSED_ON = {
     name: name
     for name in (
@@ -35,12 +35,12 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started.
+    """The processes to start.
 
     Attributes:
         torchrun: Arguments of torchrun before the program.
         program: The program and its arguments.
-        variables: Environment variables that the processes get.
+        variables: Environment variables for the processes.
     """
 
     torchrun: tuple[str, ...]
@@ -48,18 +48,18 @@ class Plan:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def command(self) -> str:
-        """Return the same as a line for a shell."""
+        """Return the equivalent shell command."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         words += ["python", "-m", "torch.distributed.run", *map(shlex.quote, (*self.torchrun, *self.program))]
         return " ".join(words)
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Start the program that the arguments name, and wait for it.
+    """Start the program and wait for it.
 
     Returns:
-        0 if all processes ended well; else what the first that failed ended with (128 + the signal's number, if one
-        killed it); 2 if nothing was started.
+        0 if all processes succeeded; otherwise the exit code of the first failed process (128 + the signal's number if
+        a signal killed it); 2 if no process was started.
     """
     try:
         request = read_request(arguments)
@@ -75,23 +75,23 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapping[str, str]) -> Plan:
-    """Return what to start.
+    """Return the processes to start.
 
     Args:
-        request: What the user asked for.
-        num_gpus: GPUs of this machine.
-        num_cpus: CPU cores that this process may use.
-        variables: Environment variables that are set already.
+        request: The user's options.
+        num_gpus: Number of GPUs of this machine.
+        num_cpus: Number of CPU cores available to this process.
+        variables: Current environment variables.
 
     Raises:
-        ConfigError: The request contradicts itself, or something is missing; all of it is named.
+        ConfigError: Options are contradictory or missing; all problems are named.
     """
     from ...fabric import join_errors
 
     problems: list[ConfigError] = []
     nproc, local = _num_processes(request.options, num_gpus, num_cpus, problems)
     nnodes = _num_nodes(request.options, problems)
-    meeting = _meeting(request.options, nnodes, problems)
+    rendezvous = _rendezvous(request.options, nnodes, problems)
     _check_strategy(request.options, problems)
     if problems:
         raise join_errors(problems)
@@ -101,58 +101,60 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     if local > 1 and "OMP_NUM_THREADS" not in variables:
         ours["OMP_NUM_THREADS"] = str(max(1, num_cpus // local))
     kind = ("--module",) if request.is_module else ()
-    return Plan((*meeting, f"--nproc-per-node={nproc}", *kind), request.program, ours)
+    return Plan((*rendezvous, f"--nproc-per-node={nproc}", *kind), request.program, ours)
 
 
 def _num_processes(
     options: Mapping[str, str], num_gpus: int, num_cpus: int, problems: list[ConfigError]
 ) -> tuple[str, int]:
-    """Return what torchrun is told about the number of processes on this machine, and the number."""
+    """Return torchrun's `--nproc-per-node` and the number of processes on this machine."""
     devices = options.get("devices", "auto")
     listed = [index for index in devices.split(",") if index.strip()]
-    asked = len(listed) if "," in devices else int(devices) if devices.isdecimal() else None
+    requested = len(listed) if "," in devices else int(devices) if devices.isdecimal() else None
     nproc = options.get("nproc-per-node")
     if nproc is None:
         is_cpu = options.get("accelerator", "auto") == "cpu"
-        count = asked if asked is not None else 1 if is_cpu else max(1, num_gpus)
+        count = requested if requested is not None else 1 if is_cpu else max(1, num_gpus)
         if count < 1:
-            problems.append(ConfigError("--devices=0 leaves nothing to train on.", fix="pass --devices=1 or more."))
+            problems.append(
+                ConfigError("Expected at least one device, got --devices=0.", fix="pass --devices=1 or more.")
+            )
         return str(count), count
     if nproc == "gpu" and not num_gpus:
-        problems.append(ConfigError("--nproc-per-node=gpu, but this machine has no GPU.", fix="pass a number."))
+        problems.append(
+            ConfigError("Expected a GPU for --nproc-per-node=gpu, got a machine without one.", fix="pass a number.")
+        )
     local = int(nproc) if nproc.isdecimal() else num_gpus or num_cpus if nproc != "cpu" else num_cpus
-    if asked is not None and asked != local:
+    if requested is not None and requested != local:
         problems.append(
             ConfigError(
-                f"--nproc-per-node={nproc} is {local} on this machine, but --devices={devices} is {asked}: each "
+                f"--nproc-per-node={nproc} is {local} on this machine, but --devices={devices} is {requested}: each "
                 "process has one device.",
-                fix="leave one of the two out.",
+                fix="omit one of the two.",
             )
         )
     return nproc, local
 
 
 def _num_nodes(options: Mapping[str, str], problems: list[ConfigError]) -> str | None:
-    """Return the number of machines, or MIN:MAX; None where the user did not speak of machines."""
+    """Return the number of machines, or MIN:MAX; None if the user gave none."""
     nnodes, num_nodes = options.get("nnodes"), options.get("num-nodes")
     if nnodes is not None and num_nodes is not None and nnodes != num_nodes:
         problems.append(
-            ConfigError(
-                f"--nnodes={nnodes} and --num-nodes={num_nodes} say different things.", fix="leave one of the two out."
-            )
+            ConfigError(f"--nnodes={nnodes} and --num-nodes={num_nodes} differ.", fix="omit one of the two.")
         )
     return nnodes if nnodes is not None else num_nodes
 
 
-def _meeting(options: Mapping[str, str], nnodes: str | None, problems: list[ConfigError]) -> list[str]:
-    """Return torchrun's arguments on how machines meet."""
-    by_hand = [name for name in ("node-rank", "main-address", "main-port") if name in options]
+def _rendezvous(options: Mapping[str, str], nnodes: str | None, problems: list[ConfigError]) -> list[str]:
+    """Return torchrun's rendezvous arguments."""
+    static = [name for name in ("node-rank", "main-address", "main-port") if name in options]
     by_rdzv = [name for name in ("rdzv-backend", "rdzv-endpoint") if name in options]
     passed = dict(options)
-    if by_hand and by_rdzv and options.get("rdzv-backend") != "static":
+    if static and by_rdzv and options.get("rdzv-backend") != "static":
         problems.append(
             ConfigError(
-                f"{_flags(by_hand)} and {_flags(by_rdzv)} are two ways for machines to meet.",
+                f"{_flags(static)} and {_flags(by_rdzv)} are alternatives for the rendezvous of machines.",
                 fix="pass --node-rank, --main-address and --main-port, or the --rdzv-... options.",
             )
         )
@@ -161,15 +163,15 @@ def _meeting(options: Mapping[str, str], nnodes: str | None, problems: list[Conf
         if options.get("rdzv-backend", "c10d") != "static" and missing:
             problems.append(_missing(missing, "--rdzv-backend"))
         passed.setdefault("rdzv-backend", "c10d")
-    elif nnodes is None and by_hand:
+    elif nnodes is None and static:
         problems.append(
             ConfigError(
-                f"{_flags(by_hand)}: this is for several machines, but --nnodes is missing.",
-                fix="pass --nnodes, the number of machines; or leave it out to use this machine only.",
+                f"Expected --nnodes with {_flags(static)}, which is for several machines.",
+                fix=f"pass --nnodes, the number of machines, or omit {_flags(static)} to use this machine only.",
             )
         )
-    elif nnodes is None or (nnodes == "1" and not by_hand):
-        # The name of a machine need not resolve; its processes reach each other all the same.
+    elif nnodes is None or (nnodes == "1" and not static):
+        # The host name may not resolve; local processes reach each other by the loopback address.
         passed.setdefault("local-address", "127.0.0.1")
         return ["--standalone", *_passed_on(passed)]
     elif ":" in nnodes:
@@ -181,9 +183,9 @@ def _meeting(options: Mapping[str, str], nnodes: str | None, problems: list[Conf
         if int(options.get("node-rank", "0")) >= int(nnodes):
             problems.append(
                 ConfigError(
-                    f"--node-rank={options['node-rank']}, but with --nnodes={nnodes} machines have the numbers 0 to "
-                    f"{int(nnodes) - 1}.",
-                    fix="pass the right number.",
+                    f"Expected --node-rank of 0 to {int(nnodes) - 1} with --nnodes={nnodes}, got "
+                    f"{options['node-rank']}.",
+                    fix="pass the number of this machine.",
                 )
             )
         passed.setdefault("main-port", _DEFAULT_PORT)
@@ -202,7 +204,7 @@ def _flags(names: Sequence[str]) -> str:
 def _missing(names: Sequence[str], needed_by: str) -> ConfigError:
     return ConfigError(
         f"{needed_by} needs {_flags(names)} as well.",
-        fix="pass the same options on every machine; only --node-rank differs, where it is needed.",
+        fix="pass the same options on every machine, except --node-rank.",
     )
 
 
@@ -211,8 +213,9 @@ def _check_strategy(options: Mapping[str, str], problems: list[ConfigError]) -> 
     if any(word in strategy for word in _OWN_PROCESSES):
         problems.append(
             ConfigError(
-                f"--strategy={strategy} starts processes itself, but `loopwright launch` has started them already.",
-                fix="pass --strategy=ddp; or run the program without `loopwright launch`.",
+                f"Expected a strategy that uses the processes of `loopwright launch`, got --strategy={strategy}, which "
+                "starts its own.",
+                fix="pass --strategy=ddp, or run the program without `loopwright launch`.",
             )
         )
 
@@ -220,8 +223,8 @@ def _check_strategy(options: Mapping[str, str], problems: list[ConfigError]) -> 
 def _check_program(request: Request) -> None:
     if not request.is_module and not Path(request.program[0]).is_file():
         raise ConfigError(
-            f"{request.program[0]!r} is no file in {os.getcwd()!r}.",
-            fix="pass the path of a script, or -m and the name of a module; options come before it.",
+            f"Expected a script, got {request.program[0]!r}, which does not exist in {os.getcwd()!r}.",
+            fix="pass the path of a script, or -m and the name of a module, after the options.",
         )
 
 
@@ -236,8 +239,8 @@ def _num_cpus() -> int:
 
 
 def _start(plan: Plan) -> int:
-    """Run torchrun in this process, and return the exit code."""
-    # Private to torch's launcher, but the only way to tell its causes apart: torchrun itself ends with 1 for all.
+    """Run torchrun in this process and return the exit code."""
+    # Private to torch's launcher, but required to distinguish causes: torchrun itself ends with 1 for all of them.
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -256,8 +259,8 @@ def _start(plan: Plan) -> int:
         return 128 + int(error.sigval)
     except (DistError, RendezvousError) as error:
         raise LaunchError(
-            f"the machines did not meet: {error}.",
-            fix="look whether all were started with the same options, whether --main-address (or --rdzv-endpoint) is "
-            "reached from each, and whether another program uses its port.",
+            f"Expected a rendezvous of all machines, got: {error}.",
+            fix="check that all machines use the same options and can reach --main-address (or --rdzv-endpoint), and "
+            "that no other program uses its port.",
         ) from error
     return 0

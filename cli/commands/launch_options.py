@@ -1,4 +1,4 @@
-"""What `loopwright launch` takes, from the command line and from a YAML file."""
+"""Options of `loopwright launch`, from the command line and from a YAML file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["OPTIONS", "Option", "Request", "read_request"]
 
 @dataclass(frozen=True)
 class Option:
-    """One option that takes a value; in a file it is a key of the same name.
+    """An option with a value; in a file, a key of the same name.
 
     Attributes:
-        name: As it is typed, without the dashes in front.
-        metavar: What the help shows for its value.
-        help: What it does.
-        accept: Whether a value can be right.
-        group: Under which heading of the help it stands.
-        other_names: Names that torchrun's users know.
+        name: Name without the leading dashes.
+        metavar: Placeholder of its value in the help.
+        help: Description.
+        accept: Returns whether a value is valid.
+        group: Heading in the help.
+        other_names: torchrun's names.
     """
 
     name: str
@@ -51,52 +51,56 @@ def _is_seconds(text: str) -> bool:
 
 
 _GROUPS = {
-    "processes": "how many processes",
+    "processes": "processes",
     "machines": "several machines",
     "faults": "failures and output",
-    "trainer": "what Trainer and Fabric get where the program does not say it (as LT_... variables)",
+    "trainer": "defaults for Trainer and Fabric arguments (as LT_... variables)",
 }
 OPTIONS = (
     Option(
         "nproc-per-node",
         "N|auto|cpu|gpu",
-        "processes on this machine; auto: one per GPU, or per CPU core where there is none. Without it: what --devices "
-        "says, else one per GPU, else 1",
+        "number of processes on this machine; auto: one per GPU, or per CPU core without GPUs. Default: --devices, "
+        "else one per GPU, else 1",
         lambda text: _is_count(text) or text in ("auto", "cpu", "gpu"),
     ),
     Option(
         "nnodes",
         "N|MIN:MAX",
-        "number of machines, on each of which the same command is started; without it: this one",
+        "number of machines; start the same command on each (default: this machine only)",
         _is_range,
         "machines",
     ),
-    Option("node-rank", "R", "number of this machine, from 0", str.isdecimal, "machines"),
-    Option("main-address", "HOST", "address of the machine with number 0", bool, "machines", ("master-addr",)),
+    Option("node-rank", "R", "index of this machine, from 0", str.isdecimal, "machines"),
+    Option("main-address", "HOST", "address of machine 0", bool, "machines", ("master-addr",)),
     Option(
         "main-port",
         "PORT",
-        "port on the machine with number 0 (default: 29400)",
+        "port on machine 0 (default: 29400)",
         lambda text: _is_count(text) and int(text) < 65536,
         "machines",
         ("master-port",),
     ),
     Option(
-        "rdzv-backend", "NAME", "c10d or etcd-v2: machines number themselves, and may come and go", bool, "machines"
+        "rdzv-backend",
+        "NAME",
+        "c10d or etcd-v2: ranks are assigned automatically, and machines may join and leave",
+        bool,
+        "machines",
     ),
-    Option("rdzv-endpoint", "HOST[:PORT]", "where machines meet", bool, "machines"),
-    Option("rdzv-id", "ID", "name of the job, the same on all machines", bool, "machines"),
-    Option("rdzv-conf", "KEY=VALUE,...", "more for the rendezvous, such as timeout=60 (seconds)", bool, "machines"),
-    Option("local-address", "HOST", "how the others reach this machine", bool, "machines", ("local-addr",)),
-    Option("max-restarts", "N", "how often all processes are started again after a failure", str.isdecimal, "faults"),
-    Option("monitor-interval", "SECONDS", "how often processes are looked at", _is_seconds, "faults"),
-    Option("shutdown-timeout", "SECONDS", "time that processes have to end after a signal", str.isdecimal, "faults"),
-    Option("log-dir", "PATH", "where --redirects and --tee write", bool, "faults"),
+    Option("rdzv-endpoint", "HOST[:PORT]", "rendezvous address", bool, "machines"),
+    Option("rdzv-id", "ID", "job name, the same on all machines", bool, "machines"),
+    Option("rdzv-conf", "KEY=VALUE,...", "rendezvous settings, such as timeout=60 (seconds)", bool, "machines"),
+    Option("local-address", "HOST", "address of this machine for the others", bool, "machines", ("local-addr",)),
+    Option("max-restarts", "N", "number of restarts of all processes after a failure", str.isdecimal, "faults"),
+    Option("monitor-interval", "SECONDS", "interval between checks of the processes", _is_seconds, "faults"),
+    Option("shutdown-timeout", "SECONDS", "time for processes to end after a signal", str.isdecimal, "faults"),
+    Option("log-dir", "PATH", "folder for --redirects and --tee", bool, "faults"),
     Option("redirects", "1|2|3", "write stdout (1), stderr (2) or both to files", bool, "faults"),
-    Option("tee", "1|2|3", "as --redirects, and to the terminal too", bool, "faults"),
+    Option("tee", "1|2|3", "as --redirects, and also to the terminal", bool, "faults"),
     Option("accelerator", "NAME", "LT_ACCELERATOR: cpu, gpu, cuda, ...", bool, "trainer"),
     Option("strategy", "NAME", "LT_STRATEGY: ddp, fsdp, ...", bool, "trainer"),
-    Option("devices", "N|LIST|auto", "LT_DEVICES: devices of each machine", bool, "trainer"),
+    Option("devices", "N|LIST|auto", "LT_DEVICES: devices per machine", bool, "trainer"),
     Option("num-nodes", "N", "LT_NUM_NODES: the same as --nnodes", _is_count, "trainer"),
     Option("precision", "NAME", "LT_PRECISION: bf16-mixed, 32-true, ...", bool, "trainer"),
 )
@@ -105,13 +109,13 @@ _PROGRAM_KEYS = ("script", "module", "args")
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for.
+    """The user's options and program.
 
     Attributes:
-        options: Value by the option's name; those that were given.
+        options: Option name -> value, for given options.
         program: The script and its arguments, or the module and its arguments.
-        is_module: Whether the program is a module's name, as in `python -m`.
-        is_dry_run: Whether to say only what would be run.
+        is_module: Whether run the program as a module, as `python -m` does.
+        is_dry_run: Whether to print the command without running it.
     """
 
     options: Mapping[str, str]
@@ -122,7 +126,7 @@ class Request:
 
 @dataclass
 class _Found:
-    """What one source says, and what is wrong with it."""
+    """The options of one source, and its problems."""
 
     options: dict[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()
@@ -130,24 +134,27 @@ class _Found:
     problems: list[ConfigError] = field(default_factory=list)
 
     def add(self, option: Option, text: str, shown: str) -> None:
-        """Take a value, if it can be right."""
+        """Add a value if it is valid."""
         if option.accept(text):
             self.options[option.name] = text
         else:
             self.problems.append(
-                ConfigError(f"{shown} is {text!r}, expected {option.metavar}.", fix=f"it means: {option.help}.")
+                ConfigError(
+                    f"Expected {option.metavar} for {shown}, got {text!r}.",
+                    fix=f"pass {option.metavar}: {option.help}.",
+                )
             )
 
 
 def read_request(arguments: Sequence[str]) -> Request:
-    """Return what the command line and its --config say; the command line wins.
+    """Return the options of the command line and its --config file; the command line has priority.
 
     Args:
-        arguments: What came after `loopwright launch`.
+        arguments: Arguments after `loopwright launch`.
 
     Raises:
-        ConfigError: An option or key is unknown, or a value cannot be right; all are named.
-        SystemExit: --help was asked for, or an option lacks its value.
+        ConfigError: An option or key is unknown, or a value is invalid; all are named.
+        SystemExit: --help was given, or an option lacks its value.
     """
     from ...fabric import join_errors
 
@@ -163,8 +170,9 @@ def read_request(arguments: Sequence[str]) -> Request:
         if word.startswith("-"):
             flags.problems.append(
                 ConfigError(
-                    f"{word} is no option of `loopwright launch`{nearest(word, [*names, '--config', '--dry-run'])}.",
-                    fix="see `loopwright launch --help`; options of your program come after its name.",
+                    f"Expected an option of `loopwright launch`, got {word}"
+                    f"{nearest(word, [*names, '--config', '--dry-run'])}.",
+                    fix="see `loopwright launch --help`; write your program's options after its name.",
                 )
             )
     file = _Found() if given.config is None else _read_file(given.config)
@@ -176,7 +184,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     if not program and not problems:
         problems.append(
             ConfigError(
-                "`loopwright launch` was given no program.",
+                "Expected a program, got options only.",
                 fix="write its name after the options: loopwright launch --nproc-per-node 2 train.py",
             )
         )
@@ -191,17 +199,17 @@ def _parser() -> argparse.ArgumentParser:
         usage="loopwright launch [options] script.py [arguments]\n"
         "       loopwright launch [options] -m module [arguments]\n"
         "       loopwright launch --config file.yaml [options] [-- arguments]",
-        description="Start a program in several processes, on this machine or on several, by torch's elastic launch.",
+        description="Start a program in several processes, on one or more machines, through torch's elastic launch.",
         allow_abbrev=False,
     )
-    parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    parser.add_argument("-m", "--module", action="store_true", help="run the program as a module, as `python -m` does")
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a YAML file with the names of these options as keys, and with script (or module) and args; what is "
-        "written on the command line wins",
+        help="YAML file with these options as keys, and with script (or module) and args; the command line has "
+        "priority",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     groups = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
     for option in OPTIONS:
         flags = [f"--{name}" for name in (option.name, *option.other_names)]
@@ -210,9 +218,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Return our options, then the program with its arguments, and whether `--` stood between them.
+    """Return our options, the program with its arguments, and whether `--` separates them.
 
-    The program is the first word that is neither an option nor an option's value. Names may be written with `_`.
+    The program is the first word that is neither an option nor an option's value. `_` in option names means `-`.
     """
     with_value = {f"--{name}" for option in OPTIONS for name in (option.name, *option.other_names)} | {"--config"}
     ours: list[str] = []
@@ -231,7 +239,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
 
 
 def _read_file(path: str) -> _Found:
-    """Return what a YAML file says."""
+    """Return the options of a YAML file."""
     content = _load(path)
     found = _Found()
     by_name = {name: option for option in OPTIONS for name in (option.name, *option.other_names)}
@@ -246,36 +254,45 @@ def _read_file(path: str) -> _Found:
             known = [*by_name, *_PROGRAM_KEYS]
             found.problems.append(
                 ConfigError(
-                    f"{path} has the unknown key {key!r}{nearest(name, known)}.", fix=f"use some of {', '.join(known)}."
+                    f"Expected a known key in {path}, got {key!r}{nearest(name, known)}.",
+                    fix=f"use {', '.join(known)}.",
                 )
             )
     names = [name for name in ("script", "module") if content.get(name) is not None]
     if len(names) == 2:
-        found.problems.append(ConfigError(f"{path} has script and module.", fix="keep one of them."))
+        found.problems.append(ConfigError(f"Expected script or module in {path}, got both.", fix="keep one of them."))
     words = content.get("args") or []
     if isinstance(words, str):
         import shlex
 
         words = shlex.split(words)
     if not isinstance(words, list):
-        found.problems.append(ConfigError(f"args in {path} is {words!r}.", fix="write a list, or one string."))
+        found.problems.append(
+            ConfigError(
+                f"Expected a list or a string for args in {path}, got {words!r}.", fix="write a list or one string."
+            )
+        )
     elif names:
         found.is_module = names[0] == "module"
         found.program = (str(content[names[0]]), *map(str, words))
     return found
 
 
-def _load(path: str) -> dict[Any, Any]:  # Any: whatever a YAML file holds
+def _load(path: str) -> dict[Any, Any]:  # Any: the content of a YAML file
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     if not Path(path).is_file():
-        raise ConfigError(f"--config {path!r} is no file.", fix="pass the path of a YAML file.")
+        raise ConfigError(
+            f"Expected a YAML file, got --config {path!r}, which is not a file.", fix="pass an existing path."
+        )
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"--config {path!r} cannot be read: {error}", fix="mend the file.") from error
+        raise ConfigError(
+            f"Expected readable YAML in --config {path!r}, got: {error}", fix="correct the file."
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path!r} holds no keys, but {content!r}.", fix="write lines of `key: value`.")
+        raise ConfigError(f"Expected keys in --config {path!r}, got {content!r}.", fix="write lines of `key: value`.")
     return dict(content)

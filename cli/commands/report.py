@@ -1,4 +1,4 @@
-"""`loopwright report`: one HTML page of runs. `loopwright watch`: their curves in the terminal, live."""
+"""`loopwright report`: an HTML report of runs. `loopwright watch`: live curves in the terminal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from ...errors import LoopwrightError
 
 __all__ = ["report", "watch"]
 
-_DIRECTORIES = "a run's directory, or one that holds several; NAME=DIR gives its run a name"
+_DIRECTORIES = "directory of one or more runs; NAME=DIR names a run"
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Write the page and return the exit code: 0, or 2 if there was nothing to write or no place for it.
+    """Write the report and return the exit code: 0, or 2 without runs or if it cannot be written.
 
     Args:
-        arguments: What came after `loopwright report`.
+        arguments: Arguments after `loopwright report`.
     """
     parser = argparse.ArgumentParser(
         prog="loopwright report",
-        description="Make one HTML page of runs, from what their loggers and checkpoints left: curves, numbers, "
-        "checkpoints, configuration, environment. The page holds all it needs and asks the network for nothing.",
+        description="Write an HTML report of runs from their logs and checkpoints: curves, metrics, checkpoints, "
+        "configuration, environment. The page is self-contained and needs no network.",
         allow_abbrev=False,
     )
     parser.add_argument("directories", nargs="+", metavar="RUN_DIR", help=_DIRECTORIES)
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="the page (report.html)")
-    parser.add_argument("--title", help="the page's heading (the names of the runs)")
-    _add_smoothing(parser, 0.6, "where the slider stands at first: 0 draws what was logged")
-    parser.add_argument("--no-checkpoints", action="store_true", help="do not look for checkpoints, and into them")
+    parser.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE", help="output file (default report.html)"
+    )
+    parser.add_argument("--title", help="heading (default: names of the runs)")
+    _add_smoothing(parser, 0.6, "initial smoothing; 0 shows the logged values (default 0.6)")
+    parser.add_argument("--no-checkpoints", action="store_true", help="skip checkpoints")
     given = parser.parse_args(arguments)
 
     def write() -> int:
@@ -53,25 +55,27 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def watch(arguments: Sequence[str]) -> int:
-    """Show the curves until Ctrl-C and return the exit code: 0, or 2 if there is no such directory.
+    """Show the curves until Ctrl-C and return the exit code: 0, or 2 if a directory does not exist.
 
     Args:
-        arguments: What came after `loopwright watch`.
+        arguments: Arguments after `loopwright watch`.
     """
     parser = argparse.ArgumentParser(
         prog="loopwright watch",
-        description="Show the curves of runs in the terminal while they train; Ctrl-C ends it. Where the output is no "
-        "terminal, they are printed once.",
+        description="Show the curves of runs in the terminal while they train; exit with Ctrl-C. If the output is not "
+        "a terminal, they are printed once.",
         allow_abbrev=False,
     )
     parser.add_argument("directories", nargs="+", metavar="RUN_DIR", help=_DIRECTORIES)
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="time between two looks (2)")
-    parser.add_argument("--metric", action="append", default=[], metavar="PATTERN", help="show only these: '*loss'")
-    parser.add_argument("--once", action="store_true", help="print the curves and end")
-    _add_smoothing(parser, 0.0, "0 draws what was logged, 0.9 a calm line (0)")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="refresh interval (default 2)")
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="PATTERN", help="show matching metrics only, e.g. '*loss'"
+    )
+    parser.add_argument("--once", action="store_true", help="print the curves once and exit")
+    _add_smoothing(parser, 0.0, "0 shows the logged values, 0.9 a smooth curve (default 0)")
     given = parser.parse_args(arguments)
     if not given.every > 0:
-        parser.error(f"--every {given.every:g}: expected seconds above 0")
+        parser.error(f"expected --every above 0 seconds, got {given.every:g}")
 
     def show() -> int:
         from rich.console import Console
@@ -84,7 +88,7 @@ def watch(arguments: Sequence[str]) -> int:
             size = (console.width, NO_LIMIT)
             console.print(render_terminal(reader.read(), size, metrics=given.metric, smoothing=given.smoothing))
             return 0
-        with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+        with contextlib.suppress(KeyboardInterrupt):  # the regular end
             watch(reader, console, every_s=given.every, metrics=given.metric, smoothing=given.smoothing)
         return 0
 

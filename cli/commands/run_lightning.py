@@ -1,7 +1,7 @@
-"""`loopwright run-lightning train.py ARGS`: runs a program that was written for Lightning on Loopwright.
+"""`loopwright run-lightning train.py ARGS`: runs a program written for Lightning on Loopwright.
 
-The program gets this process: it runs as `python train.py ARGS` would, and so do the processes that it starts, with two
-environment variables by which each of them installs the names at its start.
+The program replaces this process and runs as `python train.py ARGS` would. Two environment variables install the names
+in it and in the processes that it starts.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ __all__ = ["run_lightning"]
 _USAGE = """usage: loopwright run-lightning [PYTHON OPTIONS] PROGRAM.py [ARGS]
        loopwright run-lightning [PYTHON OPTIONS] -m MODULE [ARGS]
 
-Runs a program for Lightning on Loopwright: `import lightning` gives Loopwright under Lightning's names, in this
-process and in those that it starts. Lightning may be installed or not. What differs: docs/migrating.md.
+Run a program written for Lightning on Loopwright: `import lightning` imports Loopwright under Lightning's names, in
+this process and in the processes that it starts. Lightning need not be installed. Differences: docs/migrating.md.
 
   loopwright run-lightning train.py --epochs 3
   torchrun --nproc-per-node 2 --no-python loopwright run-lightning train.py
 """
-# Options with which Python ignores PYTHONPATH, or does not look for a sitecustomize.
+# Options with which Python ignores PYTHONPATH or sitecustomize.
 _REFUSED = {"-E", "-I", "-S"}
 
 
 def run_lightning(arguments: Sequence[str]) -> int:
-    """Become the program; where the system cannot replace a process, run it and return its exit code.
+    """Replace this process by the program; where that is not possible, run it and return its exit code.
 
     Args:
-        arguments: The program and its arguments, as Python takes them.
+        arguments: The program and its arguments, as for Python.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         (sys.stdout if arguments else sys.stderr).write(_USAGE)
         return 0 if arguments else 2
     refused = [option for option in _python_options(arguments) if option in _REFUSED]
     if refused:
-        sys.stderr.write(f"run-lightning: {refused[0]} makes Python ignore what installs the names; leave it out.\n")
+        sys.stderr.write(
+            f"run-lightning: expected Python options that keep PYTHONPATH and sitecustomize, got {refused[0]}; "
+            "omit it.\n"
+        )
         return 2
     environment = {**os.environ, **child_environment(os.environ.get("PYTHONPATH", ""))}
     command = [sys.executable, *arguments]
@@ -51,7 +54,7 @@ def run_lightning(arguments: Sequence[str]) -> int:
 
 
 def _python_options(arguments: Sequence[str]) -> list[str]:
-    """Return the options that stand before the program."""
+    """Return the options before the program."""
     options: list[str] = []
     for argument in arguments:
         if not argument.startswith("-") or argument in ("-m", "-c"):

@@ -1,4 +1,4 @@
-"""`loopwright fit | validate | test | predict`: the command line without a script."""
+"""`loopwright fit | validate | test | predict`: training without a script."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["train"]
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run a subcommand with classes that the user names, and return the exit code.
+    """Run a subcommand with classes named by the user, and return the exit code.
 
     Args:
-        arguments: What came after `loopwright`, with the subcommand.
+        arguments: The subcommand and its arguments.
     """
     from ..app import CLI
 
-    # As with `python -m`: modules of the current folder can be named.
+    # As with `python -m`, modules in the current folder can be imported.
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -123,25 +123,25 @@ def test_one_machine_is_this_one() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "no program"),
-        ("--nproc 2 a.py", r"--nproc is no option .*did you mean '--nproc-per-node'"),
+        ("", "Expected a program"),
+        ("--nproc 2 a.py", r"got --nproc .*did you mean '--nproc-per-node'"),
         ("--nproc-per-node two a.py", "--nproc-per-node is 'two', expected N|auto|cpu|gpu"),
-        ("--nproc-per-node 0 a.py", "--nproc-per-node is '0'"),
-        ("--nproc-per-node gpu a.py", "this machine has no GPU"),
+        ("--nproc-per-node 0 a.py", "for --nproc-per-node, got '0'"),
+        ("--nproc-per-node gpu a.py", "Expected a GPU"),
         ("--nproc-per-node 2 --devices 3 a.py", "--nproc-per-node=2 is 2 on this machine, but --devices=3 is 3"),
         ("--devices 0 a.py", "--devices=0"),
         ("--nnodes 2 a.py", "--nnodes=2 needs --node-rank, --main-address"),
-        ("--nnodes 2 --node-rank 2 --main-address h a.py", "--node-rank=2, but with --nnodes=2"),
-        ("--nnodes 3:2 a.py", "--nnodes is '3:2'"),
+        ("--nnodes 2 --node-rank 2 --main-address h a.py", "--node-rank of 0 to 1 with --nnodes=2, got 2"),
+        ("--nnodes 3:2 a.py", "for --nnodes, got '3:2'"),
         ("--nnodes 1:2 a.py", "--nnodes=1:2 needs --rdzv-backend, --rdzv-endpoint, --rdzv-id"),
         ("--nnodes 2 --num-nodes 3 a.py", "--nnodes=2 and --num-nodes=3"),
-        ("--node-rank 1 --main-address h a.py", "--node-rank, --main-address: .* --nnodes is missing"),
-        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:1 --rdzv-id 1 a.py", "two ways"),
+        ("--node-rank 1 --main-address h a.py", "Expected --nnodes with --node-rank, --main-address"),
+        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:1 --rdzv-id 1 a.py", "alternatives"),
         ("--nnodes 2 --rdzv-backend c10d a.py", "needs --rdzv-endpoint, --rdzv-id"),
-        ("--main-port 70000 --nnodes 1 a.py", "--main-port is '70000'"),
-        ("--monitor-interval nan a.py", "--monitor-interval is 'nan'"),
-        ("--strategy ddp_spawn a.py", "--strategy=ddp_spawn starts processes itself"),
-        ("--strategy DDP_Notebook a.py", "starts processes itself"),
+        ("--main-port 70000 --nnodes 1 a.py", "for --main-port, got '70000'"),
+        ("--monitor-interval nan a.py", "for --monitor-interval, got 'nan'"),
+        ("--strategy ddp_spawn a.py", "got --strategy=ddp_spawn, which starts its own"),
+        ("--strategy DDP_Notebook a.py", "which starts its own"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(line: str, message: str) -> None:
@@ -159,7 +159,7 @@ def test_a_problem_ends_the_command_with_a_message_and_no_traceback(capsys: pyte
     assert launch(["--nproc", "2", "a.py"]) == 2
     shown = capsys.readouterr()
     assert not shown.out
-    assert shown.err.startswith("loopwright launch: --nproc is no option")
+    assert shown.err.startswith("loopwright launch: Expected an option of `loopwright launch`, got --nproc")
 
 
 def test_a_script_that_is_not_there_is_named_with_the_folder(
@@ -167,7 +167,7 @@ def test_a_script_that_is_not_there_is_named_with_the_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert launch(["nowhere.py"]) == 2
-    assert f"'nowhere.py' is no file in {str(tmp_path)!r}" in capsys.readouterr().err
+    assert f"'nowhere.py', which does not exist in {str(tmp_path)!r}" in capsys.readouterr().err
 
 
 # -- a file ----------------------------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ def test_a_file_may_refer_to_variables(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nproc-per-nod: 2", "unknown key 'nproc-per-nod'.*did you mean 'nproc-per-node'"),
-        ("dry-run: true", "unknown key 'dry-run'"),
-        ("nnodes: many", "nnodes in .* is 'many'"),
-        ("script: a.py\nmodule: b", "has script and module"),
+        ("nproc-per-nod: 2", "got 'nproc-per-nod'.*did you mean 'nproc-per-node'"),
+        ("dry-run: true", "got 'dry-run'"),
+        ("nnodes: many", "nnodes in .*, got 'many'"),
+        ("script: a.py\nmodule: b", "Expected script or module"),
         ("script: a.py\nargs: {a: 1}", "args in"),
-        ("- 1\n- 2", "holds no keys"),
-        ("a: [", "cannot be read"),
-        ("main-address: ${nothing}", "cannot be read"),
+        ("- 1\n- 2", "Expected keys"),
+        ("a: [", "Expected readable YAML"),
+        ("main-address: ${nothing}", "Expected readable YAML"),
     ],
 )
 def test_a_file_that_cannot_be_right(text: str, message: str, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_right(text: str, message: str, tmp_path: Path) ->
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="Expected a YAML file"):
         plan("--config /nowhere.yaml a.py")
 
 
