@@ -8,11 +8,26 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Loader", "StateDict", "Stateful", "StepOutput", "StoredTensor"]
+__all__ = [
+    "Batch",
+    "Loader",
+    "Loaders",
+    "MapLocation",
+    "StateDict",
+    "Stateful",
+    "StepOutput",
+    "StorageOptions",
+    "StoredTensor",
+    "Tree",
+]
 
 Batch: TypeAlias = Any  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
 StepOutput: TypeAlias = Any  # what a step returns: a loss, a mapping that holds one, predictions, or None
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
+Tree: TypeAlias = Any  # tensors and plain values, nested in dicts, lists, tuples and sets
+Loaders: TypeAlias = Any  # one loader, or loaders nested in lists, tuples and dicts
+StorageOptions: TypeAlias = dict[str, Any]  # arguments of an fsspec file system: credentials, endpoints
+MapLocation: TypeAlias = Any  # where torch.load puts tensors: a device, its name, a dict of names, or a function
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from ..protocols import StateDict
 from .plain import Untrusted, to_plain
 
 __all__ = ["INSTANTIATOR", "describe", "put_back", "require_passed", "split", "to_pass_key", "trusted_key"]
@@ -40,7 +41,7 @@ def trusted_key(prefix: str) -> str:
 
 def split(
     hparams: Mapping[str, Any], *, owner: str, lost: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[StateDict, dict[str, str]]:
     """Return what a checkpoint holds of hyperparameters, and what it does not hold as it is: name -> what it was.
 
     Args:
@@ -48,7 +49,7 @@ def split(
         owner: Name of the class, for other readers' errors.
         lost: Arguments that were left out already: name -> what it was.
     """
-    plain: dict[str, Any] = {}
+    plain: StateDict = {}
     to_pass: dict[str, str] = dict(lost or {})
     for name, value in hparams.items():
         converted, left_out = to_plain({name: value})
@@ -94,7 +95,7 @@ def require_passed(
     )
 
 
-def put_back(checkpoint: dict[str, Any]) -> None:
+def put_back(checkpoint: StateDict) -> None:
     """Let `hyper_parameters` be what they were when they were saved, as hooks expect them; in place.
 
     Objects that were marked as trusted stand beside them in the file, so that no other reader takes the mark for one.

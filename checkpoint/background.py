@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError
+from ..protocols import MapLocation, StateDict
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through
 from .host_copy import HostCopy
 from .plain import require_plain
@@ -76,7 +77,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def save_checkpoint(
         self,
-        checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+        checkpoint: StateDict,
         path: str | Path,
         storage_options: Any = None,  # Any: belongs to the plugin
         *,
@@ -142,12 +143,12 @@ class AsyncCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self,
         path: str | Path,
-        map_location: Any = None,  # Any: as in torch.load
+        map_location: MapLocation = None,
         weights_only: bool | None = True,
         *,
         lazy: bool = False,
         verify: bool = True,
-    ) -> dict[str, Any]:  # Any: tensors and plain values, nested
+    ) -> StateDict:
         """Return the checkpoint at the path, after waiting for what is on its way.
 
         Args:
@@ -162,7 +163,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         self.wait_for(path)
         optional = {**({"lazy": True} if lazy else {}), **({} if verify else {"verify": False})}
-        loaded: dict[str, Any] = load_through(
+        loaded: StateDict = load_through(
             self.checkpoint_io, path, map_location=map_location, weights_only=weights_only, optional=optional
         )
         return loaded
@@ -214,7 +215,7 @@ class AsyncCheckpointIO(CheckpointIO):
             if hasattr(self.checkpoint_io, "teardown"):
                 self.checkpoint_io.teardown()
 
-    def _group_argument(self) -> dict[str, Any]:  # Any: see __init__
+    def _group_argument(self) -> StateDict:
         """Return the process group of the threads, as an argument; on every rank, in the main thread.
 
         On the group of the training, the collectives of both threads would meet in any order, and abort the process.

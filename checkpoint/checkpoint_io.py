@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..protocols import MapLocation, StateDict, StorageOptions
 from . import storage
 
 __all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through"]
@@ -20,7 +21,7 @@ class CheckpointIO(ABC):
     @abstractmethod
     def save_checkpoint(
         self,
-        checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+        checkpoint: StateDict,
         path: str | Path,
         storage_options: Any = None,  # Any: belongs to the plugin
     ) -> None:
@@ -34,8 +35,8 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = True
-    ) -> dict[str, Any]:  # Any: as in torch.load
+        self, path: str | Path, map_location: MapLocation = None, weights_only: bool | None = True
+    ) -> StateDict:
         """Return the checkpoint at the path.
 
         Args:
@@ -57,9 +58,9 @@ class TorchCheckpointIO(CheckpointIO):
 
     def save_checkpoint(
         self,
-        checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+        checkpoint: StateDict,
         path: str | Path,
-        storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+        storage_options: StorageOptions | None = None,
         *,
         group: Any = None,  # Any: ProcessGroup, whose import is heavy
     ) -> None:
@@ -82,12 +83,12 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self,
         path: str | Path,
-        map_location: Any = None,  # Any: as in torch.load
+        map_location: MapLocation = None,
         weights_only: bool | None = True,
         *,
         lazy: bool = False,
         verify: bool = True,
-    ) -> dict[str, Any]:  # Any: tensors and plain values, nested
+    ) -> StateDict:
         """Return the checkpoint at the path, a file or a folder; see `storage.load`."""
         return storage.load(path, map_location=map_location, weights_only=weights_only, lazy=lazy, verify=verify)
 
@@ -117,7 +118,7 @@ def load_through(
     io: Any,  # Any: a user's own, with whatever arguments its load_checkpoint has
     path: str | Path,
     *,
-    map_location: Any,  # Any: as in torch.load
+    map_location: MapLocation,
     weights_only: bool | None,
     optional: Mapping[str, object],
 ) -> Any:  # Any: what a user's own returns

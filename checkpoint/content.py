@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..protocols import StateDict
 
 __all__ = ["OWN_KEY", "PARAM_NAMES", "SCHEMA_VERSION", "Content", "fit_by_name", "read", "write"]
 
@@ -61,16 +62,16 @@ class Content:
         is_foreign: Whether another library wrote the file, so that only the field's keys are there.
     """
 
-    states: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)
+    states: StateDict
+    extra: StateDict = field(default_factory=dict)
     is_foreign: bool = False
 
 
-def write(content: Content, *, epoch: int, global_step: int, world_size: int, version: str) -> dict[str, Any]:
+def write(content: Content, *, epoch: int, global_step: int, world_size: int, version: str) -> StateDict:
     """Return the dict that is saved."""
     unknown = set(content.states) - set(_FIELD_KEYS) - set(_OWN_STATES)
     assert not unknown, f"states without a place in the file: {unknown}"
-    checkpoint: dict[str, Any] = {"epoch": epoch, "global_step": global_step, "loopwright_version": version}
+    checkpoint: StateDict = {"epoch": epoch, "global_step": global_step, "loopwright_version": version}
     for name, key in _FIELD_KEYS.items():
         if name in content.states:
             checkpoint[key] = content.states[name]
@@ -117,7 +118,7 @@ def read(checkpoint: Mapping[str, Any], *, source: str) -> Content:
     return Content(states, extra)
 
 
-def _lightning_progress(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _lightning_progress(checkpoint: Mapping[str, Any]) -> StateDict:
     """Return the counts in a Lightning checkpoint: the epoch counter of its loops, and its global step."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     current = loop.get("epoch_progress", {}).get("current", {})
@@ -136,9 +137,7 @@ def _lightning_progress(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fit_by_name(
-    state: Mapping[str, Any], groups: Sequence[Sequence[str]]
-) -> dict[str, Any]:  # Any: an optimizer's state in torch's layout
+def fit_by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StateDict:
     """Return a state with the parameters that an optimizer has, in its order.
 
     What does not fit, or has no names, comes as it is: the optimizer says what is wrong with it.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..protocols import Tree
 from .plain import Trusted, Untrusted
 
 __all__ = ["HostCopy", "Taken"]
@@ -33,7 +34,7 @@ class Taken:
         settle: Waits until the copy is complete; must be called before it is read, in any thread.
     """
 
-    checkpoint: Any  # Any: tensors and plain values, nested
+    checkpoint: Tree
     settle: Callable[[], None]
 
 
@@ -51,7 +52,7 @@ class HostCopy:
         self._keeps_memory = keeps_memory
         self._used: list[torch.UntypedStorage] = []
 
-    def take(self, checkpoint: Any) -> Taken:  # Any: tensors and plain values, nested
+    def take(self, checkpoint: Tree) -> Taken:
         """Return a copy that does not change with the checkpoint; what shared memory or was one object still does.
 
         Raises:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from ..protocols import StorageOptions
 from .file.digest import read_file_digest
 from .file.remote import Remote, as_local
 from .verified import is_folder_checkpoint
@@ -13,7 +14,7 @@ from .verified import is_folder_checkpoint
 __all__ = ["identify"]
 
 
-def identify(path: str | Path, storage_options: dict[str, Any] | None = None) -> str | None:  # Any: fsspec's own
+def identify(path: str | Path, storage_options: StorageOptions | None = None) -> str | None:
     """Return a fingerprint of a checkpoint. Reads a few bytes, whatever its size, and verifies nothing.
 
     Args:
@@ -37,7 +38,7 @@ def identify(path: str | Path, storage_options: dict[str, Any] | None = None) ->
         return None
 
 
-def _open(path: str | Path, storage_options: dict[str, Any] | None) -> IO[bytes]:  # Any: fsspec's own
+def _open(path: str | Path, storage_options: StorageOptions | None) -> IO[bytes]:
     local = as_local(path)
     if local is None:
         return Remote(str(path), storage_options).open()[0]

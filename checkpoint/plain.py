@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..protocols import Tree
 from .to_plain import MAX_INT_BITS, to_plain
 
 __all__ = ["TRUSTED_KEY", "Trusted", "Untrusted", "replace_marked", "require_plain", "tensors", "to_plain", "untrust"]
@@ -69,14 +70,14 @@ def require_plain(value: Any, where: str = "checkpoint") -> None:  # Any: whatev
     )
 
 
-def tensors(value: Any, where: str = "checkpoint") -> Iterator[tuple[str, Tensor]]:  # Any: a nested checkpoint
+def tensors(value: Tree, where: str = "checkpoint") -> Iterator[tuple[str, Tensor]]:
     """Yield the path and the tensor of every tensor in a checkpoint, for messages and sizes."""
     for path, found in _walk(value):
         if isinstance(found, Tensor):
             yield _show(where, path), found
 
 
-def _walk(value: Any) -> Iterator[tuple[_Path, str | Tensor]]:  # Any: a nested checkpoint
+def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
     """Yield tensors, and what is wrong with an entry as text; breadth first, so that nothing recurses."""
     queue: list[tuple[Any, _Path]] = [(value, None)]
     seen: set[int] = set()
@@ -204,7 +205,7 @@ class Untrusted:
         )
 
 
-def untrust(value: Any, allow: bool, where: str = "checkpoint") -> Any:  # Any: a nested checkpoint
+def untrust(value: Tree, allow: bool, where: str = "checkpoint") -> Tree:
     """Return a loaded checkpoint with `Trusted` objects put back; its dicts and lists are changed in place.
 
     Args:
@@ -223,7 +224,7 @@ def untrust(value: Any, allow: bool, where: str = "checkpoint") -> Any:  # Any: 
 
 
 def replace_marked(
-    value: Any,  # Any: a nested checkpoint
+    value: Tree,
     key: str,
     kind: type[MarkT],
     make: Callable[[MarkT, str], object],

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..protocols import MapLocation, StateDict
 from ..strategies.load_weights import load_weights
 from . import arguments_to_pass, content, storage
 
@@ -26,12 +27,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def load_module(
     cls: type[ModuleT],
     source: str | Path | IO[bytes],
-    map_location: Any,  # Any: as in torch.load
+    map_location: MapLocation,
     hparams_file: str | Path | None,
     *,
     strict: bool | None,
     weights_only: bool | None,
-    overrides: dict[str, Any],
+    overrides: StateDict,
 ) -> ModuleT:
     """Return a `cls` with the weights of the checkpoint; see `Module.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
@@ -68,17 +69,17 @@ def load_module(
     return module if device is None else module.to(device)
 
 
-def _load(source: str | Path | IO[bytes], map_location: Any, *, weights_only: bool) -> dict[str, Any]:
+def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_only: bool) -> StateDict:
     location = "cpu" if map_location is None else map_location
     if isinstance(source, str | Path):
         return storage.load(source, map_location=location, weights_only=weights_only)
-    loaded: dict[str, Any] = torch.load(source, map_location=location, weights_only=True)
+    loaded: StateDict = torch.load(source, map_location=location, weights_only=True)
     return loaded
 
 
 def constructor_arguments(
     cls: type, hparams: Mapping[str, Any], container_name: str | None, overrides: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> StateDict:
     """Return the keyword arguments to build `cls` with: saved hyperparameters, then the caller's.
 
     Args:
@@ -96,7 +97,7 @@ def constructor_arguments(
         from ..data.hparams import HyperParameters
 
         merged = HyperParameters({**hparams, **{k: v for k, v in overrides.items() if k not in parameters}})
-        arguments: dict[str, Any] = {container_name: merged}
+        arguments: StateDict = {container_name: merged}
         arguments.update({key: value for key, value in overrides.items() if key in parameters})
     else:
         arguments = {key: value for key, value in hparams.items() if takes_any or key in parameters}
@@ -117,7 +118,7 @@ def constructor_arguments(
     return arguments
 
 
-def read_hparams_file(path: str | Path) -> dict[str, Any]:
+def read_hparams_file(path: str | Path) -> StateDict:
     """Return the hyperparameters in a .yaml, .yml or .csv (key,value) file.
 
     Raises:
@@ -127,12 +128,12 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     if suffix in (".yaml", ".yml"):
         from omegaconf import OmegaConf
 
-        loaded: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[assignment]
+        loaded: StateDict = OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[assignment]
         return loaded
     if suffix == ".csv":
         from ast import literal_eval
 
-        values: dict[str, Any] = {}
+        values: StateDict = {}
         with open(path, newline="") as stream:
             for row in list(csv.reader(stream))[1:]:
                 try:

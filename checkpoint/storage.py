@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from ..errors import CheckpointError
+from ..protocols import MapLocation, StateDict, StorageOptions
 from . import verified
 from .file import digest, disk
 from .file.archive import Damaged
@@ -51,9 +52,9 @@ def reached(stage: str) -> None:
 
 
 def save(
-    checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+    checkpoint: StateDict,
     path: str | Path,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Write a checkpoint atomically; when this returns, it is complete and survives a power cut.
 
@@ -80,14 +81,14 @@ def save(
 
 def load(
     path: str | Path,
-    map_location: Any = None,  # Any: as in torch.load
+    map_location: MapLocation = None,
     weights_only: bool | None = True,
     mmap: bool = False,
     verify: bool = True,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
     *,
     lazy: bool = False,
-) -> dict[str, Any]:
+) -> StateDict:
     """Read a checkpoint, a file or a folder (sharded, or DeepSpeed's), after verifying its checksums.
 
     With weights_only=True (or None), nothing in the file can be executed. With False, `Trusted` objects are unpickled,
@@ -146,7 +147,7 @@ def verify_share(
     path: str | Path,
     rank: int,
     size: int,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Verify this rank's share of a checkpoint, so that all ranks read each file once. Does not communicate.
 
@@ -176,7 +177,7 @@ def verify_share(
         verify(path, storage_options)
 
 
-def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+def remove(path: str | Path, storage_options: StorageOptions | None = None) -> None:
     """Remove a checkpoint, a file or the folder of a sharded one; nothing happens if there is none.
 
     Raises:
@@ -201,7 +202,7 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
         raise cannot_remove(str(path), error) from error
 
 
-def _save_remote(checkpoint: dict[str, Any], remote: Remote) -> None:  # Any: see save
+def _save_remote(checkpoint: StateDict, remote: Remote) -> None:
     with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
         made = Path(folder, "checkpoint.ckpt")
         with _explained(checkpoint, remote.url, Path(folder)), io.FileIO(made, "x+") as file:
@@ -219,7 +220,7 @@ def _save_remote(checkpoint: dict[str, Any], remote: Remote) -> None:  # Any: se
         reached("renamed")
 
 
-def _write(checkpoint: dict[str, Any], file: io.FileIO) -> None:  # Any: see save
+def _write(checkpoint: StateDict, file: io.FileIO) -> None:
     # Large records pass through a BufferedWriter without a copy. It is as fast as torch's own file writer, and gives
     # the system's error (disk full, quota) where torch gives "file write failed".
     writer = io.BufferedWriter(file, _BUFFER)
@@ -248,7 +249,7 @@ def _crc32() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(checkpoint: dict[str, Any], shown: str, folder: Path) -> Iterator[None]:  # Any: see save
+def _explained(checkpoint: StateDict, shown: str, folder: Path) -> Iterator[None]:
     """Turn the errors of a save into a CheckpointError with cause, path, size and remedy."""
     outer = sys.exc_info()[1]  # a save may run while an exception is handled, which is not its own
     try:
@@ -268,9 +269,7 @@ def _first_cause(error: BaseException, outer: BaseException | None) -> BaseExcep
     return error
 
 
-def _raise_explained(
-    error: BaseException, checkpoint: dict[str, Any], shown: str, folder: Path
-) -> NoReturn:  # Any: see save
+def _raise_explained(error: BaseException, checkpoint: StateDict, shown: str, folder: Path) -> NoReturn:
     if not isinstance(error, Exception):  # Ctrl-C: torch has put its own error in front of it
         raise error
     if not isinstance(error, OSError):
@@ -281,7 +280,7 @@ def _raise_explained(
     raise cannot_write(f"the checkpoint {shown!r}", error, _size_bytes(checkpoint), folder) from error
 
 
-def _size_bytes(checkpoint: dict[str, Any]) -> int:  # Any: see save
+def _size_bytes(checkpoint: StateDict) -> int:
     sizes = {}
     for _, tensor in tensors(checkpoint):
         try:
@@ -293,7 +292,7 @@ def _size_bytes(checkpoint: dict[str, Any]) -> int:  # Any: see save
     return sum(sizes.values())
 
 
-def _shared(checkpoint: dict[str, Any]) -> str:  # Any: see save
+def _shared(checkpoint: StateDict) -> str:
     """Return which tensors share memory under different dtypes, which torch.save refuses; empty if there are none."""
     first: dict[int, tuple[str, torch.dtype]] = {}
     for path, tensor in tensors(checkpoint):

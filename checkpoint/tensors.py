@@ -9,12 +9,13 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from ..protocols import Tree
+
 __all__ = [
     "AnyTensor",
     "Key",
     "Offsets",
     "StoredTensor",
-    "Tree",
     "bracketed",
     "flatten",
     "is_tensor",
@@ -30,7 +31,6 @@ __all__ = [
 
 Offsets: TypeAlias = Sequence[int]
 Key: TypeAlias = str | int  # of a dict, or a position in a list
-Tree: TypeAlias = Any  # Any: tensors, stored tensors and plain values, nested in dicts, lists, tuples and sets
 
 
 class StoredTensor(ABC):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..protocols import Tree
+
 __all__ = ["to_plain"]
 
 _EXACT = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
@@ -43,7 +45,7 @@ def to_plain(value: Any, where: str = "") -> tuple[Any, list[str]]:  # Any: hype
     return (None if plain is _DROPPED else plain), dropped
 
 
-def _convert(value: Any, where: str, dropped: list[str], parents: tuple[int, ...]) -> Any:  # Any: see to_plain
+def _convert(value: Tree, where: str, dropped: list[str], parents: tuple[int, ...]) -> Tree:
     if id(value) in parents:  # a container that holds itself
         dropped.append(where)
         return _DROPPED
@@ -89,7 +91,7 @@ def _convert_entries(
     return converted
 
 
-def _convert_leaf(value: Any) -> Any:  # Any: see to_plain
+def _convert_leaf(value: Tree) -> Tree:
     kind = type(value)
     if kind in _EXACT:
         return value
@@ -131,7 +133,7 @@ def _is_container(value: object) -> bool:
     return isinstance(value, kinds) or dataclasses.is_dataclass(value)
 
 
-def _as_mapping(value: Any) -> Mapping[Any, Any] | None:  # Any: see to_plain
+def _as_mapping(value: Tree) -> Mapping[Any, Any] | None:  # Any: see to_plain
     if isinstance(value, Mapping):
         return value
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
@@ -142,7 +144,7 @@ def _as_mapping(value: Any) -> Mapping[Any, Any] | None:  # Any: see to_plain
     return None
 
 
-def _without_omegaconf(value: Any) -> Any:  # Any: see to_plain
+def _without_omegaconf(value: Tree) -> Tree:
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, omegaconf.Container):
         return value

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from ..errors import CheckpointError, nearest
+from ..protocols import StorageOptions
 from .file.archive import LOCAL_SIGNATURE, Damaged, Record, payloads
 from .file.digest import FORMAT, FORMAT_VERSION, Verification, compare_checksums, has_digest
 from .file.record_names import Storage, read_storages, read_storages_from_front
@@ -52,7 +53,7 @@ class Verified:
 
 def verify(
     path: str | Path,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
     *,
     advance: Callable[[int], object] | None = None,
 ) -> Verified:
@@ -86,7 +87,7 @@ def verify(
         return _verify_file(file, size, str(path), advance)
 
 
-def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own
+def is_folder_checkpoint(path: str | Path, storage_options: StorageOptions | None = None) -> bool:
     """Return whether a path or URL is the folder of a sharded checkpoint; costs a single-file one next to nothing."""
     local = as_local(path)
     if not local.is_dir() if local is not None else Remote(str(path), storage_options).exists():

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ..protocols import Loaders
 from .distributed.evaluation import EvalShard
 from .persistent_workers import PersistentWorkersLoader
 from .sources.indexed import is_indexed
@@ -54,7 +55,7 @@ class IndexRecord:
         return self._handed.popleft() if self._handed else None
 
 
-def record_indices(loader: Any) -> tuple[Any, IndexRecord | None]:  # Any: what an evaluation loop reads
+def record_indices(loader: Loaders) -> tuple[Any, IndexRecord | None]:  # Any: what an evaluation loop reads
     """Return a loader that gives the same batches, and the record of their indices in the data set.
 
     Args:

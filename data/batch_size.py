@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
+from ..protocols import Batch, Loaders
 from .limit import find_length
 from .move import find_batch_size, find_tensors
 
@@ -32,7 +33,7 @@ class BatchSizes:
         expected: What `find_batch_size` finds in batches that need no second look; `resolve` is for others.
     """
 
-    def __init__(self, loader: Any = None) -> None:  # Any: whatever the user reads from
+    def __init__(self, loader: Loaders = None) -> None:
         while type(loader).__module__.startswith(_PACKAGE) and hasattr(loader, "loader"):
             loader = loader.loader
         self.expected: int | None = None
@@ -45,7 +46,7 @@ class BatchSizes:
         if isinstance(loader, DataLoader):
             self._read(loader)
 
-    def _read(self, loader: DataLoader[Any]) -> None:
+    def _read(self, loader: DataLoader[Batch]) -> None:
         sampler = loader.batch_sampler
         size = loader.batch_size if sampler is None else getattr(sampler, "batch_size", None)
         if loader.batch_size is None and sampler is None:
@@ -58,12 +59,12 @@ class BatchSizes:
             length = find_length(sampler.sampler)
             self._rest = None if length is None else 0 if sampler.drop_last else length % size
 
-    def of(self, batch: Any) -> int | None:
+    def of(self, batch: Batch) -> int | None:
         """Return the number of samples in a batch, None where nobody can know."""
         found = find_batch_size(batch)
         return found if found == self.expected else self.resolve(batch, found)
 
-    def resolve(self, batch: Any, found: int | None) -> int | None:
+    def resolve(self, batch: Batch, found: int | None) -> int | None:
         """Return the number of samples in a batch in which `find_batch_size` has found another number than expected.
 
         Args:
@@ -93,7 +94,7 @@ class BatchSizes:
         )
         return full
 
-    def _without_loader(self, batch: Any, found: int | None) -> int | None:
+    def _without_loader(self, batch: Batch, found: int | None) -> int | None:
         is_list = type(batch) is list and len(batch) > 1 and len(batch) != found and found is not None
         if is_list and not self._is_certain and _are_alike(batch):
             self._warn(
@@ -113,13 +114,13 @@ class BatchSizes:
             )
 
 
-def _common_size(batch: Any, dim: int) -> int | None:
+def _common_size(batch: Batch, dim: int) -> int | None:
     """Return the size of a dimension on which all tensors of a batch agree; None where they do not."""
     sizes = {tensor.size(dim) if tensor.ndim > dim else None for tensor in find_tensors(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _are_alike(batch: Any) -> bool:
+def _are_alike(batch: Batch) -> bool:
     """Whether the entries are tensors of one shape, or trees of such: samples, rather than the fields of one batch."""
     shapes = [_shape(item) for item in batch]
     return all(shape == shapes[0] for shape in shapes)

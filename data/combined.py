@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, DataError, ModuleError, nearest
+from ..protocols import Batch, Loaders, StateDict
 from .limit import find_length
 from .sources.combined import combined_length
 from .tree import flatten_loaders, map_loaders, unflatten
@@ -38,7 +39,7 @@ class CombinedLoader:
         ConfigError: There is no such mode.
     """
 
-    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+    def __init__(self, iterables: Loaders, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigError(
                 f"CombinedLoader has no mode {mode!r}{nearest(str(mode), MODES)}.",
@@ -58,7 +59,7 @@ class CombinedLoader:
         self._iterators: list[Iterator[Any]] = []
 
     @property
-    def iterables(self) -> Any:
+    def iterables(self) -> Loaders:
         """The collection, in the shape it was given in."""
         return self._iterables
 
@@ -149,7 +150,7 @@ class CombinedLoader:
         has_ended = [False] * len(loaders)
         batch_idx = 0
 
-        def take(number: int) -> Any:
+        def take(number: int) -> Batch:
             item = next(iterators[number], _NOTHING) if taken[number] < limits[number] else _NOTHING
             taken[number] += item is not _NOTHING
             return item
@@ -180,11 +181,11 @@ class CombinedLoader:
             if getattr(loader, "_iterator", None) is not None:
                 loader._iterator = None  # persistent workers of a DataLoader end with it
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[StateDict]:
         """Return the states of the loaders that have `state_dict`, in order."""
         return [loader.state_dict() for loader in self._stateful()]
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+    def load_state_dict(self, states: list[StateDict]) -> None:
         """Put the loaders' states back.
 
         Raises:
@@ -207,13 +208,13 @@ class CombinedLoader:
         ]
 
 
-def _length(loader: Any) -> int | None:
+def _length(loader: Loaders) -> int | None:
     try:
         return loader._count() if isinstance(loader, CombinedLoader) else find_length(loader)
     except NotImplementedError:
         return None
 
 
-def _batches(loader: Any) -> Iterator[Any]:
+def _batches(loader: Loaders) -> Iterator[Any]:
     """Iterate over a loader of the collection; of one that is combined itself, without the two indices."""
     return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..protocols import Batch
 from .move import find_opaque, find_tensors
 
 __all__ = ["CopyStream"]
@@ -40,7 +41,7 @@ class CopyStream:
         self._stream = backend.Stream(device)
         self._has_looked = False
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Batch) -> Any:
         """Return the batch on the device."""
         sources = list(find_tensors(batch))
         if not sources or find_opaque(batch) or any(source.device.type != "cpu" for source in sources):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..errors import ConfigError
+from ..protocols import Loaders
 
 __all__ = ["find_length", "resolve_limit"]
 
 
-def find_length(loader: Any) -> int | None:
+def find_length(loader: Loaders) -> int | None:
     """Return `len(loader)`, or None when it has none."""
     try:
         return len(loader)

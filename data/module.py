@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import ConfigError
+from ..protocols import Batch, Loaders, MapLocation, StateDict
 from .hparams import AttributeDict, save_hyperparameters
 from .move import move_to_device
 
@@ -65,39 +66,39 @@ class DataModule:
     def teardown(self, stage: str) -> None:
         """Undo `setup`. Called in every process when the stage ends."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         """Return the training data: a loader, or nested lists, tuples and dicts of loaders."""
         raise self._lacks("train_dataloader")
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Loaders:
         """Return the validation data: one loader or several."""
         raise self._lacks("val_dataloader")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Loaders:
         """Return the test data: one loader or several."""
         raise self._lacks("test_dataloader")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Loaders:
         """Return the data to predict on: one loader or several."""
         raise self._lacks("predict_dataloader")
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Return the batch as it shall be moved; called on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Return the batch on the device."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Return the batch as the step shall get it; called with the batch on the device."""
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what checkpoints shall keep: tensors and plain values."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put back what `state_dict` returned."""
 
     def on_exception(self, exception: BaseException) -> None:
@@ -158,7 +159,7 @@ class DataModule:
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],
-        map_location: Any = None,
+        map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
@@ -179,7 +180,7 @@ class DataModule:
         from ..checkpoint import arguments_to_pass, rebuild, storage
 
         location = "cpu" if map_location is None else map_location
-        checkpoint: dict[str, Any]
+        checkpoint: StateDict
         if isinstance(checkpoint_path, (str, Path)):
             checkpoint = storage.load(checkpoint_path, map_location=location, weights_only=weights_only is not False)
         else:
@@ -244,11 +245,11 @@ class DataModule:
 def _loader_hook(dataset: Any, shuffle: bool, batch_size: int, num_workers: int) -> Callable[[], Any]:
     """Return a function without arguments that makes the loaders of a data set, or of a collection of them."""
 
-    def one(part: Any) -> DataLoader[Any]:
+    def one(part: Any) -> DataLoader[Batch]:
         is_shuffled = shuffle and not isinstance(part, IterableDataset)
         return DataLoader(part, batch_size=batch_size, shuffle=is_shuffled, num_workers=num_workers)
 
-    def loaders() -> Any:
+    def loaders() -> Loaders:
         if isinstance(dataset, Mapping):
             return {name: one(part) for name, part in dataset.items()}
         if isinstance(dataset, Sequence) and not isinstance(dataset, Dataset) and _holds_sets(dataset):

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ..protocols import Batch
+
 __all__ = ["apply_to_collection", "find_batch_size", "find_opaque", "find_tensors", "move_to_device"]
 
 
-def move_to_device(batch: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
+def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None = None) -> Any:
     """Return the batch with every tensor in it on the device.
 
     Goes through lists, tuples, named tuples, mappings and dataclasses; anything else that has a `.to` method is asked
@@ -49,7 +51,7 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool | None =
     return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
 
 
-def _move_tree(batch: Any, device: torch.device, non_blocking: bool) -> Any:
+def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
@@ -152,7 +154,7 @@ def _map_dataclass(data: Any, is_leaf: Callable[[Any], bool], function: Callable
     return changed
 
 
-def find_batch_size(batch: Any) -> int | None:
+def find_batch_size(batch: Batch) -> int | None:
     """Return the number of samples in a batch, or None when that cannot be known for certain.
 
     It is the size of dimension 0 on which all tensors with at least one dimension agree. Strings, numbers and tensors
@@ -178,7 +180,7 @@ def find_batch_size(batch: Any) -> int | None:
     return _common_size(batch)
 
 
-def _common_size(batch: Any) -> int | None:
+def _common_size(batch: Batch) -> int | None:
     sizes = set()
     for leaf in _leaves(batch):
         if isinstance(leaf, PackedSequence):
@@ -190,7 +192,7 @@ def _common_size(batch: Any) -> int | None:
     return sizes.pop() if sizes else None
 
 
-def find_tensors(batch: Any) -> Iterator[Tensor]:
+def find_tensors(batch: Batch) -> Iterator[Tensor]:
     """Yield the tensors in a batch, those of packed sequences too."""
     for leaf in _leaves(batch):
         if isinstance(leaf, PackedSequence):

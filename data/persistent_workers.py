@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ..protocols import Batch, Loaders, StateDict
 from .rng import capture_rng, derive_key, restore_rng
 from .sources.indexed import is_indexed
 from .sources.reread import without_persistent_workers
@@ -20,7 +21,7 @@ from .worker import Numbered, SeedingDataset, WorkerInit
 __all__ = ["PersistentWorkersLoader", "with_persistent_workers"]
 
 
-def with_persistent_workers(loader: Any) -> Any:  # Any: whatever the user evaluates with
+def with_persistent_workers(loader: Loaders) -> Loaders:
     """Return the loader; with persistent workers, one whose passes do not depend on previous ones."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or not loader.persistent_workers:
         return loader
@@ -37,7 +38,7 @@ class PersistentWorkersLoader:
         loader: The same.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Batch]) -> None:
         self.loader = loader
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = _NumberedSampler(getattr(loader, name))
@@ -58,7 +59,7 @@ class PersistentWorkersLoader:
         """End the workers; the next pass starts others."""
         object.__setattr__(self._copy, "_iterator", None)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         self._sampler.opening = capture_rng()
         return iter(self._copy)
 
@@ -72,7 +73,7 @@ class _NumberedSampler:
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        self.opening: dict[str, Any] = {}
+        self.opening: StateDict = {}
 
     def __len__(self) -> int:
         return len(self.sampler)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..protocols import StateDict
+
 __all__ = [
     "RngStream",
     "capture_generators",
@@ -36,7 +38,7 @@ _SEARCH_DEPTH = 4
 _SEARCH_LIMIT = 2000
 
 
-def capture_rng() -> dict[str, Any]:
+def capture_rng() -> StateDict:
     """Return the state of Python's, NumPy's and torch's global generators, without drawing from them.
 
     NumPy is included when it is imported, CUDA when it is initialised (all devices), and XLA when its runtime is
@@ -45,7 +47,7 @@ def capture_rng() -> dict[str, Any]:
     Returns:
         Plain values and CPU tensors, which `torch.save` writes and `torch.load(weights_only=True)` reads.
     """
-    state: dict[str, Any] = {
+    state: StateDict = {
         "python": _python_to_plain(random.getstate()),
         "torch": torch.default_generator.get_state(),
     }
@@ -60,7 +62,7 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: StateDict) -> None:
     """Put every global generator back to where `capture_rng` saw it, exactly.
 
     CUDA devices that the state knows and this machine lacks are left out; so is NumPy when it is not installed.
@@ -130,11 +132,11 @@ class RngStream:
         self._own = [get() for get in self._get]
         self._write(self._outside)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return where the stream is, as plain values and tensors."""
         return {kind: _to_plain(kind, state) for kind, state in zip(self._kinds, self._own, strict=True)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go to where `state_dict` was taken; a kind that is not in the state stays where it is."""
         self._own = [
             _from_plain(kind, state[kind]) if kind in state else own
@@ -201,7 +203,7 @@ def seed_global_generators(key: bytes) -> None:
             _seed(kind, key)
 
 
-def kinds_that_moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+def kinds_that_moved(before: StateDict, after: StateDict) -> set[str]:
     """Return which global CPU generators were drawn from between two calls of `capture_rng`."""
     return {kind for kind in KINDS if kind in after and (kind not in before or not _same(before[kind], after[kind]))}
 
@@ -214,14 +216,14 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def derive_key(state: dict[str, Any], *labels: object) -> bytes:
+def derive_key(state: StateDict, *labels: object) -> bytes:
     """Return 16 bytes that depend on torch's generator in a `capture_rng` state and on the labels, drawing nothing."""
     digest = hashlib.blake2b(bytes(state["torch"].tolist()), digest_size=16)
     digest.update(repr(labels).encode())
     return digest.digest()
 
 
-def find_generators(**roots: Any) -> dict[str, Any]:
+def find_generators(**roots: Any) -> StateDict:
     """Return the generators that objects hold in their attributes, by path.
 
     Looked for: `torch.Generator`, `random.Random`, NumPy's `Generator` and `RandomState`, in attributes, lists, tuples
@@ -230,7 +232,7 @@ def find_generators(**roots: Any) -> dict[str, Any]:
     Args:
         roots: Objects to look into (samplers, data sets, loaders), by the first part of their paths.
     """
-    found: dict[str, Any] = {}
+    found: StateDict = {}
     seen: set[int] = set()
     queue: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     while queue and len(seen) < _SEARCH_LIMIT:
@@ -245,9 +247,9 @@ def find_generators(**roots: Any) -> dict[str, Any]:
     return found
 
 
-def capture_generators(generators: dict[str, Any]) -> dict[str, Any]:
+def capture_generators(generators: StateDict) -> StateDict:
     """Return the state of each generator of `find_generators`, as plain values and tensors."""
-    states: dict[str, Any] = {}
+    states: StateDict = {}
     for path, generator in generators.items():
         if isinstance(generator, torch.Generator):
             states[path] = generator.get_state()
@@ -260,7 +262,7 @@ def capture_generators(generators: dict[str, Any]) -> dict[str, Any]:
     return states
 
 
-def restore_generators(generators: dict[str, Any], states: dict[str, Any]) -> None:
+def restore_generators(generators: StateDict, states: StateDict) -> None:
     """Put the generators back that are in both; one that is gone or new is left alone."""
     for path, generator in generators.items():
         state = states.get(path)
@@ -276,7 +278,7 @@ def restore_generators(generators: dict[str, Any], states: dict[str, Any]) -> No
             generator.set_state(_numpy_from_plain(state))
 
 
-def seed_generators(generators: dict[str, Any], key: bytes) -> None:
+def seed_generators(generators: StateDict, key: bytes) -> None:
     """Seed each generator of `find_generators` by the key and its path."""
     for path, generator in generators.items():
         seed = int.from_bytes(hashlib.blake2b(key + path.encode(), digest_size=8).digest(), "little")
@@ -315,12 +317,12 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield str(name), child
 
 
-def _python_to_plain(state: tuple[Any, ...]) -> dict[str, Any]:
+def _python_to_plain(state: tuple[Any, ...]) -> StateDict:
     version, words, gauss = state
     return {"version": version, "state": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 
 
-def _python_from_plain(state: dict[str, Any]) -> tuple[Any, ...]:
+def _python_from_plain(state: StateDict) -> tuple[Any, ...]:
     return (state["version"], tuple(state["state"].tolist()), state["gauss"])
 
 

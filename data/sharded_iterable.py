@@ -19,6 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_convert
 
 from ..errors import ConfigError, DataError
+from ..protocols import Batch, Loaders
 from .distributed.shard import NO_BATCH
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
 from .sources.reread import is_one_shot
@@ -77,11 +78,11 @@ class ShardedIterable(IterableDataset[Any]):
         """
         self._place = (rank, size)
 
-    def of_rank(self, rank: int, size: int) -> Any:
+    def of_rank(self, rank: int, size: int) -> Loaders:
         """Return the data set of one rank, as `split` makes it; with one rank, the data set."""
         return self.dataset if self.split is None or size == 1 else self.split(self.dataset, rank, size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         rank, size = self._place or _own_place()
         if self.split is not None:
             return iter(self.of_rank(rank, size))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import DataError
+from ..protocols import Loaders, StateDict
 from .limit import resolve_limit
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class BatchStream:
 
     def __init__(
         self,
-        loader: Any,
+        loader: Loaders,
         limit: int | float | None = None,
         *,
         name: str = "limit_train_batches",
@@ -95,7 +96,7 @@ class BatchStream:
         """The epoch of the state that was loaded and not yet entered; None when there is none."""
         return self._loaded_epoch
 
-    def open(self, epoch: int, shared_rng: dict[str, Any] | None = None) -> None:
+    def open(self, epoch: int, shared_rng: StateDict | None = None) -> None:
         """Begin an epoch: tell samplers and data sets its number, and begin to iterate.
 
         Args:
@@ -177,7 +178,7 @@ class BatchStream:
         """
         self._source.shut_down()
 
-    def state_dict(self, position: int | None = None) -> dict[str, Any]:
+    def state_dict(self, position: int | None = None) -> StateDict:
         """Return the position and what finding it again needs, as plain values and tensors.
 
         Args:
@@ -195,7 +196,7 @@ class BatchStream:
             back = 0
         return self._source.state_dict(back)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Keep a state for `reopen`, or for the next `open` when its epoch was closed.
 
         Args:
@@ -214,7 +215,7 @@ class BatchStream:
         self._loaded_epoch = state["epoch"] if state["is_open"] else None
 
 
-def _advice(loader: Any, shard: Shard | None) -> str:
+def _advice(loader: Loaders, shard: Shard | None) -> str:
     if shard is not None and shard.size > 1:
         from .distributed.choose import advise_smaller_batches
 

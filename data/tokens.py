@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from ..errors import ModuleError
+from ..protocols import Batch
 
 __all__ = ["count_tokens"]
 
 
-def count_tokens(batch: Any) -> int:  # Any: a batch of any structure
+def count_tokens(batch: Batch) -> int:
     """Return the number of tokens in a batch, padding included; reads shapes only.
 
     It is the number of elements of the first of these: the batch itself, if it is a tensor of integers with at least

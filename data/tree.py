@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..protocols import Loaders
+
 __all__ = ["flatten_loaders", "is_collection", "map_loaders", "unflatten"]
 
 
-def is_collection(loaders: Any) -> bool:
+def is_collection(loaders: Loaders) -> bool:
     """Return whether this is a list, tuple or dict *of loaders*.
 
     A dict always is. A list or tuple is one when at least one of its items, at any depth, is a loader beyond doubt (it
@@ -39,7 +41,7 @@ def _is_loader(item: Any) -> bool:
     return isinstance(item, Iterable) or hasattr(item, "__getitem__")
 
 
-def map_loaders(function: Callable[[Any], Any], loaders: Any, *, is_root: bool = True) -> Any:
+def map_loaders(function: Callable[[Any], Any], loaders: Loaders, *, is_root: bool = True) -> Any:
     """Return the same collection with `function` applied to each loader in it."""
     if isinstance(loaders, dict):
         pairs = {key: map_loaders(function, value, is_root=False) for key, value in loaders.items()}
@@ -52,14 +54,14 @@ def map_loaders(function: Callable[[Any], Any], loaders: Any, *, is_root: bool =
     return function(loaders)
 
 
-def flatten_loaders(loaders: Any) -> list[Any]:
+def flatten_loaders(loaders: Loaders) -> list[Loaders]:
     """Return the loaders of a collection, in order."""
     found: list[Any] = []
     map_loaders(found.append, loaders)
     return found
 
 
-def unflatten(loaders: Any, values: Iterable[Any]) -> Any:
+def unflatten(loaders: Loaders, values: Iterable[Any]) -> Any:
     """Return the collection's shape with the values in the loaders' places, in the order of `flatten_loaders`."""
     remaining = iter(values)
     return map_loaders(lambda _: next(remaining), loaders)

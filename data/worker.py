@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from ..protocols import StateDict
 from .rng import find_generators, seed_generators, seed_global_generators
 
 __all__ = ["CRASH_FILE", "Numbered", "SeedingDataset", "WorkerInit"]
@@ -38,7 +39,7 @@ class SeedingDataset:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._epoch: int | None = None
-        self._generators: dict[str, Any] | None = None
+        self._generators: StateDict | None = None
 
     def __getitems__(self, numbered: Numbered) -> Any:
         """Return the samples of a batch, before collation."""

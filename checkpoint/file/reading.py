@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import CheckpointError
+from ...protocols import MapLocation, StateDict
 from .. import verified
 from ..plain import untrust
 from . import digest
@@ -35,8 +36,8 @@ _READ_ERRORS = (
 
 
 def read_file(
-    path: Path, shown: str, map_location: Any, *, is_safe: bool, mmap: bool, verify: bool
-) -> dict[str, Any]:  # Any: as in torch.load
+    path: Path, shown: str, map_location: MapLocation, *, is_safe: bool, mmap: bool, verify: bool
+) -> StateDict:
     """Return the content of a local file that messages call `shown`; see `storage.load`."""
     if verify or not os.access(path, os.R_OK) or not path.is_file():  # the latter are explained there
         has_digest = verified.verify_as(path, shown).sealed
@@ -54,7 +55,7 @@ def read_file(
             f"Expected a checkpoint, which is a dict, in {shown!r}, got a {type(loaded).__name__}.",
             fix="pass a file that a Trainer has saved, or read this one with torch.load.",
         )
-    result: dict[str, Any] = untrust(loaded, allow=not is_safe)
+    result: StateDict = untrust(loaded, allow=not is_safe)
     return result
 
 
@@ -74,7 +75,7 @@ def _raise_unreadable(error: Exception, shown: str) -> NoReturn:
     ) from error
 
 
-def _read(path: Path, map_location: Any, *, mmap: bool, is_safe: bool) -> Any:  # Any: whatever the file holds
+def _read(path: Path, map_location: MapLocation, *, mmap: bool, is_safe: bool) -> Any:  # Any: whatever the file holds
     if is_safe:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import posixpath
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.parse import unquote
 
 from ...errors import CheckpointError, MissingDependency
+from ...protocols import StorageOptions
 
 __all__ = ["Remote", "as_local"]
 
@@ -41,7 +42,7 @@ class Remote:
         CheckpointError: The protocol is unknown.
     """
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+    def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         from fsspec.core import url_to_fs
 
         try:

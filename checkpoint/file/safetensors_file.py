@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...protocols import StorageOptions
 from ..sharded.shard_file import NAMES, Part, encode_header, write_tensor
 from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
 from .streamed import FileSink, write_atomically
@@ -81,7 +81,7 @@ def write_weights(
     path: str | Path,
     *,
     advance: Callable[[int], object] | None = None,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Write tensors as a safetensors file, one at a time in memory; the file appears when it is complete.
 

@@ -13,16 +13,17 @@ import tempfile
 from collections.abc import Callable
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...protocols import StateDict, StorageOptions, Tree
 from .. import storage
 from ..plain import require_plain
 from ..sharded.shard_file import write_tensor
-from ..tensors import AnyTensor, Key, Tree, bracketed, map_tensors, read_tensor, size_bytes, tensors_in
+from ..tensors import AnyTensor, Key, bracketed, map_tensors, read_tensor, size_bytes, tensors_in
 from . import digest, disk
 from .archive import DESCRIPTOR_SIGNATURE, Damaged, Directory, payloads, read_directory
 from .disk import cannot_write
@@ -61,11 +62,11 @@ class FileSink:
 
 
 def save_streaming(
-    checkpoint: dict[str, Any],  # Any: plain values and tensors, read or not
+    checkpoint: StateDict,
     path: str | Path,
     *,
     advance: Advance | None = None,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Write a checkpoint file as storage.save does, from a tree with tensors that have not been read yet.
 
@@ -105,7 +106,7 @@ def write_atomically(
     path: str | Path,
     size: int,
     write: Callable[[FileIO], object],
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Let `write` write a new file, which takes the place of the one at the path when it is on the disk.
 
@@ -152,7 +153,7 @@ def _size_bytes(tree: Tree) -> int:
     return sum({id(value): size_bytes(value) for _, value in tensors_in(tree)}.values())
 
 
-def _write(tree: dict[str, Any], sources: dict[str, Any], file: FileIO, advance: Advance | None) -> None:
+def _write(tree: StateDict, sources: StateDict, file: FileIO, advance: Advance | None) -> None:
     # Any: see save_streaming
     writer = BufferedWriter(file, 1 << 20)
     crc_before = torch.serialization.get_crc32_options()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...protocols import StateDict, StorageOptions
 from ..tensors import StoredTensor
 from .backends import is_folder_checkpoint, remove
 from .manifest import FileEntry, Manifest, TensorEntry
@@ -37,9 +38,9 @@ __all__ = [
 
 
 def save(
-    checkpoint: dict[str, Any],  # Any: tensors and plain values, nested
+    checkpoint: StateDict,
     path: str | Path,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
     *,
     group: Any = None,  # Any: ProcessGroup, whose import is heavy
 ) -> None:

@@ -12,8 +12,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_remove
 from ..file.remote import Remote, as_local
@@ -108,7 +109,7 @@ class RemoteBackend:
         CheckpointError: The protocol is unknown.
     """
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+    def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
@@ -188,9 +189,7 @@ class RemoteBackend:
             self._store.rm_file(self._path(name))
 
 
-def backend_of(
-    path: str | Path, storage_options: dict[str, Any] | None = None
-) -> LocalBackend | RemoteBackend:  # Any: fsspec
+def backend_of(path: str | Path, storage_options: StorageOptions | None = None) -> LocalBackend | RemoteBackend:
     """Return the folder that a path or URL names."""
     local = as_local(path)
     return RemoteBackend(str(path), storage_options) if local is None else LocalBackend(local)
@@ -204,7 +203,7 @@ def state_entry(backend: LocalBackend | RemoteBackend, name: str) -> FileEntry:
         return FileEntry(size, file.read(FILE_DIGEST_SIZE).decode())
 
 
-def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:  # Any: fsspec's own
+def is_folder_checkpoint(path: str | Path, storage_options: StorageOptions | None = None) -> bool:
     """Return whether a path or URL is a folder with a manifest: a sharded checkpoint whose save has finished."""
     local = as_local(path)
     if local is not None:
@@ -212,7 +211,7 @@ def is_folder_checkpoint(path: str | Path, storage_options: dict[str, Any] | Non
     return Remote(f"{str(path).rstrip('/')}/{MANIFEST}", storage_options).exists()
 
 
-def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:  # Any: fsspec's own
+def remove(path: str | Path, storage_options: StorageOptions | None = None) -> None:
     """Remove a checkpoint folder with all that is in it; nothing happens if there is none.
 
     It is gone in one step, before its files are removed; what a kill in between leaves, the next save into the same

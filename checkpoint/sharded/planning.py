@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -11,6 +9,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
+from ...protocols import Tree
 from .tree import PLACEHOLDER_KEY, Split, put_back
 
 __all__ = ["Planner", "first_names", "path_of", "unfit", "with_first_names"]
@@ -73,7 +72,7 @@ def first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
     return names
 
 
-def with_first_names(split: Split) -> Any:  # Any: a nested checkpoint
+def with_first_names(split: Split) -> Tree:
     """Return the state with every placeholder naming the path that its tensor is saved under."""
     placeholders = {path: {PLACEHOLDER_KEY: name} for path, name in first_names(split.tensors).items()}
     return put_back(split.rest, placeholders, set(), [])

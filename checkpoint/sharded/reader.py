@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...protocols import MapLocation, StateDict, StorageOptions
 from .. import storage, verified
 from ..tensors import AnyTensor, StoredTensor
 from .backends import LocalBackend, RemoteBackend, backend_of
@@ -34,11 +35,11 @@ def load(
     path: str | Path,
     *,
     lazy: bool = False,
-    map_location: Any = None,  # Any: as in torch.load
+    map_location: MapLocation = None,
     weights_only: bool | None = True,
     verify: bool = True,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
-) -> dict[str, Any]:
+    storage_options: StorageOptions | None = None,
+) -> StateDict:
     """Read a checkpoint folder in any process, without communication.
 
     Args:
@@ -56,7 +57,7 @@ def load(
         CheckpointError: It is damaged; the message says which tensor and which file.
     """
 
-    def read(files: ShardFiles) -> dict[str, Any]:
+    def read(files: ShardFiles) -> StateDict:
         return _load(
             files, str(path), storage_options,
             lazy=lazy, map_location=map_location, weights_only=weights_only, verify=verify,
@@ -68,13 +69,13 @@ def load(
 def _load(
     files: ShardFiles,
     shown: str,
-    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    storage_options: StorageOptions | None,
     *,
     lazy: bool,
-    map_location: Any,  # Any: as in torch.load
+    map_location: MapLocation,
     weights_only: bool | None,
     verify: bool,
-) -> dict[str, Any]:
+) -> StateDict:
     backend, manifest = files.backend, files.manifest
     problems = list(files.frame_problems().values())
     if verify and not problems and (lazy or map_location is not None):  # then not all is read below
@@ -103,7 +104,7 @@ def _load(
         tensors.update(zip(stored, read, strict=True))
     used: set[str] = set()
     unknown: list[str] = []
-    loaded: dict[str, Any] = put_back(state, tensors, used, unknown)
+    loaded: StateDict = put_back(state, tensors, used, unknown)
     missing = [f"its state names the tensor {name!r}, which its manifest lacks" for name in unknown]
     missing += [
         f"its manifest has the tensor {name!r}, which its state does not name" for name in sorted(set(stored) - used)
@@ -113,7 +114,7 @@ def _load(
     return loaded
 
 
-def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:  # Any: fsspec's own
+def read_manifest(path: str | Path, storage_options: StorageOptions | None = None) -> Manifest:
     """Return what is in a checkpoint folder, without reading the rest of it.
 
     Raises:
@@ -123,7 +124,7 @@ def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = Non
     return _read_manifest(_resolved(path, storage_options), str(path))
 
 
-def _resolved(path: str | Path, storage_options: dict[str, Any] | None) -> Backend:  # Any: fsspec's own
+def _resolved(path: str | Path, storage_options: StorageOptions | None) -> Backend:
     """Return the folder; of a link, what it leads to now: it may lead to a newer checkpoint soon."""
     backend = backend_of(path, storage_options)
     return LocalBackend(backend.folder.resolve()) if isinstance(backend, LocalBackend) else backend
@@ -144,7 +145,7 @@ def _read_manifest(backend: Backend, shown: str) -> Manifest:
 
 def verify(
     path: str | Path,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
     *,
     advance: Callable[[int], object] | None = None,
 ) -> verified.Verified:
@@ -173,7 +174,7 @@ def verify_share(
     path: str | Path,
     rank: int,
     size: int,
-    storage_options: dict[str, Any] | None = None,  # Any: fsspec's own
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Verify the manifest, and of the other files each `size`-th, so that `size` processes read each of them once.
 
@@ -194,7 +195,7 @@ def verify_share(
 def _verify_files(
     files: ShardFiles,
     shown: str,
-    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    storage_options: StorageOptions | None,
     only: set[str] | None = None,
     num_sharing: int = 1,
     advance: Callable[[int], object] | None = None,
@@ -228,7 +229,7 @@ def _verify_files(
 
 def _with_manifest(
     path: str | Path,
-    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    storage_options: StorageOptions | None,
     function: Callable[[ShardFiles], ResultT],
 ) -> ResultT:
     """Call a function with the files of a checkpoint; again with the new ones, if a save has replaced them meanwhile.
@@ -251,9 +252,7 @@ def _with_manifest(
     ) from failure
 
 
-def _is_replaced(
-    path: str | Path, storage_options: dict[str, Any] | None, manifest: Manifest
-) -> bool:  # Any: fsspec's own
+def _is_replaced(path: str | Path, storage_options: StorageOptions | None, manifest: Manifest) -> bool:
     """Return whether another checkpoint is at the path than that of this manifest."""
     try:
         return _read_manifest(_resolved(path, storage_options), str(path)) != manifest
@@ -261,7 +260,7 @@ def _is_replaced(
         return False
 
 
-def read_to(stored: StoredTensor, map_location: Any) -> Tensor:  # Any: as in torch.load
+def read_to(stored: StoredTensor, map_location: MapLocation) -> Tensor:
     """Return the full tensor on the device of map_location."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")

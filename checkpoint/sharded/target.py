@@ -12,9 +12,9 @@ import os
 import shutil
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from ...errors import CheckpointError
+from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_write
 from ..file.remote import as_local
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = ".folder"
 
 
-def target_of(path: str | Path, options: dict[str, Any] | None) -> LocalTarget | RemoteTarget:  # Any: fsspec's own
+def target_of(path: str | Path, options: StorageOptions | None) -> LocalTarget | RemoteTarget:
     """Return where a save to a path or URL goes. Nothing is written yet.
 
     Raises:
@@ -173,7 +173,7 @@ class LocalTarget:
 class RemoteTarget:
     """A URL: the ranks write to the folder itself, since a remote store cannot rename one. See LocalTarget."""
 
-    def __init__(self, url: str, options: dict[str, Any] | None) -> None:  # Any: fsspec's own
+    def __init__(self, url: str, options: StorageOptions | None) -> None:
         self.path = url
         self.token = ""
         self.is_committed = False

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...protocols import StateDict, Tree
 from ..plain import replace_marked
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ class Split:
         clashes: Paths of dicts of the user that look like placeholders, so that the checkpoint cannot be saved.
     """
 
-    rest: Any = None  # Any: a nested checkpoint
+    rest: Tree = None
     tensors: dict[str, DTensor] = field(default_factory=dict)
     clashes: list[str] = field(default_factory=list)
 
 
-def holds_sharded(tree: Any) -> bool:  # Any: a nested checkpoint
+def holds_sharded(tree: Tree) -> bool:
     """Return whether a DTensor is among the values. Without torch.distributed.tensor imported, there can be none."""
     kind = _sharded_type()
     if kind is None:
@@ -59,16 +60,14 @@ def holds_sharded(tree: Any) -> bool:  # Any: a nested checkpoint
     return False
 
 
-def take_out(checkpoint: dict[str, Any]) -> Split:  # Any: a nested checkpoint
+def take_out(checkpoint: StateDict) -> Split:
     """Return the checkpoint without its sharded tensors, and these by path; the checkpoint is not changed."""
     split = Split()
     split.rest = _copy(checkpoint, "", _sharded_type(), split, {})
     return split
 
 
-def put_back(
-    tree: Any, tensors: Mapping[str, Any], used: set[str], unknown: list[str]
-) -> Any:  # Any: a nested checkpoint; what stands for its tensors
+def put_back(tree: Tree, tensors: Mapping[str, Any], used: set[str], unknown: list[str]) -> Tree:
     """Replace placeholders by what `tensors` has for them, in place; return the tree, new where it is a tuple.
 
     Args:
@@ -108,9 +107,7 @@ def _sharded_type() -> type[DTensor] | None:
     return kind
 
 
-def _copy(
-    value: Any, path: str, kind: type[DTensor] | None, split: Split, copies: dict[int, Any]
-) -> Any:  # Any: a nested checkpoint
+def _copy(value: Tree, path: str, kind: type[DTensor] | None, split: Split, copies: dict[int, Any]) -> Tree:
     if kind is not None and isinstance(value, kind):
         split.tensors[path] = value
         return {PLACEHOLDER_KEY: path}

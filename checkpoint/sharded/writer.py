@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ...errors import CheckpointError
+from ...protocols import StateDict, StorageOptions
 from .. import storage
 from ..plain import require_plain
 from . import stages
@@ -58,9 +59,9 @@ class _Written:
 
 @torch.no_grad()
 def save(
-    checkpoint: dict[str, Any],  # Any: see sharded.save
+    checkpoint: StateDict,
     path: str | Path,
-    storage_options: dict[str, Any] | None,  # Any: fsspec's own
+    storage_options: StorageOptions | None,
     *,
     group: Any,  # Any: ProcessGroup | None
 ) -> None:
@@ -129,7 +130,7 @@ class _Writer(StorageWriter):
         self,
         split: Split,
         path: str | Path,
-        options: dict[str, Any] | None,  # Any: fsspec's own
+        options: StorageOptions | None,
         *,
         rank: int,
         world_size: int,
@@ -302,7 +303,7 @@ class _Writer(StorageWriter):
             ) from error
 
 
-def _shown_target(path: str | Path, options: dict[str, Any] | None) -> LocalTarget | RemoteTarget:  # Any: fsspec's own
+def _shown_target(path: str | Path, options: StorageOptions | None) -> LocalTarget | RemoteTarget:
     backend = backend_of(path, options)
     return LocalTarget(backend.folder) if isinstance(backend, LocalBackend) else RemoteTarget(backend.url, options)
 

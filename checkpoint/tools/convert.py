@@ -8,6 +8,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import CheckpointError, ConfigError
+from ...protocols import StateDict
 from .. import content
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, Content
 from ..file.safetensors_file import write_weights
@@ -78,7 +79,7 @@ def write_as(
         save_streaming(_as_checkpoint(opened), path, advance=advance)
 
 
-def weights_of(opened: Opened) -> dict[str, Any]:  # Any: Tensor or StoredTensor
+def weights_of(opened: Opened) -> StateDict:
     """Return the weights by name.
 
     Raises:
@@ -154,7 +155,7 @@ def _rename_optimizer(state: Any, renamed: Callable[[Any], Any]) -> Any:  # Any:
     }
 
 
-def _as_checkpoint(opened: Opened) -> dict[str, Any]:  # Any: see Opened.tree
+def _as_checkpoint(opened: Opened) -> StateDict:
     weights = weights_of(opened)
     if not opened.is_bare:
         return opened.tree
@@ -165,7 +166,7 @@ def _as_checkpoint(opened: Opened) -> dict[str, Any]:  # Any: see Opened.tree
     return content.write(states, epoch=0, global_step=0, world_size=1, version=__version__)
 
 
-def _for_lightning(tree: dict[str, Any]) -> dict[str, Any]:  # Any: see Opened.tree
+def _for_lightning(tree: StateDict) -> StateDict:
     """Return the field's keys, with the counts where Lightning looks for them."""
     own = tree.get(OWN_KEY)
     kept = {key: value for key, value in tree.items() if key not in (OWN_KEY, "loopwright_version")}
@@ -175,7 +176,7 @@ def _for_lightning(tree: dict[str, Any]) -> dict[str, Any]:  # Any: see Opened.t
     return kept
 
 
-def lightning_loop(progress: dict[str, Any]) -> dict[str, Any]:  # Any: counts
+def lightning_loop(progress: StateDict) -> StateDict:
     """Return our counts as the state of Lightning's fit loop."""
     steps, epochs = int(progress.get("steps", 0)), int(progress.get("epochs", 0))
     batches, in_epoch = int(progress.get("total_batches", steps)), int(progress.get("batches_in_epoch", 0))
@@ -185,7 +186,7 @@ def lightning_loop(progress: dict[str, Any]) -> dict[str, Any]:  # Any: counts
         return dict.fromkeys(names, number)
 
     def both(total: int, current: int, names: Sequence[str] = ("ready", "completed", "started", "processed")) -> Any:
-        return {"total": counts(total, names), "current": counts(current, names)}  # Any: JSON-like
+        return {"total": counts(total, names), "current": counts(current, names)}
 
     stepped = both(steps, 0, ("ready", "completed"))
     epoch = both(epochs, epochs)

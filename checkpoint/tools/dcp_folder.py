@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...protocols import StateDict, Tree
 from ..file.restricted import refusing
 from ..tensors import StoredTensor, narrow, overlap
 
@@ -155,8 +156,8 @@ class DcpFolder:
         try:
             with open(path / METADATA, "rb") as file:
                 metadata = _read_pickle(file)
-            self._entries: dict[str, Any] = dict(metadata.state_dict_metadata)  # Any: _TensorMetadata, _BytesMetadata
-            self._paths: dict[str, Any] = dict(getattr(metadata, "planner_data", None) or {})  # Any: tuples
+            self._entries: StateDict = dict(metadata.state_dict_metadata)
+            self._paths: StateDict = dict(getattr(metadata, "planner_data", None) or {})
             self._places = {
                 (index.fqn, tuple(index.offset) if getattr(index, "offset", None) is not None else None): place
                 for index, place in metadata.storage_data.items()
@@ -179,15 +180,15 @@ class DcpFolder:
         """Return the error for a folder with a problem."""
         return CheckpointError(f"the folder {str(self.path)!r} is damaged: {problem}.", fix=_FIX)
 
-    def tree(self, read_object: Callable[[io.BytesIO, str], Any]) -> dict[str, Any]:  # Any: tensors and objects, nested
+    def tree(self, read_object: Callable[[io.BytesIO, str], Any]) -> StateDict:  # Any: tensors and objects, nested
         """Return what was saved, nested as it was; its tensors are not read.
 
         Args:
             read_object: Reads what torch.save has written of an object that is not a tensor; gets its path, too.
         """
-        root: dict[str, Any] = {}  # Any: see above
+        root: StateDict = {}
         for name, entry in self._entries.items():
-            value: Any = None  # Any: see above
+            value: Tree = None
             if isinstance(entry, _TensorMetadata):
                 value = self._tensor(name, entry)
             else:
@@ -196,7 +197,7 @@ class DcpFolder:
             if not isinstance(steps, tuple) or not steps or not all(isinstance(step, str | int) for step in steps):
                 raise self.damaged(f"{name!r} has no place in the tree")
             _put(root, steps, value)
-        tree: dict[str, Any] = _with_lists(root)
+        tree: StateDict = _with_lists(root)
         return tree
 
     def read_record(self, name: str, offset: tuple[int, ...]) -> Any:  # Any: a tensor, if the folder is intact
@@ -264,7 +265,7 @@ class DcpFolder:
             raise self.damaged(f"{file}, which has {name!r}, cannot be read: {error.strerror or error}") from error
 
 
-def _put(root: dict[Any, Any], steps: tuple[str | int, ...], value: Any) -> None:  # Any: see DcpFolder.tree
+def _put(root: dict[Any, Any], steps: tuple[str | int, ...], value: Tree) -> None:  # Any: see DcpFolder.tree
     for step in steps[:-1]:
         root = root.setdefault(step, _Branch())
     root[steps[-1]] = value
@@ -274,7 +275,7 @@ class _Branch(dict[Any, Any]):  # Any: see DcpFolder.tree
     """A part of the tree whose kind is not known yet: its keys are all ints where it was a list."""
 
 
-def _with_lists(tree: Any) -> Any:  # Any: see DcpFolder.tree
+def _with_lists(tree: Tree) -> Tree:
     if type(tree) is _Branch:
         values = {key: _with_lists(value) for key, value in tree.items()}
         if values and all(type(key) is int for key in values):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...protocols import Tree
 from ..plain import Untrusted
 from ..tensors import flatten, is_tensor, read_tensor, size_bytes
 
@@ -53,8 +54,8 @@ class Difference:
 
 
 def compare(
-    first: Any,  # Any: nested checkpoint
-    second: Any,  # Any: nested checkpoint
+    first: Tree,
+    second: Tree,
     tolerance: Tolerance,
     *,
     num_values: int = 3,
@@ -82,7 +83,7 @@ def compare(
             yield Difference(path, "value", f"{_describe(value)} != {_describe(other)}")
 
 
-def _pairs(first: Any, second: Any, path: str) -> Iterator[tuple[str, Any, Any]]:  # Any: nested checkpoints
+def _pairs(first: Tree, second: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:  # Any: nested checkpoints
     """Yield path and both values of every leaf, and of every branch that one of the two lacks."""
     if isinstance(first, dict) and isinstance(second, dict):
         ours, theirs = first, second

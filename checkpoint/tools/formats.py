@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...protocols import StateDict
 from .. import sharded, storage
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ..deepspeed.files import is_deepspeed_folder
@@ -71,7 +72,7 @@ class Opened:
 
     path: str
     format: str
-    tree: dict[str, Any]  # Any: plain values and tensors, nested
+    tree: StateDict
     is_bare: bool = False
     dropped: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
@@ -132,7 +133,7 @@ def is_safetensors(path: Path) -> bool:
     return is_header or (path.suffix == ".safetensors" and begin[:2] != b"PK")
 
 
-def _read_torch(path: str | Path, how: Reading, dropped: list[str]) -> dict[str, Any]:  # Any: see Opened.tree
+def _read_torch(path: str | Path, how: Reading, dropped: list[str]) -> StateDict:
     local = as_local(path)
     is_zip = True
     if local is not None and local.is_file():
@@ -191,7 +192,7 @@ def _classified(opened: Opened, how: Reading) -> Opened:
     return opened
 
 
-def _at(opened: Opened, key: str) -> dict[str, Any]:  # Any: tensors by name
+def _at(opened: Opened, key: str) -> StateDict:
     found: Any = opened.tree  # Any: see Opened.tree
     for step in key.split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -256,7 +257,7 @@ def sharded_mark() -> str:
     return MANIFEST
 
 
-def _rename_as_field(tree: dict[str, Any]) -> None:  # Any: see Opened.tree
+def _rename_as_field(tree: StateDict) -> None:
     """Give the parts of a sharded checkpoint the field's keys, in place."""
     model = tree.get("model")
     if "state_dict" not in tree and isinstance(model, dict) and any(map(is_tensor, model.values())):

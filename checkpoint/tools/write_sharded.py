@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...protocols import Tree
 from .. import storage
 from ..plain import require_plain
 from ..sharded.backends import state_entry
@@ -16,7 +17,7 @@ from ..sharded.manifest import Chunk, FileEntry, digest_of, manifest_of
 from ..sharded.shard_file import Part, lay_out, write_tensor
 from ..sharded.target import target_of
 from ..sharded.tree import PLACEHOLDER_KEY, step_of
-from ..tensors import AnyTensor, Key, Tree, map_tensors, memory_key, read_slice, read_tensor, size_bytes
+from ..tensors import AnyTensor, Key, map_tensors, memory_key, read_slice, read_tensor, size_bytes
 
 __all__ = ["save_split"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from typing_extensions import override
 
+from ...protocols import Batch, Loaders, StateDict
 from ..combined import CombinedLoader
 from ..limit import find_length
 from ..rng import RngStream, capture_rng, derive_key
@@ -28,7 +28,7 @@ __all__ = ["advise_smaller_batches", "make_shared_source"]
 log = logging.getLogger(__name__)
 
 
-def make_shared_source(loader: Any, shard: Shard, agree: Callable[[int], int] | None) -> tuple[Source, bool]:
+def make_shared_source(loader: Loaders, shard: Shard, agree: Callable[[int], int] | None) -> tuple[Source, bool]:
     """Return the source that reads this process's share of a loader, and whether all of it is distributed.
 
     Args:
@@ -40,7 +40,7 @@ def make_shared_source(loader: Any, shard: Shard, agree: Callable[[int], int] | 
     return (source if is_sharded else SynchronizedSource(source, shard, agree)), is_sharded
 
 
-def _make(loader: Any, shard: Shard) -> tuple[Source, bool]:
+def _make(loader: Loaders, shard: Shard) -> tuple[Source, bool]:
     if is_collection(loader):
         loader = CombinedLoader(loader, mode="max_size_cycle")
     if isinstance(loader, CombinedLoader):
@@ -98,7 +98,7 @@ class SharedCombinedSource(CombinedSource):
 
     def __init__(
         self,
-        loaders: Any,
+        loaders: Loaders,
         sources: Sequence[Source],
         *,
         mode: str,
@@ -117,7 +117,7 @@ class SharedCombinedSource(CombinedSource):
         self.begin_shared(epoch, capture_rng())
 
     @override
-    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+    def begin_shared(self, epoch: int, shared_rng: StateDict) -> None:
         self._loaded = None
         self._open(epoch)
         self._passes = [0] * len(self._sources)
@@ -144,7 +144,7 @@ class SharedCombinedSource(CombinedSource):
             self._sources[number].begin(self._epoch)
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if self._mode == "sequential":
             return super().take()
         parts = [self._take_from(number) for number in range(len(self._sources))]
@@ -167,7 +167,7 @@ class SharedCombinedSource(CombinedSource):
         super().resume(epoch)
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         state = super().state_dict(back)
         if self._loaded is not None:
             return state
@@ -182,7 +182,7 @@ class SharedCombinedSource(CombinedSource):
         }
 
 
-def _check_replicas(loader: Any, shard: Shard) -> None:
+def _check_replicas(loader: Loaders, shard: Shard) -> None:
     for sampler in find_samplers(loader):
         replicas = getattr(sampler, "num_replicas", None)
         if replicas is not None and (replicas, getattr(sampler, "rank", None)) != (shard.size, shard.rank):
@@ -197,7 +197,7 @@ def _check_replicas(loader: Any, shard: Shard) -> None:
             )
 
 
-def advise_smaller_batches(loader: Any, shard: Shard) -> str | None:
+def advise_smaller_batches(loader: Loaders, shard: Shard) -> str | None:
     """Return what to do where there are fewer batches than processes, None where that is not the reason."""
     length = find_length(loader) if isinstance(loader, (list, tuple)) or is_indexed(loader) else None
     if not length or length >= shard.size or not shard.splits:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from ...protocols import Batch, Loaders, StateDict
 from ..combined import CombinedLoader
 from ..limit import find_length
 from ..persistent_workers import PersistentWorkersLoader, with_persistent_workers
@@ -30,7 +31,7 @@ __all__ = ["EvalShard", "count_eval_rounds", "in_loader_order", "shard_eval"]
 
 
 def shard_eval(
-    loader: Any, shard: Shard, *, share: Callable[[Any], Any] | None = None
+    loader: Loaders, shard: Shard, *, share: Callable[[Any], Any] | None = None
 ) -> Any:  # Any: whatever the user evaluates with
     """Return this process's share of a loader that is evaluated with.
 
@@ -77,7 +78,7 @@ def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[Any],
     return shared
 
 
-def count_eval_rounds(loader: Any) -> int | None:
+def count_eval_rounds(loader: Loaders) -> int | None:
     """Return how many batches the process with the most has, for what `shard_eval` returned: equal on all ranks.
 
     Limits are to be resolved with it (`resolve_limit`), so that all processes have the same; None if unknown.
@@ -95,7 +96,7 @@ def count_eval_rounds(loader: Any) -> int | None:
     return int(combined_length(capped, loader.mode))
 
 
-def in_loader_order(loader: Any, parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions, of any type
+def in_loader_order(loader: Loaders, parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions, of any type
     """Return predictions of all processes in the order of the user's loader.
 
     Args:
@@ -133,7 +134,7 @@ class EvalListShard:
     def __len__(self) -> int:
         return _count_own(len(self.loader), self._shard)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return islice(iter(self.loader), self._shard.rank, None, self._shard.size)
 
 
@@ -152,7 +153,7 @@ class EvalShard:
         loader: The same.
     """
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard, share: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, loader: DataLoader[Batch], shard: Shard, share: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
         self._shard = shard.with_policy("zero_weight")  # the last global batch may be incomplete
         self._share = share
@@ -163,7 +164,7 @@ class EvalShard:
         self._draws = self._has_persistent_workers or not _is_sequential(sampler)
         self._index = ShardedIndexStream(sampler, 1, self._shard, first_number=0)
         self._copy = copy.copy(loader)
-        changes: dict[str, Any] = {name: self._index, "_iterator": None}
+        changes: StateDict = {name: self._index, "_iterator": None}
         if self._has_persistent_workers:
             changes["dataset"] = SeedingDataset(loader.dataset)
             changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
@@ -197,7 +198,7 @@ class EvalShard:
         """End workers that persist; the next pass starts others."""
         object.__setattr__(self._copy, "_iterator", None)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         if not self._draws:
             self._index.prepare(0, b"", is_numbered=False)
             return iter(self._copy)
@@ -207,7 +208,7 @@ class EvalShard:
         with borrowed_rng(shared):
             return self._begin(shared)
 
-    def _begin(self, rng: dict[str, Any]) -> Iterator[Any]:
+    def _begin(self, rng: StateDict) -> Iterator[Any]:
         self._index.prepare(0, derive_key(rng, "evaluation"), is_numbered=self._has_persistent_workers)
         if self._has_persistent_workers:  # only some passes start workers, which draws
             self._index.skip(0, {}, lambda: restore_rng({kind: rng[kind] for kind in KINDS if kind in rng}))
@@ -216,10 +217,10 @@ class EvalShard:
         self._index.check()
         return iterator
 
-    def _find_rng(self) -> dict[str, Any]:
+    def _find_rng(self) -> StateDict:
         """Return the state of the generators with which this pass begins on all ranks."""
         if self._share is not None:
-            state: dict[str, Any] = self._share(capture_rng())
+            state: StateDict = self._share(capture_rng())
             return state
         self._passes += 1
         with borrowed_rng(capture_rng()):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...protocols import Batch
 from ..move import apply_to_collection
 
 __all__ = ["SAME_DATA", "SAME_IN_WORKERS", "fingerprint_batch", "is_same_on_all"]
@@ -28,7 +28,7 @@ SAME_IN_WORKERS = (
 )
 
 
-def fingerprint_batch(batch: Any) -> int | None:  # Any: batches of any type
+def fingerprint_batch(batch: Batch) -> int | None:
     """Return a checksum over the tensors and arrays of a batch, of at most 64 KiB of each; None if it has none.
 
     Waits for the device if the batch is on one.

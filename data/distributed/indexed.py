@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...errors import DataError
+from ...protocols import Batch, StateDict
 from ..limit import find_length, resolve_limit
 from ..rng import KINDS, RngStream, capture_rng, kinds_that_moved, moved_numpy, restore_rng
-from ..sources.base import Source
+from ..sources.base import Source, position_of
 from ..sources.index_stream import _END, _HASH_CHECK, _MOST_BACK, IndexStream, _fold
 from ..sources.indexed import IndexedSource
 from ..worker import Numbered
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def borrowed_rng(state: dict[str, Any]) -> Iterator[None]:
+def borrowed_rng(state: StateDict) -> Iterator[None]:
     """Return a context in which the global CPU generators are where `capture_rng` saw those of another process."""
     own = capture_rng()
     restore_rng({kind: state[kind] for kind in KINDS if kind in state})
@@ -39,7 +40,7 @@ def borrowed_rng(state: dict[str, Any]) -> Iterator[None]:
         restore_rng({kind: own[kind] for kind in KINDS if kind in own})
 
 
-def drawn_alike(rank: int, data_rank: int, rng: dict[str, Any]) -> AbstractContextManager[None]:
+def drawn_alike(rank: int, data_rank: int, rng: StateDict) -> AbstractContextManager[None]:
     """Return a context in which a process that reads rank 0's share, but is not rank 0, draws as that one does.
 
     Args:
@@ -139,7 +140,7 @@ class ShardedIndexStream(IndexStream):
         return self._shard.count_global_batches(ahead) if self._has_ended else ahead // size
 
     @override
-    def fingerprint(self, position: int) -> dict[str, Any]:
+    def fingerprint(self, position: int) -> StateDict:
         mark = self._find_mark(position)
         return {"digest": None if mark is None else mark[1], "hash_check": _HASH_CHECK}
 
@@ -203,7 +204,7 @@ class ShardedSource(IndexedSource):
         shard: What part of it this process reads.
     """
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
+    def __init__(self, loader: DataLoader[Batch], shard: Shard) -> None:
         self._shard = shard
         self._consumed = 0
         super().__init__(loader)
@@ -216,7 +217,7 @@ class ShardedSource(IndexedSource):
         return self._index_stream
 
     @override
-    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+    def begin_shared(self, epoch: int, shared_rng: StateDict) -> None:
         if self._shard.rank == 0:
             self.begin(epoch)
             return
@@ -283,7 +284,7 @@ class ShardedSource(IndexedSource):
         return self.first + self._shard.count_global_batches(max(0, int(limited) * self._shard.size - self._consumed))
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         try:
             batch = self._fetch()
         except StopIteration:
@@ -298,7 +299,7 @@ class ShardedSource(IndexedSource):
         return self._index_stream.count_consumed(place)
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         state = super().state_dict(back)
         if self._loaded is not None:
             return state
@@ -307,7 +308,7 @@ class ShardedSource(IndexedSource):
         is_per_rank = is_per_rank or "dataset" in self._stateful()
         return {**state, "is_dealt": True, "is_per_rank": is_per_rank, "data_size": self._shard.size}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         if state.get("is_dealt") is False and state["is_open"] and not state["is_at_end"]:
             raise DataError(
                 f"The checkpoint was made in the middle of an epoch in which each process read its own "
@@ -338,7 +339,7 @@ class ShardedListSource(Source):
         self._consumed = 0
         self._is_open = False
         self._epoch = 0
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: StateDict | None = None
         self.length = shard.count_global_batches(len(loader))
 
     @override
@@ -350,7 +351,7 @@ class ShardedListSource(Source):
     def resume(self, epoch: int) -> None:
         state, self._loaded = self._loaded, None
         assert state is not None
-        self._start(epoch, consumed=state["position"], given=state.get("rounds", state["position"]))
+        self._start(epoch, consumed=state["position"], given=position_of(state))
 
     def _start(self, epoch: int, *, consumed: int, given: int) -> None:
         self._epoch, self._is_open, self.ends_at_length = epoch, True, True
@@ -371,7 +372,7 @@ class ShardedListSource(Source):
         return self._is_open and self.length is not None and self.position < self.length
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if not self.has_next():
             raise StopIteration
         number = self._place(self.position) + self._shard.rank
@@ -389,7 +390,7 @@ class ShardedListSource(Source):
         self._is_open = self.ends_at_length = False
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded is not None:
             return self._loaded
         position = self.position - back
@@ -409,6 +410,6 @@ class ShardedListSource(Source):
             "current": {},
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         self.close()
         self._loaded = state

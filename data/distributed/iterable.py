@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length, resolve_limit
 from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
 from ..sharded_iterable import Collate, IterableShare, ShardedIterable
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 _END: Any = object()
 
 
-def is_sharded_iterable(loader: Any) -> bool:
+def is_sharded_iterable(loader: object) -> bool:
     """Return whether this is a DataLoader with a `ShardedIterable` whose batches can be distributed."""
     return (
         isinstance(loader, DataLoader)
@@ -35,7 +36,7 @@ def is_sharded_iterable(loader: Any) -> bool:
     )
 
 
-def of_rank(loader: Any, shard: Shard) -> Any:
+def of_rank(loader: Loaders, shard: Shard) -> Loaders:
     """Return a loader that reads this process's share by itself.
 
     Args:
@@ -53,20 +54,22 @@ def of_rank(loader: Any, shard: Shard) -> Any:
     return _changed(loader, dataset=data.of_rank(rank, size))
 
 
-def _changed(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def _changed(loader: DataLoader[Batch], **changes: Any) -> DataLoader[Batch]:
     changed = copy.copy(loader)
     for name, value in {**changes, "_iterator": None}.items():
         object.__setattr__(changed, name, value)  # DataLoader refuses plain assignment
     return changed
 
 
-def _find_length(loader: DataLoader[Any]) -> int | None:
+def _find_length(loader: DataLoader[Batch]) -> int | None:
     """Return how many batches one process would read; None where the user's data set does not say."""
     data: Any = loader.dataset
     return find_length(_changed(loader, dataset=data.dataset))
 
 
-def _open_share(loader: DataLoader[Any], shard: Shard, key: bytes, *, start: int = 0, first: int = 0) -> Iterator[Any]:
+def _open_share(
+    loader: DataLoader[Batch], shard: Shard, key: bytes, *, start: int = 0, first: int = 0
+) -> Iterator[Any]:
     """Begin a pass over the share; gives batches, each with a digest of the order.
 
     Args:
@@ -105,18 +108,18 @@ class ShardedIterableSource(Source):
 
     kind = "iterable"
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
+    def __init__(self, loader: DataLoader[Batch], shard: Shard) -> None:
         super().__init__(loader)
         self._shard = shard
-        self._iterator: Iterator[Any] = iter(())
-        self._ahead: deque[Any] = deque()
+        self._iterator: Iterator[Batch] = iter(())
+        self._ahead: deque[Batch] = deque()
         self._order: int | None = None
         self._is_open = self._has_ended = False
         self._epoch = 0
         self._samples = 0  # of all processes, before the first batch of this pass
         self._key = b""
-        self._opening: dict[str, Any] = {}
-        self._loaded: dict[str, Any] | None = None
+        self._opening: StateDict = {}
+        self._loaded: StateDict | None = None
         self._find_lengths()
 
     @property
@@ -139,7 +142,7 @@ class ShardedIterableSource(Source):
         self.begin_shared(epoch, capture_rng())
 
     @override
-    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+    def begin_shared(self, epoch: int, shared_rng: StateDict) -> None:
         state, self._loaded = self._loaded, None
         if state is not None:
             restore_generators(self._find_generators(), state["current"])
@@ -209,7 +212,7 @@ class ShardedIterableSource(Source):
         return self.at_most(1) > 0
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if not self.has_next():
             raise StopIteration
         self.position += 1
@@ -220,7 +223,7 @@ class ShardedIterableSource(Source):
         return back <= self.position - self.first
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded is not None:  # not yet entered, or entered at its end
             return self._loaded
         position = self.position - back
@@ -242,11 +245,11 @@ class ShardedIterableSource(Source):
             "current": capture_generators(self._find_generators()),
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         self.close()
         self._loaded = state
 
-    def _find_generators(self) -> dict[str, Any]:
+    def _find_generators(self) -> StateDict:
         # Workers have copies of their own, which begin anew in each pass.
         return {} if self.loader.num_workers else find_generators(dataset=self.loader.dataset.dataset)
 
@@ -273,7 +276,7 @@ class EvalIterableShard:
         loader: The same.
     """
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
+    def __init__(self, loader: DataLoader[Batch], shard: Shard) -> None:
         self.loader = loader
         self._shard = shard.with_policy("zero_weight")  # the last global batch may be incomplete
 
@@ -287,7 +290,7 @@ class EvalIterableShard:
         """Return which batches of the user's loader the first `count` of this process are."""
         return self._shard.numbers(count)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         from .shard import NO_BATCH
 
         # The same in each pass, and on all ranks.

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from ...errors import ConfigError, DataError, nearest
+from ...protocols import Loaders, StateDict
 from ..sources.base import NO_BATCH, NoBatch
 
 __all__ = ["NO_BATCH", "UNEVEN", "NoBatch", "Shard", "find_own_state", "interleave", "is_rank_aware", "merge_states"]
@@ -81,7 +82,7 @@ def interleave(parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions
     return [part[number] for number in steps for part in parts if number < len(part)]
 
 
-def is_rank_aware(loader: Any) -> bool:  # Any: whatever the user passed as a loader
+def is_rank_aware(loader: object) -> bool:
     """Return whether the loader's sampler knows its rank, so that each process has a part of the data already.
 
     This is torch's `DistributedSampler`, or any sampler, batch sampler or sampler within these that has the attributes
@@ -93,7 +94,7 @@ def is_rank_aware(loader: Any) -> bool:  # Any: whatever the user passed as a lo
     )
 
 
-def find_samplers(loader: Any) -> Iterator[Any]:
+def find_samplers(loader: Loaders) -> Iterator[Any]:
     """Yield the samplers of a loader, those within others included."""
     queue, seen = [loader], set[int]()
     while queue and len(seen) < 16:
@@ -106,7 +107,7 @@ def find_samplers(loader: Any) -> Iterator[Any]:
                 yield sampler
 
 
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Sequence[StateDict]) -> StateDict:
     """Return one state of a `BatchStream` for a checkpoint from those of all ranks.
 
     Needed where a state says `is_per_rank`; where it does not, the states of all ranks are equal and any of them will
@@ -122,7 +123,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**common, "is_per_rank": True, "data_size": len(states), "ranks": list(states)}
 
 
-def find_own_state(state: dict[str, Any], shard: Shard, describe: Callable[[], str]) -> dict[str, Any]:
+def find_own_state(state: StateDict, shard: Shard, describe: Callable[[], str]) -> StateDict:
     """Return this rank's part of what `merge_states` returned; a state that is not merged stays as it is.
 
     Args:
@@ -150,7 +151,7 @@ def find_own_state(state: dict[str, Any], shard: Shard, describe: Callable[[], s
     return own
 
 
-def needs_same_size(state: dict[str, Any], shard: Shard) -> bool:
+def needs_same_size(state: StateDict, shard: Shard) -> bool:
     """Return whether the state tells nothing to another number of processes."""
     if state["kind"] == "combined":
         return any(needs_same_size(source, shard) for source in state["sources"])

@@ -11,8 +11,9 @@ from typing import Any
 from typing_extensions import override
 
 from ...errors import DataError
+from ...protocols import Batch, StateDict
 from ..rng import RngStream, capture_rng, derive_key
-from ..sources.base import Source
+from ..sources.base import Source, position_of
 from .shard import NO_BATCH, Shard
 
 __all__ = ["SynchronizedSource"]
@@ -41,14 +42,14 @@ class SynchronizedSource(Source):
         super().__init__(source.loader)
         self.kind = source.kind
         self._is_cautious = source.kind in ("combined", "stateful")  # cannot always tell where it was some batches ago
-        self._ahead: deque[tuple[Any, dict[str, Any] | None]] = deque()
+        self._ahead: deque[tuple[Any, StateDict | None]] = deque()
         self._until = 0  # number of batches that exist for certain
         self._is_final = False  # and no more
         self._pass_start = 0  # position at which the loader was begun, again perhaps
         self._key = ""
         self._epoch = 0
         self._has_warned = False
-        self._loaded: dict[str, Any] = {}
+        self._loaded: StateDict = {}
         self.length = self._agree_length()
 
     # --- an epoch ----------------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ class SynchronizedSource(Source):
         self.begin_shared(epoch, None)
 
     @override
-    def begin_shared(self, epoch: int, shared_rng: dict[str, Any] | None) -> None:
+    def begin_shared(self, epoch: int, shared_rng: StateDict | None) -> None:
         self._forget(epoch)
         self._key = derive_key(capture_rng(), epoch, "ahead", self._shard.rank).hex()
         if shared_rng is None:
@@ -72,7 +73,7 @@ class SynchronizedSource(Source):
         state = self._loaded
         self._forget(epoch)
         self._inner.resume(epoch)
-        self.position = state.get("rounds", state["position"])
+        self.position = position_of(state)
         self._pass_start = state.get("pass_start", 0)
         self._key = state.get("ahead_key", "")
         self._settle()
@@ -165,7 +166,7 @@ class SynchronizedSource(Source):
         return self.position < self._until or self.at_most(1) > 0
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if self._ahead:
             batch, _ = self._ahead.popleft()
         else:
@@ -174,7 +175,7 @@ class SynchronizedSource(Source):
         self.position += 1
         return batch
 
-    def _take_more(self) -> Any:
+    def _take_more(self) -> Batch:
         inner = self._inner
         if inner.has_next():
             return inner.take()
@@ -229,7 +230,7 @@ class SynchronizedSource(Source):
         return self._inner.can_go_back(inner_back)
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded:
             return self._loaded
         inner_back = self._inner_back(back)
@@ -249,7 +250,7 @@ class SynchronizedSource(Source):
             "ahead_key": self._key,
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         if state["kind"] == "indexed" and state["is_open"] and not state["is_at_end"] and "pass_start" not in state:
             raise DataError(
                 f"The checkpoint was made in the middle of an epoch of a {type(self.loader).__name__} that was "

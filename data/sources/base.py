@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from ...errors import DataError
+from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length, resolve_limit
 
-__all__ = ["NO_BATCH", "NoBatch", "Source", "announce_epoch"]
+__all__ = ["NO_BATCH", "NoBatch", "Source", "announce_epoch", "position_of"]
 
 
 class NoBatch:
@@ -24,6 +25,11 @@ class NoBatch:
 
 NO_BATCH: Final = NoBatch()
 """What `BatchStream.next_batch` returns where other processes still have a batch and this one has none."""
+
+
+def position_of(state: StateDict) -> int:
+    """Return how many batches a process had read; on one process, a state need not have an entry of its own for it."""
+    return int(state["rounds"] if "rounds" in state else state["position"])
 
 
 class Source(ABC):
@@ -44,7 +50,7 @@ class Source(ABC):
 
     kind = "source"
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loaders) -> None:
         self.loader = loader
         self.length = find_length(loader)
         self.position = 0
@@ -57,7 +63,7 @@ class Source(ABC):
     def begin(self, epoch: int) -> None:
         """Begin a pass over the loader; draws what the loader itself draws when iterated."""
 
-    def begin_shared(self, epoch: int, shared_rng: dict[str, Any]) -> None:
+    def begin_shared(self, epoch: int, shared_rng: StateDict) -> None:
         """Begin with the random numbers of rank 0 where the ranks have to draw the same; where not, just begin."""
         self.begin(epoch)
 
@@ -66,7 +72,7 @@ class Source(ABC):
         """Return whether `take` has a batch; may fetch what `take` will return."""
 
     @abstractmethod
-    def take(self) -> Any:
+    def take(self) -> Batch:
         """Return the next batch; called once per micro-batch, after `has_next` said that there is one."""
 
     def at_most(self, upto: int) -> int:
@@ -89,7 +95,7 @@ class Source(ABC):
         return None
 
     @abstractmethod
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         """Return what `resume` needs, as plain values and tensors.
 
         Args:
@@ -100,7 +106,7 @@ class Source(ABC):
         """Return whether `state_dict` can tell how things were `back` batches ago, in this epoch."""
         return back <= self.position
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Keep the state for `resume` or the next `begin`.
 
         Raises:
@@ -115,7 +121,7 @@ class Source(ABC):
         self._load(state)
 
     @abstractmethod
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         """Keep a state of the right kind."""
 
     @abstractmethod
@@ -154,7 +160,7 @@ _DESCRIPTION = {
 }
 
 
-def announce_epoch(loader: Any, epoch: int) -> None:
+def announce_epoch(loader: Loaders, epoch: int) -> None:
     """Call `set_epoch(epoch)` once on each of the loader, its samplers and its data set that has it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...errors import ModuleError
+from ...protocols import Loaders
 from ..combined import CombinedLoader
 from ..sharded_iterable import ShardedIterable
 from ..tree import is_collection
@@ -17,7 +16,7 @@ from .stateful import StatefulSource, has_stateful_data, is_stateful
 __all__ = ["make_source"]
 
 
-def make_source(loader: Any, *, is_placed: bool = False) -> Source:  # Any: whatever the user trains with
+def make_source(loader: Loaders, *, is_placed: bool = False) -> Source:
     """Return the source that reads this loader.
 
     Args:

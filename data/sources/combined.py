@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...errors import DataError
+from ...protocols import Batch, Loaders, StateDict
 from ..tree import unflatten
 from .base import Source
 
@@ -37,7 +38,7 @@ class CombinedSource(Source):
     kind = "combined"
 
     def __init__(
-        self, loaders: Any, sources: Sequence[Source], *, mode: str, limits: Sequence[int | float | None]
+        self, loaders: Loaders, sources: Sequence[Source], *, mode: str, limits: Sequence[int | float | None]
     ) -> None:
         self.loader = loaders
         self.position = self.first = self.shift = 0
@@ -51,7 +52,7 @@ class CombinedSource(Source):
         self.length = self._find_length()
         self._epoch = 0
         self._is_open = False
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: StateDict | None = None
 
     @override
     def begin(self, epoch: int) -> None:
@@ -131,7 +132,7 @@ class CombinedSource(Source):
         return True
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if self._mode == "sequential":
             if not self._go_to_next_with_data():
                 raise StopIteration
@@ -192,7 +193,7 @@ class CombinedSource(Source):
         return [max(0, source.position - (self.position - back)) for source in self._sources]
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded is not None:
             return self._loaded
         is_over = self._is_over()
@@ -224,7 +225,7 @@ class CombinedSource(Source):
             return all(ended or done for ended, done in zip(has_ended, self._is_done, strict=True))
         return self._mode == "min_size" and any(has_ended)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         count = len(state["sources"])
         if count != len(self._sources) or state["mode"] != self._mode:
             raise DataError(

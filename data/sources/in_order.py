@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 from torch.utils.data import DataLoader
+
+from ...protocols import Loaders
 
 __all__ = ["gives_any_order", "in_order"]
 
 
-def gives_any_order(loader: Any) -> bool:  # Any: whatever the user reads from
+def gives_any_order(loader: object) -> bool:
     """Whether this is a DataLoader whose batches come as its workers finish them."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
 
 
-def in_order(loader: Any) -> Any:  # Any: see `gives_any_order`
+def in_order(loader: Loaders) -> Loaders:
     """Return the loader, or where it gives batches in any order a copy that gives them in order; says so."""
     if not gives_any_order(loader):
         return loader

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from ...errors import DataError
+from ...protocols import Batch, StateDict
 from ..rng import RngStream, capture_rng, kinds_that_moved
 from ..worker import Numbered
 
@@ -60,7 +61,7 @@ class IndexStream:
         self._handed: deque[Any] = deque()  # handed to the loader and not yet in the digest
         self._folded = 0
         self._digest = 0
-        self._ahead: deque[Any] = deque()
+        self._ahead: deque[Batch] = deque()
         self._inner: Iterator[Any] = iter(())
         self._stream: RngStream | None = None
         self._moved: set[str] = set()
@@ -69,7 +70,7 @@ class IndexStream:
         self._is_numbered = False
         self._to_skip = 0
         self._regroup: int | None = None
-        self._expected: dict[str, Any] = {}
+        self._expected: StateDict = {}
         self._rewind: Callable[[], None] | None = None
         self._problem: DataError | None = None
         self._has_ended = False
@@ -92,7 +93,7 @@ class IndexStream:
     def skip(
         self,
         count: int,
-        expected: dict[str, Any],
+        expected: StateDict,
         rewind: Callable[[], None] | None,
         *,
         regroup: int | None = None,
@@ -120,7 +121,7 @@ class IndexStream:
         if self._problem is not None:
             raise self._problem
 
-    def fingerprint(self, position: int) -> dict[str, Any]:
+    def fingerprint(self, position: int) -> StateDict:
         """Return what identifies the indices of the epoch's first batches, and their order.
 
         Args:

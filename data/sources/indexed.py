@@ -10,16 +10,17 @@ from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
 from typing_extensions import override
 
 from ...errors import DataError
+from ...protocols import Batch, StateDict
 from ..limit import find_length
 from ..rng import capture_generators, capture_rng, derive_key, find_generators, restore_generators, restore_rng
 from ..worker import SeedingDataset, WorkerInit
-from .base import Source
+from .base import Source, position_of
 from .index_stream import IndexStream
 
 __all__ = ["IndexedSource", "is_indexed"]
 
 
-def is_indexed(loader: Any) -> bool:
+def is_indexed(loader: object) -> bool:
     """Return whether this is a DataLoader that gives one batch for each batch of indices of its sampler."""
     return (
         isinstance(loader, DataLoader)
@@ -43,7 +44,7 @@ class IndexedSource(Source):
 
     kind = "indexed"
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Batch]) -> None:
         super().__init__(loader)
         from .in_order import in_order  # a program that only makes a Trainer reads no data
 
@@ -52,7 +53,7 @@ class IndexedSource(Source):
         most_in_flight = (loader.prefetch_factor or 0) * loader.num_workers + 1
         self._index = self._make_index(getattr(loader, name), most_in_flight)
         self._copy = copy.copy(in_order(loader))
-        changes: dict[str, Any] = {name: self._index, "_iterator": None}
+        changes: StateDict = {name: self._index, "_iterator": None}
         if self._has_workers:
             changes["dataset"] = SeedingDataset(loader.dataset)
             changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
@@ -63,8 +64,8 @@ class IndexedSource(Source):
         self._is_at_end = False
         self._epoch = 0
         self._reuses_workers = False
-        self._opening: dict[str, Any] = {}
-        self._loaded: dict[str, Any] | None = None
+        self._opening: StateDict = {}
+        self._loaded: StateDict | None = None
 
     def _make_index(self, sampler: Any, most_in_flight: int) -> IndexStream:
         return IndexStream(sampler, most_in_flight)
@@ -86,7 +87,7 @@ class IndexedSource(Source):
     def resume(self, epoch: int) -> None:
         state = self._loaded
         assert state is not None
-        given = state.get("rounds", state["position"])
+        given = position_of(state)
         samples, was, now = state.get("samples"), state["batch_size"], self._batch_size()
         is_regrouped = now != was
         if state["is_at_end"] or (is_regrouped and samples is not None and samples == self._num_samples()):
@@ -132,7 +133,7 @@ class IndexedSource(Source):
         return None if length is None else length - self.shift
 
     def _start(
-        self, epoch: int, state: dict[str, Any] | None = None, *, consumed: int = 0, regroup: int | None = None
+        self, epoch: int, state: StateDict | None = None, *, consumed: int = 0, regroup: int | None = None
     ) -> None:
         self._epoch = epoch
         self.position, self._is_open, self._is_at_end = 0, True, False
@@ -164,7 +165,7 @@ class IndexedSource(Source):
         return has_index and (self.length is None or self.position < self.length)
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         batch = self._fetch()
         self.position += 1
         return batch
@@ -191,7 +192,7 @@ class IndexedSource(Source):
         object.__setattr__(self._copy, "_iterator", None)
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded is not None:  # not yet entered, or entered at its end
             return self._loaded
         given = self.position - back
@@ -236,11 +237,11 @@ class IndexedSource(Source):
             return samples
         return batches * int(self._index.sampler.batch_size)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         self.close()
         self._loaded = state
 
-    def _check(self, name: str, state: dict[str, Any], now: int | None, what: str) -> None:
+    def _check(self, name: str, state: StateDict, now: int | None, what: str) -> None:
         if state[name] != now:
             raise DataError(
                 f"The checkpoint was made in the middle of an epoch with {state[name]} {what}; now there are {now}.",
@@ -254,20 +255,20 @@ class IndexedSource(Source):
             size = getattr(self.loader.batch_sampler, "batch_size", None)
         return size if isinstance(size, int) else None
 
-    def _find_generators(self) -> dict[str, Any]:
+    def _find_generators(self) -> StateDict:
         loader = self.loader
         return find_generators(
             generator=loader.generator, sampler=self._index.sampler, dataset=loader.dataset, collate=loader.collate_fn
         )
 
-    def _find_data_generators(self) -> dict[str, Any]:
+    def _find_data_generators(self) -> StateDict:
         """Return those generators that are drawn from to make samples, not to choose them."""
         # Samplers often hold the data set, so where a generator was found first does not tell.
         found = find_generators(dataset=self.loader.dataset, collate=self.loader.collate_fn).values()
         known = {id(one) for one in found if one is not self.loader.generator}
         return {name: one for name, one in self._find_generators().items() if id(one) in known}
 
-    def _stateful(self) -> dict[str, Any]:
+    def _stateful(self) -> StateDict:
         """Return the user's samplers and data set that can save themselves."""
         sampler = self._index.sampler
         parts = {"sampler": sampler, "inner_sampler": getattr(sampler, "sampler", None), "dataset": self.loader.dataset}
@@ -277,17 +278,17 @@ class IndexedSource(Source):
             if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
         }
 
-    def _capture_parts(self) -> dict[str, Any]:
+    def _capture_parts(self) -> StateDict:
         return {
             "generators": capture_generators(self._find_generators()),
             "stateful": {name: part.state_dict() for name, part in self._stateful().items()},
         }
 
-    def _restore_parts(self, state: dict[str, Any]) -> None:
+    def _restore_parts(self, state: StateDict) -> None:
         self._load_stateful(state["stateful"])
         restore_generators(self._find_generators(), state["generators"])
 
-    def _load_stateful(self, states: dict[str, Any]) -> None:
+    def _load_stateful(self, states: StateDict) -> None:
         for name, part in self._stateful().items():
             if states.get(name) is not None:
                 part.load_state_dict(states[name])

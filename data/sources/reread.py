@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...errors import DataError
+from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length
 from ..rng import (
     RngStream,
@@ -25,7 +26,7 @@ from ..rng import (
     restore_generators,
     restore_rng,
 )
-from .base import Source
+from .base import Source, position_of
 from .stateful import is_stateful
 
 __all__ = ["RereadSource"]
@@ -46,14 +47,14 @@ class RereadSource(Source):
 
     kind = "replay"
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loaders) -> None:
         super().__init__(loader)
         from .in_order import in_order  # a program that only makes a Trainer reads no data
 
         self._iterable = without_persistent_workers(in_order(loader))
         self._is_sequence = isinstance(loader, (list, tuple))
         self._num_workers = _num_workers(loader)
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator: Iterator[Batch] = iter(())
         self._ahead: Any = _NOTHING
         self._stream: RngStream | None = None
         self._watches_numpy = False
@@ -62,8 +63,8 @@ class RereadSource(Source):
         self._has_ended = False
         self._was_read = False
         self._epoch = 0
-        self._opening: dict[str, Any] = {}
-        self._loaded: dict[str, Any] | None = None
+        self._opening: StateDict = {}
+        self._loaded: StateDict | None = None
 
     @override
     def begin(self, epoch: int) -> None:
@@ -81,7 +82,7 @@ class RereadSource(Source):
         assert state is not None
         self._opening = state["opening"]
         if state["is_at_end"]:  # nothing to give; `begin` of the next epoch needs the state
-            self.position, self._is_open, self._has_ended = state.get("rounds", state["position"]), True, True
+            self.position, self._is_open, self._has_ended = position_of(state), True, True
             self._stay_at_end()
             return
         if state["num_workers"] != self._num_workers:
@@ -96,7 +97,7 @@ class RereadSource(Source):
         if self._is_sequence:
             self._start(epoch)
             self._iterator = itertools.islice(self.loader, state["position"], None)
-            self.first = state.get("rounds", state["position"])
+            self.first = position_of(state)
             self.shift = state["position"] - self.first
             self.length = len(self.loader) - self.shift
             self.position = self.first
@@ -185,7 +186,7 @@ class RereadSource(Source):
         return self._is_open and (self._ahead is not _NOTHING or self._fetch())
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if self._ahead is _NOTHING and not self._fetch():
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
@@ -194,7 +195,7 @@ class RereadSource(Source):
             self._compare_workers(self._first_batches, batch)
         return batch
 
-    def _compare_workers(self, seen: list[Any], batch: Any) -> None:
+    def _compare_workers(self, seen: list[Any], batch: Batch) -> None:
         """Say it if the first batches of all workers are the same: each reads the whole data."""
         from ..distributed.fingerprint import (  # not imported without workers
             SAME_IN_WORKERS,
@@ -216,7 +217,7 @@ class RereadSource(Source):
         self._is_open = self.ends_at_length = False
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded is not None:  # not yet entered, or entered at its end
             return self._loaded
         is_at_end = not back and self._has_ended and self._ahead is _NOTHING
@@ -234,25 +235,25 @@ class RereadSource(Source):
             "current": self._capture_current(),
         }
 
-    def _capture_current(self) -> dict[str, Any]:
+    def _capture_current(self) -> StateDict:
         return {} if self._is_sequence else capture_generators(self._find_generators())
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         self.close()
         self._loaded = state
 
-    def _find_generators(self) -> dict[str, Any]:
+    def _find_generators(self) -> StateDict:
         return find_generators(loader=self.loader)
 
 
-def _num_workers(loader: Any) -> int:
+def _num_workers(loader: Loaders) -> int:
     """Return in how many worker processes the loader draws; 0 when it may draw in this process."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return 0
     return loader.num_workers
 
 
-def without_persistent_workers(loader: Any) -> Any:
+def without_persistent_workers(loader: Loaders) -> Loaders:
     """Return the loader, or a copy whose workers start anew in each epoch.
 
     A worker that lives on goes on with random numbers that depend on all it did before, which no resume could find
@@ -266,7 +267,7 @@ def without_persistent_workers(loader: Any) -> Any:
     return changed
 
 
-def is_one_shot(loader: Any) -> bool:
+def is_one_shot(loader: object) -> bool:
     """Return whether this is an iterator that nothing can rewind: a generator, or one of the built-in iterators.
 
     A class of the user's may return itself from `__iter__` and begin anew there, so it does not count.

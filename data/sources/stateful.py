@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from ...errors import DataError
+from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length
 from ..rng import RngStream, capture_rng, derive_key
 from .base import Source
@@ -18,12 +19,12 @@ __all__ = ["StatefulSource", "has_stateful_data", "is_stateful"]
 _NOTHING: Any = object()
 
 
-def is_stateful(loader: Any) -> bool:
+def is_stateful(loader: object) -> bool:
     """Return whether the loader has both `state_dict` and `load_state_dict`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def has_stateful_data(loader: Any) -> bool:
+def has_stateful_data(loader: object) -> bool:
     """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
 
     With workers, each of them has a data set of its own, whose place the loader does not tell.
@@ -55,19 +56,19 @@ class StatefulSource(Source):
 
     kind = "stateful"
 
-    def __init__(self, loader: Any, keeper: Any = None) -> None:
+    def __init__(self, loader: Loaders, keeper: Any = None) -> None:
         super().__init__(loader)
         self._keeper = loader if keeper is None else keeper
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator: Iterator[Batch] = iter(())
         self._ahead: Any = _NOTHING
-        self._before_ahead: dict[str, Any] = {}
+        self._before_ahead: StateDict = {}
         self._stream: RngStream | None = None
         self._is_open = False
         self._has_ended = False
         self._may_be_rest = False  # whether the pass may be the empty rest of one that had ended
         self._is_broken = False  # whether reading raised an error
         self._epoch = 0
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: StateDict | None = None
 
     @override
     def begin(self, epoch: int) -> None:
@@ -98,7 +99,7 @@ class StatefulSource(Source):
             self._stream = RngStream(b"")
             self._stream.load_state_dict(state["stream"])
 
-    def _leave_epoch(self, state: dict[str, Any]) -> None:
+    def _leave_epoch(self, state: StateDict) -> None:
         """Bring the loader to where it was when the loaded epoch was left, so that iterating begins another one."""
         self._keeper.load_state_dict(state["loader"])
         self._may_be_rest = state["is_at_end"]
@@ -117,7 +118,7 @@ class StatefulSource(Source):
         self._stream = None
         self._may_be_rest = self._is_broken = False
 
-    def _fetch(self) -> Any:
+    def _fetch(self) -> Batch:
         """Return the next batch, or _NOTHING at the end of the pass."""
         self._is_broken = True  # unless this returns: a generator that raised says that it has ended
         batch = next(self._iterator, _NOTHING)
@@ -142,7 +143,7 @@ class StatefulSource(Source):
         return not self._has_ended
 
     @override
-    def take(self) -> Any:
+    def take(self) -> Batch:
         if self.length is None:
             if not self.has_next():
                 raise StopIteration
@@ -171,7 +172,7 @@ class StatefulSource(Source):
         return back == 0  # the loader says where it is, not where it was
 
     @override
-    def state_dict(self, back: int = 0) -> dict[str, Any]:
+    def state_dict(self, back: int = 0) -> StateDict:
         if self._loaded is not None and not self._is_open:
             return self._loaded
         if self.length is None and not self._is_broken and self.position < self.most:
@@ -187,12 +188,12 @@ class StatefulSource(Source):
             return {**self._loaded, **position}
         return {**position, **(self._before_ahead if self._ahead is not _NOTHING else self._capture())}
 
-    def _capture(self) -> dict[str, Any]:
+    def _capture(self) -> StateDict:
         return {
             "loader": self._keeper.state_dict(),
             "stream": {} if self._stream is None else self._stream.state_dict(),
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: StateDict) -> None:
         self.close()
         self._loaded = state

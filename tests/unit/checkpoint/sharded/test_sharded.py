@@ -348,7 +348,7 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "the manifest itself": (_rename_shard("manifest.json"), "not the name of a file in the folder"),
     "a state above": (_set("state", "../a.ckpt"), "not the name of a file in the folder"),
     "a state that is not listed": (_set("state", "b.ckpt"), "is not among its files"),
-    "a chunk in the state file": (lambda raw: _set(*CHUNK, "file", raw["state"])(raw), "no shard file"),
+    "a chunk in the state file": (lambda raw: _set(*CHUNK, "file", raw["state"])(raw), "not a shard file"),
     "a shape without its chunks": (_set(*ROWS, "shape", [2**40, 3]), "its chunks have 15 elements"),
     "an enormous shape": (_set(*ROWS, "shape", [2**61, 2**61]), "has the shape"),
     "an enormous number": (_set(*ROWS, "shape", [10**30, 3]), "is not a count"),
