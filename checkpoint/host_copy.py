@@ -86,7 +86,6 @@ class _Copier:
         self._sources: list[torch.UntypedStorage] = []  # must not be freed before the device has read them
         self._deep: dict[int, Any] = {}
 
-    # Any: whatever a checkpoint holds.
     def copied(self, value: Any) -> Any:
         kind = type(value)
         if kind in _FROZEN:

@@ -37,7 +37,7 @@ class _Attribute(str):
     __slots__ = ()
 
 
-def require_plain(value: Any, where: str = "checkpoint") -> None:  # Any: whatever a user's hook put there
+def require_plain(value: Tree, where: str = "checkpoint") -> None:
     """Raise an error that names every entry that torch.load(weights_only=True) would refuse.
 
     Accepted, by exact type: None, bool, int, float, complex, str, bytes (not empty), bytearray, Tensor, Parameter,
@@ -79,7 +79,7 @@ def tensors(value: Tree, where: str = "checkpoint") -> Iterator[tuple[str, Tenso
 
 def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
     """Yield tensors, and what is wrong with an entry as text; breadth first, so that nothing recurses."""
-    queue: list[tuple[Any, _Path]] = [(value, None)]
+    queue: list[tuple[Tree, _Path]] = [(value, None)]
     seen: set[int] = set()
     for item, path in queue:  # grows while it is read
         kind = type(item)
@@ -142,7 +142,7 @@ class Trusted:
         CheckpointError: It cannot be pickled.
     """
 
-    def __init__(self, value: Any) -> None:  # Any: that is the purpose
+    def __init__(self, value: Tree) -> None:
         self.value = value
         try:
             self._pickled = pickle.dumps(value)
@@ -152,7 +152,7 @@ class Trusted:
                 fix="pass an object that pickle can write: its class and functions at the top level of a module.",
             ) from error
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Any: pickle's own form
+    def __reduce__(self) -> tuple[object, ...]:
         # torch.load(weights_only=True) accepts an OrderedDict; so the checkpoint need not be copied to replace this.
         return _stored(self._pickled)
 
@@ -170,7 +170,7 @@ class Untrusted:
         self._pickled = pickled
         self._where = where
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Any: pickle's own form
+    def __reduce__(self) -> tuple[object, ...]:
         return _stored(self._pickled)
 
     def __repr__(self) -> str:
@@ -181,7 +181,7 @@ class Untrusted:
             raise AttributeError(name)
         self._refuse()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:  # Any: nothing is done with them
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise a CheckpointError that says how to open the object."""
         self._refuse()
 
@@ -278,7 +278,7 @@ def _unpickle(pickled: bytes, where: str) -> Any:  # Any: whatever the user had 
         ) from error
 
 
-def _stored(pickled: bytes) -> tuple[Any, ...]:  # Any: pickle's own form
+def _stored(pickled: bytes) -> tuple[object, ...]:
     return OrderedDict, (), None, None, iter([(TRUSTED_KEY, pickled)])
 
 

@@ -22,7 +22,7 @@ __all__ = ["Ranks", "read_on_all_ranks"]
 _PAUSES_S = (0.05, 0.2, 1.0, 4.0)
 
 
-# Any in this file: a user's own IO, what it returns, and what ranks tell each other.
+# Any in this file: a user's own IO, what it returns, and what ranks exchange.
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The processes that read a checkpoint.
@@ -36,7 +36,7 @@ class Ranks:
 
     rank: int
     size: int
-    gather: Callable[[Any], list[Any]]
+    gather: Callable[[object], list[Any]]
     together: Callable[[Callable[[], Any]], Any]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..protocols import StateDict
+from ..protocols import StateDict, Tree
 
 __all__ = [
     "RngStream",
@@ -116,7 +116,7 @@ class RngStream:
         self._kinds = wanted
         self._get = [_native(kind)[0] for kind in wanted]
         self._set = [_native(kind)[1] for kind in wanted]
-        self._outside: list[Any] = []
+        self._outside: list[Tree] = []
         before = [get() for get in self._get]
         for kind in wanted:
             _seed(kind, key)
@@ -143,7 +143,7 @@ class RngStream:
             for kind, own in zip(self._kinds, self._own, strict=True)
         ]
 
-    def _write(self, states: list[Any]) -> None:
+    def _write(self, states: list[Tree]) -> None:
         for put, state in zip(self._set, states, strict=True):
             put(state)
 
@@ -163,7 +163,7 @@ def moved_numpy() -> Callable[[], bool]:
     return lambda: ctypes.string_at(address, size) != before
 
 
-def _native(kind: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _native(kind: str) -> tuple[Callable[[], Tree], Callable[[Tree], object]]:
     """Return how to read and write a generator in its own form, which is quicker than plain values."""
     if kind == "python":
         return random.getstate, random.setstate
@@ -173,13 +173,13 @@ def _native(kind: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return partial(numpy_random.get_state, legacy=False), numpy_random.set_state
 
 
-def _to_plain(kind: str, state: Any) -> Any:
+def _to_plain(kind: str, state: Tree) -> Tree:
     if kind == "python":
         return _python_to_plain(state)
     return state if kind == "torch" else _numpy_to_plain(state)
 
 
-def _from_plain(kind: str, state: Any) -> Any:
+def _from_plain(kind: str, state: Tree) -> Tree:
     if kind == "python":
         return _python_from_plain(state)
     return state if kind == "torch" else _numpy_from_plain(state)
@@ -208,7 +208,7 @@ def kinds_that_moved(before: StateDict, after: StateDict) -> set[str]:
     return {kind for kind in KINDS if kind in after and (kind not in before or not _same(before[kind], after[kind]))}
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: Tree, right: Tree) -> bool:
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -223,7 +223,7 @@ def derive_key(state: StateDict, *labels: object) -> bytes:
     return digest.digest()
 
 
-def find_generators(**roots: Any) -> StateDict:
+def find_generators(**roots: object) -> StateDict:
     """Return the generators that objects hold in their attributes, by path.
 
     Looked for: `torch.Generator`, `random.Random`, NumPy's `Generator` and `RandomState`, in attributes, lists, tuples
@@ -234,7 +234,7 @@ def find_generators(**roots: Any) -> StateDict:
     """
     found: StateDict = {}
     seen: set[int] = set()
-    queue: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
+    queue: list[tuple[str, object, int]] = [(name, root, 0) for name, root in roots.items()]
     while queue and len(seen) < _SEARCH_LIMIT:
         path, value, depth = queue.pop(0)
         if id(value) in seen:
@@ -292,14 +292,14 @@ def seed_generators(generators: StateDict, key: bytes) -> None:
             generator.seed(seed & 0xFFFFFFFF)
 
 
-def _is_generator(value: Any) -> bool:
+def _is_generator(value: object) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def _children(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict):
         members = list(value.items())
     elif isinstance(value, (list, tuple)):
@@ -317,16 +317,16 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield str(name), child
 
 
-def _python_to_plain(state: tuple[Any, ...]) -> StateDict:
+def _python_to_plain(state: tuple[Tree, ...]) -> StateDict:
     version, words, gauss = state
     return {"version": version, "state": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 
 
-def _python_from_plain(state: StateDict) -> tuple[Any, ...]:
+def _python_from_plain(state: StateDict) -> tuple[Tree, ...]:
     return (state["version"], tuple(state["state"].tolist()), state["gauss"])
 
 
-def _numpy_to_plain(state: Any) -> Any:
+def _numpy_to_plain(state: Tree) -> Tree:
     """Turn a NumPy bit generator's state (dicts, arrays, integers of any size) into plain values and tensors."""
     if isinstance(state, dict):
         return {key: _numpy_to_plain(value) for key, value in state.items()}
@@ -338,7 +338,7 @@ def _numpy_to_plain(state: Any) -> Any:
     return state
 
 
-def _numpy_from_plain(state: Any) -> Any:
+def _numpy_from_plain(state: Tree) -> Tree:
     if not isinstance(state, dict):
         return state
     if set(state) == {"big_int"}:

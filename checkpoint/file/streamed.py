@@ -154,7 +154,6 @@ def _size_bytes(tree: Tree) -> int:
 
 
 def _write(tree: StateDict, sources: StateDict, file: FileIO, advance: Advance | None) -> None:
-    # Any: see save_streaming
     writer = BufferedWriter(file, 1 << 20)
     crc_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)

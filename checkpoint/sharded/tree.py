@@ -12,7 +12,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...protocols import StateDict, Tree
 from ..plain import replace_marked
@@ -67,7 +67,7 @@ def take_out(checkpoint: StateDict) -> Split:
     return split
 
 
-def put_back(tree: Tree, tensors: Mapping[str, Any], used: set[str], unknown: list[str]) -> Tree:
+def put_back(tree: Tree, tensors: Mapping[str, object], used: set[str], unknown: list[str]) -> Tree:
     """Replace placeholders by what `tensors` has for them, in place; return the tree, new where it is a tuple.
 
     Args:
@@ -107,13 +107,13 @@ def _sharded_type() -> type[DTensor] | None:
     return kind
 
 
-def _copy(value: Tree, path: str, kind: type[DTensor] | None, split: Split, copies: dict[int, Any]) -> Tree:
+def _copy(value: Tree, path: str, kind: type[DTensor] | None, split: Split, copies: dict[int, Tree]) -> Tree:
     if kind is not None and isinstance(value, kind):
         split.tensors[path] = value
         return {PLACEHOLDER_KEY: path}
     if id(value) in copies:
         return copies[id(value)]
-    new: Any
+    new: Tree
     if type(value) in _DICTS:
         if len(value) == 1 and PLACEHOLDER_KEY in value:
             split.clashes.append(path)
