@@ -28,6 +28,7 @@ _SEQUENCES = frozenset((list, tuple, set))
 _MAX_NAMED = 30
 
 MarkT = TypeVar("MarkT")
+_Reduced = tuple[type[OrderedDict[str, bytes]], tuple[()], None, None, Iterator[tuple[str, bytes]]]
 _Path = tuple[Any, Any] | None  # (path of the parent, key): a linked list, since most paths are never shown
 
 
@@ -152,7 +153,7 @@ class Trusted:
                 fix="pass an object that pickle can write: its class and functions at the top level of a module.",
             ) from error
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> _Reduced:
         # torch.load(weights_only=True) accepts an OrderedDict; so the checkpoint need not be copied to replace this.
         return _stored(self._pickled)
 
@@ -170,7 +171,7 @@ class Untrusted:
         self._pickled = pickled
         self._where = where
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> _Reduced:
         return _stored(self._pickled)
 
     def __repr__(self) -> str:
@@ -278,7 +279,7 @@ def _unpickle(pickled: bytes, where: str) -> Any:  # Any: whatever the user had 
         ) from error
 
 
-def _stored(pickled: bytes) -> tuple[object, ...]:
+def _stored(pickled: bytes) -> _Reduced:
     return OrderedDict, (), None, None, iter([(TRUSTED_KEY, pickled)])
 
 
