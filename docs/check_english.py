@@ -31,6 +31,10 @@ SOURCES: tuple[str, ...] = (
     "docs/check_docs.py",
     "docs/make_pictures.py",
     "examples",
+    "strategies/construction",
+    "strategies/ddp",
+    "strategies/distributed",
+    "strategies/fsdp",
 )
 
 # Pages generated from Python sources outside `SOURCES`.
