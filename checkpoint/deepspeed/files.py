@@ -1,4 +1,4 @@
-"""The files in a folder of DeepSpeed: where they are, whose, what they hold, and what is said where they do not fit."""
+"""The files in a folder of DeepSpeed: names, content, and errors about files that do not fit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["DeepSpeedFiles", "checkpoint_files", "find_tag_folder", "is_deepspee
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 UNIVERSAL = "zero"
-WHOLE_MODEL = "mp_rank_00_model_states.pt"
+FULL_MODEL = "mp_rank_00_model_states.pt"
 
 MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 OPTIMIZER_OF_RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_CUT_OTHERWISE = {
+_UNSUPPORTED = {
     r"(\w+_)?mp_rank_(?!00)\d+_\w+\.pt": "tensor parallelism",
-    r"(layer_\d+_)?expert_\d+_\w+\.pt|expp_rank_\w+\.pt": "experts that ranks share out (MoE)",
+    r"(layer_\d+_)?expert_\d+_\w+\.pt|expp_rank_\w+\.pt": "experts that are sharded over ranks (MoE)",
     r"layer_\d+-model_[\w-]+\.pt": "pipeline stages",
 }
 
@@ -34,9 +34,9 @@ _MAX_NAMED = 5
 
 
 def find_tag_folder(path: Path) -> Path | None:
-    """Return the folder with the files: the path itself, or the one below that `latest` names; None if there is none.
+    """Return the folder with the files: the path itself, or the subfolder that `latest` names; None if there is none.
 
-    A universal checkpoint is taken where the path is its folder, or nothing but `latest_universal` is there.
+    A universal checkpoint is read if the path is its folder, or has `latest_universal` only.
     """
     if _has_model(path):
         return path
@@ -56,22 +56,22 @@ def find_tag_folder(path: Path) -> Path | None:
 
 
 def is_deepspeed_folder(path: Path) -> bool:
-    """Return whether DeepSpeed has saved a checkpoint in a folder, or in a folder directly below."""
+    """Return whether DeepSpeed has saved a checkpoint in a folder, or in a direct subfolder."""
     return path.is_dir() and find_tag_folder(path) is not None
 
 
 def _has_model(folder: Path) -> bool:
-    names = (WHOLE_MODEL, "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    names = (FULL_MODEL, "zero_pp_rank_0_mp_rank_00_model_states.pt")
     return any((folder / name).is_file() for name in names) or is_universal(folder)
 
 
 def is_universal(folder: Path) -> bool:
-    """Return whether a tag's folder is a universal checkpoint, of `ds_to_universal`."""
+    """Return whether a tag's folder is a universal checkpoint, written by `ds_to_universal`."""
     return (folder / UNIVERSAL / "optimizer_state.pt").is_file()
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """Return the files that a load reads, by name."""
+    """Return the files that a load reads, sorted by name."""
     folder = find_tag_folder(path)
     assert folder is not None
     return sorted(folder.rglob("*.pt"))
@@ -82,7 +82,7 @@ class DeepSpeedFiles:
 
     Attributes:
         folder: The tag's folder.
-        named: Classes and functions that the files read so far name, beside DeepSpeed's.
+        named: Classes and functions, except DeepSpeed's, that are named in the files read so far.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,7 +90,7 @@ class DeepSpeedFiles:
         self.named: set[str] = set()
 
     def load(self, path: Path) -> Any:
-        """Return the content of a file; its tensors stay in it.
+        """Return the content of a file; its tensors stay in the file.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -98,7 +98,7 @@ class DeepSpeedFiles:
         try:
             with open(path, "rb") as file:
                 is_zip = file.read(2) == b"PK"
-            with warnings.catch_warnings():  # about old storages, which do not matter here
+            with warnings.catch_warnings():  # about old storages
                 warnings.simplefilter("ignore")
                 named: set[str] = set()
                 content = load_replacing(path, mmap=is_zip, named=named, known=WITHOUT_ATTRIBUTES)
@@ -114,11 +114,11 @@ class DeepSpeedFiles:
         """Return what `load` does, of a file that holds a dict."""
         content = self.load(path)
         if not isinstance(content, dict):
-            raise damaged(self.folder, f"{path.name} holds a {type(content).__name__}, and not a dict")
+            raise damaged(self.folder, f"expected a dict in {path.name}, got a {type(content).__name__}")
         return content
 
     def by_rank(self, pattern: re.Pattern[str]) -> dict[int, Path]:
-        """Return the files of one kind by the rank that has saved them.
+        """Return the files of one kind by the rank that saved them.
 
         Args:
             pattern: Its last group is the rank.
@@ -140,8 +140,7 @@ class DeepSpeedFiles:
         extra = [found[rank].name for rank in sorted(found) if rank >= size]
         if missing:
             raise damaged(
-                self.folder,
-                f"{size} ranks have saved it, and the {what} of rank {some(missing)} are missing",
+                self.folder, f"{size} ranks have saved it, and the {what} of rank {some(missing)} are missing"
             )
         if extra:
             raise damaged(self.folder, f"{size} ranks have saved it, and there is {some(extra)}: files of two saves")
@@ -150,28 +149,28 @@ class DeepSpeedFiles:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def refuse_other_cuts(folder: Path) -> None:
-    """Raise a CheckpointError if the files are of a model that ranks have cut in a way that is not read."""
+def refuse_unsupported(folder: Path) -> None:
+    """Raise a CheckpointError if the files are of a model that is sharded in an unsupported way."""
     names = [path.name for path in folder.iterdir()]
-    for pattern, what in _CUT_OTHERWISE.items():
+    for pattern, what in _UNSUPPORTED.items():
         if any(re.fullmatch(pattern, name) for name in names):
             raise unsupported(folder, what)
 
 
 def unsupported(folder: Path, what: str) -> CheckpointError:
-    """Return the error about a folder that was saved with something that is not read."""
+    """Return the error about a folder with something that is not supported."""
     return CheckpointError(
-        f"the DeepSpeed folder {str(folder)!r} was saved with {what}, which is not read.",
+        f"the DeepSpeed folder {str(folder)!r} was saved with {what}, which is not supported.",
         fix="make a universal checkpoint of it with `python -m deepspeed.checkpoint.ds_to_universal` and read that.",
     )
 
 
 def damaged(folder: Path, problem: str) -> CheckpointError:
     """Return the error about a folder whose files are missing, malformed, or of several saves."""
-    return CheckpointError(f"the DeepSpeed folder {str(folder)!r} is not whole: {problem}.", fix=_FIX)
+    return CheckpointError(f"the DeepSpeed folder {str(folder)!r} is incomplete or damaged: {problem}.", fix=_FIX)
 
 
 def some(found: Sequence[object]) -> str:
-    """Return the first few of what was found, for a message."""
+    """Return the first few items, for a message."""
     more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
     return ", ".join(map(str, found[:_MAX_NAMED])) + more

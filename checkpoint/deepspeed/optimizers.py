@@ -1,14 +1,15 @@
-"""What optimizers keep in a folder of DeepSpeed, brought into torch's layout: by numbers, with names beside them."""
+"""Optimizer state in a folder of DeepSpeed, converted to torch's layout: by numbers, with names beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...protocols import StateDict
 from ..to_plain import to_plain
 from .partitions import Flat, Layout, MergedTensor, Misfit
 
@@ -25,40 +26,42 @@ class RankSteps:
         masters: A tensor for each group, or in stage 3 for each subgroup.
         states: The optimizer's state by number of group or subgroup.
         groups: Its parameter groups; `params` has numbers of groups or subgroups.
-        paddings: After each parameter of each group; None where DeepSpeed does not say.
-        num_ranks: How many ranks have saved; for each group, if they differ.
+        paddings: Padding after each parameter of each group; None if it is not saved.
+        num_ranks: Number of ranks that saved; for each group, if they differ.
     """
 
     masters: list[Tensor]
-    states: dict[int, dict[str, Any]]
-    groups: list[dict[str, Any]]
+    states: dict[int, StateDict]
+    groups: list[StateDict]
     paddings: Any
     num_ranks: set[int]
 
 
-def steps_of_rank(content: dict[str, Any]) -> RankSteps:
-    """Return what a file of one rank's optimizer states holds."""
+def steps_of_rank(content: StateDict) -> RankSteps:
+    """Return the content of one rank's file of optimizer states."""
     saved = content["optimizer_state_dict"]
     if "fp32_flat_groups" in saved:
         inner, masters = saved["optimizer_state_dict"], saved["fp32_flat_groups"]
     else:
         inner, masters = saved["base_optimizer_state"], saved["single_partition_of_fp32_groups"]
-    # A list is of `elastic_checkpoint`, which does not save the parameter groups.
+    # A list comes from `elastic_checkpoint`, which does not save the parameter groups.
     states, groups = (inner["state"], inner["param_groups"]) if isinstance(inner, dict) else ({}, [])
     count = saved.get("partition_count")
     counts = {int(one) for one in count} if isinstance(count, list | tuple) else {int(count)} if count else set()
     return RankSteps(list(masters), states, groups, saved.get("param_alignment_paddings"), counts)
 
 
-def flats_of(ranks: Sequence[RankSteps], is_cut: bool, part: Any) -> list[Flat]:
-    """Return the long tensors: of each rank in stage 3, of each group in the others."""
+def flats_of(ranks: Sequence[RankSteps], is_partitioned: bool, part: Callable[[RankSteps, int], Tensor]) -> list[Flat]:
+    """Return the flat tensors: of each rank in stage 3, of each group in stages 1 and 2."""
     groups = range(len(ranks[0].masters))
-    if is_cut:
+    if is_partitioned:
         return [Flat([part(rank, group) for group in groups]) for rank in ranks]
     return [Flat([part(rank, group) for rank in ranks]) for group in groups]
 
 
-def merged_steps(ranks: Sequence[RankSteps], layouts: Mapping[str, Layout], *, is_cut: bool) -> dict[str, Any] | None:
+def merged_steps(
+    ranks: Sequence[RankSteps], layouts: Mapping[str, Layout], *, is_partitioned: bool
+) -> StateDict | None:
     """Return the optimizer's state in torch's layout."""
     first = ranks[0]
     if not first.groups:
@@ -74,10 +77,10 @@ def merged_steps(ranks: Sequence[RankSteps], layouts: Mapping[str, Layout], *, i
         def part(rank: RankSteps, group: int, key: str = key) -> Tensor:
             size = rank.masters[group].numel()
             value = rank.states.get(group, {}).get(key)
-            # Where one group has no such state; nobody reads it.
+            # Zeros for a group without such state, which are not read.
             return value.narrow(0, 0, size) if isinstance(value, Tensor) else torch.zeros(1).expand(size)
 
-        flats[key] = flats_of(ranks, is_cut, part)
+        flats[key] = flats_of(ranks, is_partitioned, part)
     by_group: dict[int, list[str]] = {}
     for name, layout in layouts.items():
         by_group.setdefault(layout.group, []).append(name)
@@ -85,17 +88,15 @@ def merged_steps(ranks: Sequence[RankSteps], layouts: Mapping[str, Layout], *, i
     steps: dict[int, Any] = {}
     for group in first.groups:
         steps.update(dict.fromkeys(group.get("params", ()), group.get("step")))
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, StateDict] = {}
     for name, layout in layouts.items():
         saved = first.states.get(layout.group)
         if not saved:
             continue
-        entry = {}
-        for key, value in saved.items():
-            if is_flat(value, layout.group):
-                entry[key] = layout.merged(f"{name} ({key})", flats[key], value.dtype)
-            else:
-                entry[key] = value
+        entry = {
+            key: layout.merged(f"{name} ({key})", flats[key], value.dtype) if is_flat(value, layout.group) else value
+            for key, value in saved.items()
+        }
         if "step" not in entry and steps.get(layout.group) is not None:  # FusedAdam counts in its groups
             entry["step"] = steps[layout.group]
         states[name] = entry
@@ -111,7 +112,7 @@ def names_of_groups(groups: Sequence[Mapping[str, Any]], members: Sequence[Seque
 
 def numbered(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], states: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+) -> StateDict:
     """Return a state in torch's layout, with names beside the numbers as torch's own optimizers have them."""
     numbers: dict[str, int] = {}
     result = []
@@ -130,8 +131,8 @@ def numbered(
     return {"state": state, "param_groups": result}
 
 
-def without_zero(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return masters and optimizer state of stage 0; the names of masters follow from their values."""
+def without_zero(model: Mapping[str, Any]) -> tuple[StateDict, StateDict | None]:
+    """Return masters and optimizer state of stage 0, in which masters are identified by their values."""
     optimizer = model.get("optimizer")
     if not isinstance(optimizer, dict):
         return {}, None
@@ -147,7 +148,7 @@ def without_zero(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     flats = [one if isinstance(one, Flat) else Flat([one]) for one in masters]
     saved = model["module"]
     left = {name: value for name, value in saved.items() if name not in set(model.get("buffer_names") or ())}
-    weights: dict[str, Any] = {}
+    weights: StateDict = {}
     names: list[list[str]] = []
     for group, flat in enumerate(flats):
         names.append([])
@@ -155,7 +156,7 @@ def without_zero(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         while at < flat.size:
             found = _first_equal(left, flat, at)
             if found is None:
-                raise Misfit(f"the masters of group {group} are those of no parameter, from element {at} on")
+                raise Misfit(f"the masters of group {group} match no parameter from element {at} on")
             value = left[found]
             weights[found] = MergedTensor(found, value.shape, flat.pieces(at, value.numel()), torch.float32)
             names[-1].append(found)
@@ -171,8 +172,8 @@ def without_zero(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             for number, name in zip(group["params"], members, strict=True)
         }
         return weights, numbered(groups, names, {name: entry for name, entry in kept.items() if entry})
-    # FusedAdam steps one long tensor for each group.
-    states: dict[str, dict[str, Any]] = {}
+    # FusedAdam steps one flat tensor for each group.
+    states: dict[str, StateDict] = {}
     for group, (number, members) in enumerate(zip([one["params"][0] for one in groups], names, strict=True)):
         entry, at = state.get(number, {}), 0
         for name in members:
@@ -190,7 +191,7 @@ def without_zero(model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _first_equal(left: Mapping[str, Tensor], flat: Flat, at: int) -> str | None:
-    """Return the first parameter whose 16-bit values are the masters' at a place, rounded."""
+    """Return the first parameter whose 16-bit values are the rounded masters at an offset."""
     for name, value in left.items():
         pieces = flat.pieces(at, value.numel())
         if sum(piece.numel() for piece in pieces) != value.numel() or not value.numel():

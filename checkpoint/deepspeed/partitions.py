@@ -1,8 +1,8 @@
-"""Whole tensors out of the flat ones that DeepSpeed's ranks have saved.
+"""Full tensors from the flat tensors in the files of DeepSpeed's ranks.
 
-ZeRO lays the parameters of a group one after the other into a long tensor, of which each rank has a run (stages 1 and
-2); in stage 3 it cuts each parameter into as many runs as there are ranks, and each rank lays its runs one after the
-other. The layouts follow from the saved shapes; tests compare the result with what DeepSpeed itself makes of the files.
+In stages 1 and 2 ZeRO concatenates the parameters of a group, and each rank has a slice of the result. In stage 3 it
+partitions each parameter over the ranks, and each rank concatenates its slices. The layouts follow from the saved
+shapes; tests compare the result with DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..tensors import StoredTensor, narrow
 
-__all__ = ["Flat", "Layout", "MergedTensor", "cut_groups", "cut_parameters"]
+__all__ = ["Flat", "Layout", "MergedTensor", "Misfit", "group_layouts", "parameter_layouts"]
 
 
 class Misfit(Exception):
-    """The lengths of saved tensors do not fit the saved shapes; says how."""
+    """The lengths of saved tensors do not fit the saved shapes."""
 
 
 class MergedTensor(StoredTensor):
-    """A tensor that lies in pieces in several files, and has not been read yet."""
+    """A tensor whose pieces are in several files, not read yet."""
 
     def __init__(self, path: str, shape: Sequence[int], pieces: Sequence[Tensor], dtype: torch.dtype) -> None:
         super().__init__(path, shape, dtype)
@@ -45,7 +44,7 @@ class MergedTensor(StoredTensor):
 
 
 class Flat:
-    """Tensors that lie one after the other, as one long tensor.
+    """The concatenation of flattened tensors, without a copy.
 
     Attributes:
         size: Number of elements.
@@ -56,53 +55,50 @@ class Flat:
         self.size = sum(part.numel() for part in self._parts)
 
     def pieces(self, start: int, size: int) -> list[Tensor]:
-        """Return what lies at `start`, as views of the parts; fewer elements where it ends before."""
+        """Return the elements from `start` on as views of the parts; fewer elements where it ends before."""
         found = []
         for part in self._parts:
-            take = min(size, part.numel() - start)
-            if start < part.numel() and take > 0:
-                found.append(part.narrow(0, start, take))
-                start, size = 0, size - take
-            else:
-                start = max(0, start - part.numel())
-            if size <= 0:
-                break
+            piece = part[start : start + size]
+            if piece.numel():
+                found.append(piece)
+            start, size = max(0, start - part.numel()), size - piece.numel()
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a parameter lies.
+    """The location of a parameter.
 
     Attributes:
-        shape: Of the whole parameter.
-        group: Number of the group, or in stage 3 of the subgroup, that it belongs to.
-        runs: Number of a long tensor, where in it a run of the parameter begins, and how many elements it has.
+        shape: Shape of the full parameter.
+        group: Number of its group, or in stage 3 of its subgroup.
+        slices: (number of a flat tensor, offset in it, number of elements) of each slice of the parameter.
     """
 
     shape: torch.Size
     group: int
-    runs: tuple[tuple[int, int, int], ...]
+    slices: tuple[tuple[int, int, int], ...]
 
     def merged(self, path: str, flats: Sequence[Flat], dtype: torch.dtype) -> MergedTensor:
-        """Return the parameter, or a tensor of its optimizer's state, out of the long tensors."""
-        pieces = [piece for number, start, size in self.runs for piece in flats[number].pieces(start, size)]
+        """Return the parameter, or a tensor of its optimizer's state, from the flat tensors."""
+        pieces = [piece for number, start, size in self.slices for piece in flats[number].pieces(start, size)]
         return MergedTensor(path, self.shape, pieces, dtype)
 
 
-def cut_groups(
-    shapes: Sequence[Mapping[str, Any]],  # Any: torch.Size, or a tuple
-    sizes: Sequence[int],
-    paddings: Sequence[Sequence[int]] | None,
-    num_ranks: int,
+Shapes = Sequence[Mapping[str, Sequence[int]]]
+"""Shapes of parameters by name, in order, for each group or subgroup."""
+
+
+def group_layouts(
+    shapes: Shapes, sizes: Sequence[int], paddings: Sequence[Sequence[int]] | None, num_ranks: int
 ) -> dict[str, Layout]:
-    """Return where parameters lie in the long tensors of their groups: stages 1 and 2.
+    """Return the layouts in the flat tensors of the groups: stages 1 and 2.
 
     Args:
-        shapes: Of each group, by name and in order.
-        sizes: How many elements the ranks have of each group together.
-        paddings: How many elements without meaning follow each parameter; None where there are none.
-        num_ranks: Groups are filled up to a multiple of twice this number.
+        shapes: Of each group.
+        sizes: Number of elements of each group on all ranks.
+        paddings: Number of padding elements after each parameter; None: no padding.
+        num_ranks: Groups are padded to a multiple of twice this number.
 
     Raises:
         Misfit: There are more or fewer elements than the shapes need.
@@ -120,12 +116,12 @@ def cut_groups(
     return layouts
 
 
-def cut_parameters(shapes: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Layout]:
-    """Return where parameters lie in the long tensors of the ranks: stage 3.
+def parameter_layouts(shapes: Shapes, sizes: Sequence[int]) -> dict[str, Layout]:
+    """Return the layouts in the flat tensors of the ranks: stage 3.
 
     Args:
-        shapes: Of each subgroup, by name and in order.
-        sizes: How many elements each rank has.
+        shapes: Of each subgroup.
+        sizes: Number of elements on each rank.
 
     Raises:
         Misfit: There are more or fewer elements than the shapes need.
@@ -135,12 +131,10 @@ def cut_parameters(shapes: Sequence[Mapping[str, Any]], sizes: Sequence[int]) ->
         for name, shape in members.items():
             size = math.prod(shape)
             share = math.ceil(size / num_ranks)
-            runs = tuple((rank, at, max(0, min(share, size - rank * share))) for rank in range(num_ranks))
-            layouts[name] = Layout(torch.Size(shape), group, runs)
+            slices = tuple((rank, at, max(0, min(share, size - rank * share))) for rank in range(num_ranks))
+            layouts[name] = Layout(torch.Size(shape), group, slices)
             at += share
-    wrong = [rank for rank, size in enumerate(sizes) if size != at]
-    if wrong:
-        raise Misfit(
-            f"the parameters need {at} elements on each rank, and the file of rank {wrong[0]} has {sizes[wrong[0]]}"
-        )
+    for rank, size in enumerate(sizes):
+        if size != at:
+            raise Misfit(f"the parameters need {at} elements on each rank, and the file of rank {rank} has {size}")
     return layouts

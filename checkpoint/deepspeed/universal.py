@@ -1,7 +1,7 @@
-"""Writes DeepSpeed's universal checkpoint, which its engines load in any ZeRO stage and with any number of processes.
+"""Writer of DeepSpeed's universal checkpoint, which its engines load in any ZeRO stage with any number of processes.
 
-<path>/latest_universal                      names the folder below
-<path>/universal/mp_rank_00_model_states.pt  counts, buffers, frozen parameters, whatever else there is
+<path>/latest_universal                      names the subfolder
+<path>/universal/mp_rank_00_model_states.pt  counts, buffers, frozen parameters, other entries
 <path>/universal/zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
 <path>/universal/zero/optimizer_state.pt     parameter groups
 """
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...protocols import StateDict
 from ..content import OWN_KEY, PARAM_NAMES
 from ..file import disk
 from ..file.remote import as_local
 from ..file.streamed import save_streaming
 from ..tensors import memory_key
-from .files import LATEST_UNIVERSAL, UNIVERSAL, WHOLE_MODEL, is_deepspeed_folder
+from .files import FULL_MODEL, LATEST_UNIVERSAL, UNIVERSAL, is_deepspeed_folder
 
 __all__ = ["write_universal"]
 
@@ -41,8 +42,8 @@ def write_universal(
 
     Args:
         tree: With the field's keys; the optimizer's state must name its parameters.
-        path: The folder; one that is there is replaced when the new one is whole.
-        advance: Called with the number of bytes whenever some were written.
+        path: The folder; an existing one is replaced when the new one is complete.
+        advance: Called with the number of bytes after each write.
 
     Raises:
         CheckpointError: The checkpoint has not exactly one optimizer, which has made a step and names its parameters;
@@ -50,18 +51,21 @@ def write_universal(
     """
     target = as_local(path)
     if target is None:
-        raise CheckpointError(f"{str(path)!r}: folders of DeepSpeed are local ones.", fix="write it here and copy it.")
-    weights, groups, states = _taken_apart(tree)
+        raise CheckpointError(
+            f"{str(path)!r}: expected a local folder for a checkpoint of DeepSpeed.",
+            fix="write it to a local folder and copy it.",
+        )
+    weights, groups, states = _parts_of(tree)
     if target.is_dir() and any(target.iterdir()) and not is_deepspeed_folder(target):
-        raise CheckpointError(f"{str(path)!r} is a folder with other things in it.", fix="give the path of a new one.")
+        raise CheckpointError(f"{str(path)!r} has other content.", fix="pass the path of a new folder.")
     disk.make_folder(target.parent)
     unfinished, replaced = (target.with_name(f".{target.name}.{word}") for word in ("unfinished", "replaced"))
     shutil.rmtree(unfinished, ignore_errors=True)
-    if target.exists():  # else what is there is what a killed call has left of the old one
+    if target.exists():  # else `replaced` is what a killed call has left of the old one
         shutil.rmtree(replaced, ignore_errors=True)
     folder = unfinished / _TAG
 
-    def save(content: dict[str, Any], *parts: str) -> None:
+    def save(content: StateDict, *parts: str) -> None:
         file = folder.joinpath(*parts)
         file.parent.mkdir(parents=True, exist_ok=True)
         save_streaming(content, file, advance=advance)
@@ -75,17 +79,17 @@ def write_universal(
             torch.save(state["step"], folder / UNIVERSAL / name / "step.pt")
         step = next(iter(states.values()))["step"]
         own = [{key: value for key, value in group.items() if key not in ("params", PARAM_NAMES)} for group in groups]
-        common: dict[str, Any] = {
+        common: StateDict = {
             "param_groups": [{**group, "params": [number]} for number, group in enumerate(own)],
             "ds_version": _DEEPSPEED_VERSION,
         }
         common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": common["param_groups"]}
         save(common, UNIVERSAL, "optimizer_state.pt")
         model = _model(tree, weights, groups, states)
-        save(model, WHOLE_MODEL)
+        save(model, FULL_MODEL)
         save({**model, "module": {}}, _MODEL_OF_STAGE_3)
         (unfinished / LATEST_UNIVERSAL).write_text(_TAG, encoding="utf-8")
-        if target.is_dir():  # no call replaces a folder: a kill between these two leaves the old one beside it, whole
+        if target.is_dir():  # a kill between these two leaves the old one, complete, beside it
             target.rename(replaced)
         unfinished.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -97,19 +101,19 @@ def write_universal(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _taken_apart(
+def _parts_of(
     tree: Mapping[str, Any],
-) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, dict[str, Any]]]:
+) -> tuple[StateDict, list[StateDict], dict[str, StateDict]]:
     """Return weights, the optimizer's groups, and its states by names of parameters.
 
     Raises:
-        CheckpointError: Says all that is missing.
+        CheckpointError: With everything that is missing.
     """
     weights = tree.get("state_dict") or {}
     optimizers = tree.get("optimizer_states") or []
     if len(optimizers) != 1:
         raise CheckpointError(
-            f"a folder of DeepSpeed holds one optimizer, and the checkpoint has {len(optimizers)}.",
+            f"Expected a checkpoint with one optimizer for a folder of DeepSpeed, got {len(optimizers)}.",
             fix="write weights for DeepSpeed with --to state-dict, and load them into the module.",
         )
     groups, saved = optimizers[0]["param_groups"], optimizers[0]["state"]
@@ -119,7 +123,7 @@ def _taken_apart(
             fix="build the optimizer with torch.optim.AdamW(module.named_parameters(), ...) in the run that saves; or "
             "let DeepSpeed save: trainer.strategy.deepspeed_engine.save_checkpoint(folder).",
         )
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, StateDict] = {}
     for group in groups:
         for number, name in zip(group["params"], group[PARAM_NAMES], strict=True):
             entry = saved.get(number)
@@ -142,9 +146,9 @@ def _taken_apart(
 def _model(
     tree: Mapping[str, Any],
     weights: Mapping[str, Any],
-    groups: list[dict[str, Any]],
+    groups: list[StateDict],
     states: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> StateDict:
     trained = {memory_key(weights[name]): name for name in states}
     shared = {
         name: trained[memory_key(value)]

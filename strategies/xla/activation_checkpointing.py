@@ -1,7 +1,7 @@
-"""Activations that are computed again, on an XLA device.
+"""Activation checkpointing on an XLA device.
 
-torch's own checkpoint does not know XLA's random numbers, and XLA's compiler would see that the same is computed twice
-and keep the first result after all. torch_xla's one puts a barrier between the two.
+torch's own checkpoint does not restore XLA's random numbers, and XLA's compiler would merge the two equal computations
+and keep the first result. torch_xla's checkpoint puts a barrier between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def checkpoint_on_xla(function: Callable[..., Any], *args: Any) -> Any:  # Any: 
     """
     checkpoint = import_xla("torch_xla.utils.checkpoint").checkpoint
     device = next((one.device for one in args if isinstance(one, torch.Tensor)), torch.device("xla", 0))
-    # It connects the result with arguments that need gradients; parameters are none, so that a first layer, whose
-    # input needs no gradient, would get none either.
+    # It connects the result with arguments that need gradients. Parameters are not arguments: without the anchor, a
+    # first layer, whose input needs no gradient, would get none.
     anchor = torch.ones((), device=device, requires_grad=True)
     return checkpoint(lambda _, *values: function(*values), anchor, *args, use_reentrant=True)

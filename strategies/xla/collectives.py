@@ -1,16 +1,16 @@
-"""How replicas of XLA add up and exchange tensors.
+"""Collectives between replicas of XLA.
 
 On a TPU the runtime connects the devices of all processes, and collectives are operations of a graph. All replicas must
-run such a graph in the same form, or they wait for each other for ever: so the graph of a collective holds nothing
-else, unless the caller says that all replicas compute the same. A CPU's runtime connects nothing: there tensors go
-through the host, to try a program without a TPU.
+run the same form of such a graph, or they wait for each other forever. So the graph of a collective holds nothing else,
+unless all replicas compute the same. A CPU's runtime connects no processes: there tensors go through the host, to try a
+program without a TPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +19,11 @@ from ...accelerators.xla import import_xla
 
 __all__ = ["Collectives", "HostCollectives", "RuntimeCollectives", "gather_with_gradient", "reduce_as"]
 
-# Any in this file: torch_xla is not annotated.
-
 _OPS = {"sum": "sum", "min": "min", "max": "max", "product": "mul"}
 
 
 class Collectives(Protocol):
-    """What a strategy asks of the connection between its replicas; on every rank, in the same order."""
+    """Collectives that a strategy needs; called on every rank, in the same order."""
 
     def sum_in_place(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
         """Overwrite tensors of the device with their sums over ranks, times `scale`. Floating point only."""
@@ -48,15 +46,15 @@ class RuntimeCollectives:
     """
 
     def __init__(self, ordinals: Sequence[int]) -> None:
-        self._model: Any = import_xla("torch_xla.core.xla_model")
+        self._model = import_xla("torch_xla.core.xla_model")
         self._order = None if list(ordinals) == list(range(len(ordinals))) else list(ordinals)
 
     def sum_in_place(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
         """Overwrite tensors with their sums over ranks, times `scale`, in one operation."""
         if not tensors:
             return
-        # torch_xla 2.9 adds up copies right, but not gradients that were added up over micro-batches: in place, ranks
-        # came out with different values. The compiler takes out copies that are not needed.
+        # torch_xla 2.9 sums copies correctly, but not accumulated gradients: in place, ranks got different values. The
+        # compiler removes copies that are not needed.
         sums = [one.detach().clone() for one in tensors]
         self._model.all_reduce("sum", sums, scale=scale)
         with torch.no_grad():
@@ -70,7 +68,7 @@ class RuntimeCollectives:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked."""
-        # torch_xla's default pads by the ordinal and adds up: a graph that differs by rank.
+        # torch_xla's default pads by the ordinal and sums: a graph that differs by rank.
         gathered: Tensor = self._model.all_gather(tensor.unsqueeze(0), dim=0, pin_layout=False)
         if self._order is None:
             return gathered
@@ -95,7 +93,7 @@ class HostCollectives:
             pieces = flat.split([one.numel() for one in members])
             with torch.no_grad():
                 for tensor, piece in zip(members, pieces, strict=True):
-                    # A copy of its own: the device takes the host's memory later.
+                    # A separate copy: the device reads the host's memory later.
                     tensor.copy_(piece.clone().view(tensor.shape).to(tensor.device))
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
@@ -117,7 +115,7 @@ class HostCollectives:
 
 
 def reduce_as(collectives: Collectives, tensor: Tensor, op: str, size: int) -> Tensor:
-    """Return a reduction with the dtypes of comm.py: wide sums, and a mean of integers that is not cut."""
+    """Return a reduction with the dtypes of `distributed/collectives.py`: wide sums, and a float mean of integers."""
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     wide = tensor.dtype
     if not is_number:
@@ -133,16 +131,22 @@ def reduce_as(collectives: Collectives, tensor: Tensor, op: str, size: int) -> T
 def gather_with_gradient(
     collectives: Collectives, tensor: Tensor, rank: int, alone: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
-    """Return the tensors of all ranks, stacked; backward sums over the ranks and takes this rank's share.
+    """Return the tensors of all ranks, stacked; backward sums over ranks and returns this rank's slice.
 
     Args:
-        collectives: The connection.
-        tensor: This rank's, of the device.
+        collectives: Of the strategy.
+        tensor: This rank's tensor, on the device.
         rank: This rank.
-        alone: Gives what is written down within a graph of its own.
+        alone: Context that records a graph of its own.
     """
     gathered: Tensor = _Gather.apply(tensor, collectives, rank, alone)  # type: ignore[no-untyped-call]
     return gathered
+
+
+class _Context(Protocol):
+    collectives: Collectives
+    rank: int
+    alone: Callable[[], AbstractContextManager[None]]
 
 
 class _Gather(torch.autograd.Function):
@@ -150,14 +154,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, rank: int, alone: Callable[[], AbstractContextManager[None]]
+        ctx: _Context,
+        tensor: Tensor,
+        collectives: Collectives,
+        rank: int,
+        alone: Callable[[], AbstractContextManager[None]],
     ) -> Tensor:
         ctx.collectives, ctx.rank, ctx.alone = collectives, rank, alone
         with alone():
             return collectives.gather(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         with ctx.alone():
             total = ctx.collectives.reduce(gradient, "sum")
         return total[ctx.rank], None, None, None

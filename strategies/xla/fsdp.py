@@ -1,9 +1,9 @@
-"""Sharded training by XLA: as xla.py, with each parameter cut over the devices.
+"""Sharded training by XLA: `XLAStrategy` with each parameter sharded over the devices.
 
-The recipe is that of torch_xla's SpmdFullyShardedDataParallel (FSDPv2), done in place: parameters are marked as cut,
-outputs of units as cut along the batch, and gradients pass a barrier, so that XLA's compiler gathers parameters before
-a unit runs and scatters gradients after it. The module keeps its classes and the names of its parameters, where
-torch_xla's would put a wrapper around every unit.
+The recipe is that of torch_xla's SpmdFullyShardedDataParallel (FSDPv2), in place: parameters are marked as sharded,
+outputs of units as sharded along the batch, and gradients pass a barrier. So XLA's compiler gathers parameters before a
+unit runs and scatters gradients after it. The module keeps its classes and the names of its parameters; torch_xla would
+wrap every unit.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ _MARK = "_loopwright_xla_unit"
 class XLAFSDPStrategy(XLAStrategy):
     """One process that trains on all XLA devices of this host, which share one copy of the parameters.
 
-    Each parameter, its gradient and its optimizer state are cut over the devices along the longest dimension; one that
-    is shorter than the number of devices is copied to each. Everything else is as with `XLAStrategy`.
+    Each parameter, its gradient and its optimizer state are sharded over the devices along the longest dimension; one
+    that is shorter than the number of devices is replicated. The rest is as with `XLAStrategy`.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
-        parallel_devices: The devices; None takes those of devices=.
+        parallel_devices: The devices; None: those of `devices=`.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
-        auto_wrap_policy: Which modules are units, whose parameters are gathered and given back together: as for
+        auto_wrap_policy: Modules that are units, whose parameters are gathered and freed together: as for
             FSDPStrategy, a set of classes (or of their names), a function of a module, or one of torch's policies.
             None: repeated blocks and very large modules.
-        activation_checkpointing_policy: Modules whose activations are computed again in the backward pass: True for all
+        activation_checkpointing_policy: Modules whose activations are recomputed in the backward pass: True for all
             units, classes, or a function of a module.
-        state_dict_type: "full" or None: one file with whole tensors. "sharded" is refused: one process has all parts.
+        state_dict_type: "full" or None: one file with full tensors. "sharded" is refused: one process has all shards.
         sequential_save: Accepted; there is one process, which writes one file.
-        debug: Let torch_xla report what it compiles and why.
+        debug: Whether torch_xla reports what it compiles and why.
         sync_module_states: Accepted; one process has one state.
         activation_checkpointing: Another name for `activation_checkpointing_policy`.
         cluster_environment: Accepted as None only.
         precision: Another name for `precision_plugin`.
-        kwargs: Arguments of torch_xla's XlaFullyShardedDataParallel that ask for what happens here anyway
+        kwargs: Arguments of torch_xla's XlaFullyShardedDataParallel whose values agree with this strategy
             (`reshard_after_forward=True`, `flatten_parameters=False`); others are refused.
 
     Raises:
-        ConfigError: An argument cannot be honoured; every problem is named.
+        ConfigError: An argument is not supported; every problem is named.
     """
 
     strategy_name = "xla_fsdp"
@@ -99,7 +99,9 @@ class XLAFSDPStrategy(XLAStrategy):
         problems = check_policy("auto_wrap_policy", auto_wrap_policy)
         given = (activation_checkpointing_policy, activation_checkpointing)
         if None not in given:
-            problems.append(("two arguments choose what is checkpointed", "pass activation_checkpointing_policy= only"))
+            problems.append(
+                ("two arguments select the checkpointed modules", "pass activation_checkpointing_policy= only")
+            )
         policy = next((one for one in given if one is not None and one is not False), None)
         if policy is not True:
             problems += check_policy("activation_checkpointing_policy", policy)
@@ -107,9 +109,7 @@ class XLAFSDPStrategy(XLAStrategy):
             hint = nearest(str(state_dict_type), ("full", "sharded"))
             problems.append((f"state_dict_type={state_dict_type!r} is unknown{hint}", 'pass "full" or nothing'))
         elif state_dict_type == "sharded":
-            problems.append(
-                ('state_dict_type="sharded", but one process has all parts of all tensors', 'pass "full" or nothing')
-            )
+            problems.append(('state_dict_type="sharded", but one process has all shards', 'pass "full" or nothing'))
         problems += _refused(kwargs)
         if problems:
             whats, fixes = zip(*problems, strict=True)
@@ -119,14 +119,14 @@ class XLAFSDPStrategy(XLAStrategy):
         self.sequential_save = sequential_save
 
     def place_module(self, module: nn.Module) -> nn.Module:
-        """Return the module as it runs in evaluation: cut as well."""
+        """Return the module as it runs in evaluation: sharded as well."""
         return self.setup_module(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Cut the module's parameters over the devices, in place, and return it.
+        """Shard the module's parameters over the devices, in place, and return it.
 
         Raises:
-            ConfigError: A policy chooses nothing, or is none.
+            ConfigError: A policy selects no module, or is not a policy.
         """
         units = [one for _, one in choose_units(module, self.auto_wrap_policy).units]
         if self.activation_checkpointing_policy is not None:
@@ -136,19 +136,19 @@ class XLAFSDPStrategy(XLAStrategy):
             for unit in units:
                 if not getattr(unit, _MARK, False):
                     unit.register_forward_pre_hook(_set_barrier)
-                    unit.register_forward_hook(self._cut_output)
+                    unit.register_forward_hook(self._shard_output)
                     setattr(unit, _MARK, True)
         return module
 
     def spec_of(self, parameter: Tensor) -> tuple[str | None, ...]:
-        """Return the mesh's axis for each dimension of a parameter: the longest is cut."""
+        """Return the mesh's axis for each dimension of a parameter: the longest is sharded."""
         shape = list(parameter.shape)
         if not shape or max(shape) < self.num_devices:
             return (None,) * len(shape)
         longest = shape.index(max(shape))
         return tuple(self.data_axis if dim == longest else None for dim in range(len(shape)))
 
-    def _cut_output(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def _shard_output(self, unit: nn.Module, args: Any, output: Any) -> None:
         lib = import_xla()._XLAC
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % self.num_devices == 0:
@@ -157,9 +157,9 @@ class XLAFSDPStrategy(XLAStrategy):
 
 
 def _set_barrier(unit: nn.Module, args: Any) -> None:
-    """Let the backward pass of a unit end in a barrier, so that XLA does not fuse it with that of the next one.
+    """End the backward pass of a unit in a barrier, so that XLA does not fuse it with the next one's.
 
-    torch's full backward hook, which torch_xla uses for it, warns where no input of a unit needs a gradient.
+    torch's full backward hook, as in torch_xla, would warn if no input of a unit needs a gradient.
     """
     if not torch.is_grad_enabled():
         return
@@ -174,11 +174,11 @@ def _barrier(unit: nn.Module, gradient: Tensor) -> None:
 
 
 def _refused(kwargs: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what is wrong with further arguments of torch_xla's classes."""
+    """Return the problems of further arguments of torch_xla's classes."""
     harmless: dict[str, Callable[[Any], bool]] = {
         "reshard_after_forward": lambda value: value is True,
         "flatten_parameters": lambda value: value is False,
-        "pin_layout_in_collective_ops": lambda value: True,  # there are no collectives but the compiler's
+        "pin_layout_in_collective_ops": lambda value: True,  # all collectives are the compiler's
         "execute_sharding_on_init": lambda value: True,
     }
     return [

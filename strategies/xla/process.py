@@ -1,7 +1,7 @@
-"""What strategies of XLA share: one process whose tensors are computed lazily, as one graph per step.
+"""The base of XLA strategies: one process whose tensors are computed lazily, as one graph per step.
 
-Operations on an XLA device only write down a graph; `mark_step` compiles it (once for each form) and sends it off. The
-host never waits for it, and nothing here reads a tensor.
+Operations on an XLA device only record a graph; `mark_step` compiles it, once for each form, and executes it. The host
+never waits for it, and no tensor is read here.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 
 
 class XLAProcessStrategy(Strategy):
-    """One process that computes by XLA; a subclass says on how many devices.
+    """One process that computes by XLA; a subclass defines its devices.
 
-    The graph is cut in three places only: after an optimizer step (in manual optimization after the training step, so
-    that several optimizers share a graph), before a further micro-batch of one optimizer step, and after a step without
+    A graph ends in three places only: after an optimizer step (in manual optimization after the training step, so that
+    several optimizers share a graph), before a further micro-batch of one optimizer step, and after a step without
     gradients.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
-        debug: Let torch_xla report what it compiles and why, with the places in the program (PT_XLA_DEBUG,
-            XLA_IR_DEBUG, XLA_HLO_DEBUG). Best set before anything imports torch_xla.
+        debug: Whether torch_xla reports what it compiles and why, with the lines of the program (PT_XLA_DEBUG,
+            XLA_IR_DEBUG, XLA_HLO_DEBUG). Best set before the first import of torch_xla.
         precision: Another name for `precision_plugin`.
     """
 
@@ -55,7 +55,7 @@ class XLAProcessStrategy(Strategy):
     traces_lazily = True
 
     exchanges_in_backward: bool
-    """Whether a backward pass sends off graphs, to average gradients over ranks: xla_replicas.py sets it."""
+    """Whether a backward pass executes graphs, to average gradients over ranks."""
 
     has_inference_mode = False  # torch_xla 2.9: views of inference tensors fail ("Cannot set version_counter")
 
@@ -71,12 +71,12 @@ class XLAProcessStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
         self.debug = debug
         self._sync: Callable[..., None] | None = None
-        # Gradients of a micro-batch are in the graph, and no optimizer step has come yet.
+        # Gradients of a micro-batch are in the graph, without an optimizer step.
         self._has_gradients = False
-        # A training step in manual optimization is running: its end cuts the graph.
+        # A training step in manual optimization is running: the graph ends with it.
         self._is_in_manual_step = False
-        # Graphs that were sent off by mark_step.
-        self._num_cuts = 0
+        # Graphs that mark_step has executed.
+        self._num_graphs = 0
         self.exchanges_in_backward = False
         self._variables: dict[str, str | None] = {}
 
@@ -96,13 +96,13 @@ class XLAProcessStrategy(Strategy):
         self._seed()
 
     def start_runtime(self) -> None:
-        """Start the runtime with the devices that this strategy needs, or take the one that is there.
+        """Start the runtime with the devices that this strategy needs, unless it is started.
 
         Raises:
-            ConfigError: torch_xla is missing, or the runtime that is there has too few devices.
+            ConfigError: torch_xla is missing, or the started runtime has too few devices.
         """
         if not is_runtime_started() and os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
-            # A CPU's runtime has as many devices as it is told to before it starts; never fewer than were asked for.
+            # The number of a CPU's devices is set before the runtime starts; never fewer than were requested.
             wanted = max(self.num_devices, self._last_index() + 1, int(os.environ.get("CPU_NUM_DEVICES") or 1))
             os.environ["CPU_NUM_DEVICES"] = str(wanted)
         xla = import_xla(needed_for=type(self).__name__)
@@ -110,20 +110,20 @@ class XLAProcessStrategy(Strategy):
         count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
         if count <= self._last_index():
             raise ConfigError(
-                f"{type(self).__name__} needs device {self.device}, but XLA's runtime in this process has {count}, "
-                "which cannot change.",
+                f"{type(self).__name__} needs {self._last_index() + 1} devices, got {count} from XLA's runtime, which "
+                "cannot change in this process.",
                 fix=f"pass devices={count}, or start with CPU_NUM_DEVICES={self._last_index() + 1} (on a CPU).",
             )
         self._check_autograd()
         self._sync = xla.sync
 
     def _check_autograd(self) -> None:
-        """Refuse a process whose first backward pass ran before the runtime was there.
+        """Refuse a process whose first backward pass ran before the runtime was started.
 
-        Autograd makes its threads then, one for each device that it sees, and never again.
+        Autograd makes its threads then, one for each device, and never again.
 
         Raises:
-            LaunchError: It did.
+            LaunchError: The backward pass was too early.
         """
         with torch.enable_grad():
             value = torch.zeros((), device=self.device, requires_grad=True)
@@ -134,19 +134,19 @@ class XLAProcessStrategy(Strategy):
                     raise
                 raise LaunchError(
                     "XLA cannot train in this process: it computed gradients on another device before XLA's runtime "
-                    "was started, and torch's backward pass takes no device that comes later.",
-                    fix="train with XLA in a process of its own, or begin the program with "
+                    "was started, and torch's backward pass cannot use later devices.",
+                    fix="train with XLA in a separate process, or begin the program with "
                     "`import torch_xla; torch_xla.device()` (for several devices, train on XLA first).",
                 ) from error
 
     def before_devices(self) -> None:
-        """Choose the mode of the runtime, before its devices are asked for."""
+        """Choose the mode of the runtime, before its devices are requested."""
 
     def _last_index(self) -> int:
         return self.device.index or 0
 
     def _seed(self) -> None:
-        """Let XLA's generator follow from the seed of torch's: the same seed gives the same dropout."""
+        """Seed XLA's generator from torch's: the same seed gives the same dropout."""
         import_xla("torch_xla.core.xla_model").set_rng_state(torch.initial_seed() % 2**63)
 
     def _put(self, variables: dict[str, str]) -> None:
@@ -155,7 +155,7 @@ class XLAProcessStrategy(Strategy):
             os.environ[name] = value
 
     def teardown(self) -> None:
-        """Wait for what is on its way, and put environment variables of `debug` back. The runtime stays."""
+        """Wait for the device, and restore environment variables of `debug`. The runtime stays."""
         if self._sync is not None:
             import_xla("torch_xla.core.xla_model").wait_device_ops()
         for name, before in self._variables.items():
@@ -173,9 +173,9 @@ class XLAProcessStrategy(Strategy):
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return a context in which a module is built on the CPU, from where it is moved.
+        """Return a context in which a module is built on the CPU, and moved later.
 
-        So its first values are those of any other strategy with this seed, and nothing is compiled for them.
+        So its first values are those of any other strategy with this seed, and no graph is compiled for them.
 
         Args:
             empty_init: True leaves parameters without values, for a checkpoint that is loaded next.
@@ -184,10 +184,10 @@ class XLAProcessStrategy(Strategy):
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move parameters, gradients and buffers in place: the same objects, so that ties and optimizers stay right.
+        """Move parameters, gradients and buffers in place: the same objects, so that ties and optimizers stay valid.
 
         Raises:
-            ModuleError: Something else holds on to a parameter, so that it cannot be moved in place; names it.
+            ModuleError: Another object refers to a parameter, so that it cannot be moved in place; names it.
         """
         device = self.device
         moved: dict[int, Tensor] = {}
@@ -196,7 +196,7 @@ class XLAProcessStrategy(Strategy):
                 continue
             gradient = parameter.grad
             parameter.grad = None
-            # `module.to` would make new parameters, for a CPU tensor cannot become an XLA one: tied ones would part.
+            # `module.to` would make new parameters, since a CPU tensor cannot become an XLA one: ties would be lost.
             copied = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
             copied.__dict__.update(parameter.__dict__)
             try:
@@ -204,7 +204,7 @@ class XLAProcessStrategy(Strategy):
             except RuntimeError as error:
                 raise ModuleError(
                     f"the parameter {name} of {type(module).__name__} cannot be moved to {device}: {error}",
-                    fix="build the module anew for this run, and keep no graph or weak reference of its parameters.",
+                    fix="build a new module for this run, and keep no graph or weak reference of its parameters.",
                 ) from error
             if gradient is not None:
                 parameter.grad = gradient.to(device)
@@ -220,10 +220,10 @@ class XLAProcessStrategy(Strategy):
         return module
 
     def place_parameters(self, module: nn.Module) -> None:
-        """Say how the module's tensors, on the device already, lie on several devices."""
+        """Set the sharding of the module's tensors, on the device already, over several devices."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer, with the state that it has already on its parameters' device."""
+        """Return the optimizer, with its existing state on its parameters' device."""
         device = self.device
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
@@ -233,13 +233,13 @@ class XLAProcessStrategy(Strategy):
         return optimizer
 
     def process_dataloader(self, loader: Any, **options: Any) -> Any:
-        """Return torch_xla's loader for a loop by hand: a thread moves batches ahead of the loop.
+        """Return torch_xla's loader for a handwritten loop: a thread moves batches ahead of the loop.
 
-        The Trainer and `Fabric.setup_dataloaders` move batches without it, in the same way: what a thread has read
-        ahead would be lost to a checkpoint. This loader does not cut graphs; the optimizer step does.
+        The Trainer and `Fabric.setup_dataloaders` move batches without it: batches that a thread has read ahead would
+        be missing in a checkpoint. This loader does not end graphs; the optimizer step does.
 
         Args:
-            loader: Gives batches of the host.
+            loader: An iterable of batches on the host.
             options: Further arguments of torch_xla's MpDeviceLoader.
         """
         parallel_loader = import_xla("torch_xla.distributed.parallel_loader")
@@ -247,33 +247,33 @@ class XLAProcessStrategy(Strategy):
         return parallel_loader.MpDeviceLoader(loader, self.device, **options)
 
     def input_sharding(self) -> Any:
-        """Return how batches lie on several devices; None for one."""
+        """Return the sharding of batches over several devices; None for one."""
         return None
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def mark_step(self) -> None:
-        """Send off the graph that was written down since the last time; the host goes on. Seeds call it this, too."""
+        """Execute the graph recorded since the last call; the host does not wait. Seeds call it this, too."""
         self._has_gradients = False
-        self._num_cuts += 1
+        self._num_graphs += 1
         if self._sync is None:
             self._sync = import_xla().sync
         # The names that a profiler gives to operations may be open here.
         self._sync(reset_scope=False)
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return what runs `module.<name>`, and cuts the graph where a step ends."""
+        """Return a function that runs `module.<name>`, and ends the graph with the step."""
         step = super().bind_step(module, name)
         if name in _EVALUATIONS:
-            return self._cut_after(step)
+            return self._end_graph_after(step)
         is_manual = name == "training_step" and not getattr(self.unwrap(module), "automatic_optimization", True)
-        # A compiled part sends off a graph of its own each time.
-        has_parts = any(hasattr(part, "dynamo_ctx") for part in module.modules())
-        hears_reads = not has_parts and not (is_manual and self.exchanges_in_backward)
-        watched = StepWatch(name, step, own_cuts=lambda: self._num_cuts, hears_reads=hears_reads)
-        return self._manual(watched) if is_manual else self._cut_between_micro_batches(watched)
+        # A compiled submodule executes a separate graph each time.
+        is_compiled = any(hasattr(part, "dynamo_ctx") for part in module.modules())
+        finds_reads = not is_compiled and not (is_manual and self.exchanges_in_backward)
+        watched = StepWatch(name, step, own_graphs=lambda: self._num_graphs, finds_reads=finds_reads)
+        return self._manual(watched) if is_manual else self._split_by_micro_batch(watched)
 
-    def _cut_after(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _end_graph_after(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             self.mark_step()
@@ -281,9 +281,9 @@ class XLAProcessStrategy(Strategy):
 
         return run
 
-    def _cut_between_micro_batches(self, watch: StepWatch) -> Callable[..., Any]:
+    def _split_by_micro_batch(self, watch: StepWatch) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Else the graph, and with it the memory, would grow with the number of micro-batches.
+            # Else the graph and its memory would grow with the number of micro-batches.
             if self._has_gradients:
                 self.mark_step()
             output = watch.run(*args, **kwargs)
@@ -311,7 +311,7 @@ class XLAProcessStrategy(Strategy):
         self._has_gradients = True
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step the optimizer and send off the graph of the whole step."""
+        """Step the optimizer and execute the step's graph."""
         super().optimizer_step(optimizer, closure)
         if not self._is_in_manual_step:
             self.mark_step()
@@ -320,21 +320,21 @@ class XLAProcessStrategy(Strategy):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def gather_state(self, state: Any) -> Any:
-        """Return a state whose tensors are the host's, whole, in one transfer: any strategy can load it."""
+        """Return a state with full tensors on the host, in one transfer: any strategy can load it."""
         found = {id(leaf): leaf for _, leaf in leaves(state) if _is_on_xla(leaf)}
         if not found:
             return state
-        # Without mark_step, which would move XLA's random generator on: a run that saves must draw as one that resumes.
+        # Without mark_step, which would advance XLA's random generator: a run that saves must draw as one that resumes.
         copies = dict(zip(found, self.copy_to_host([tensor.detach() for tensor in found.values()]), strict=True))
         return map_leaves(state, lambda leaf: copies.get(id(leaf), leaf))
 
     def copy_to_host(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return whole tensors of the host, in one transfer; waits for the device."""
+        """Return full tensors on the host, in one transfer; waits for the device."""
         copies: list[Tensor] = import_xla()._XLAC._xla_get_cpu_tensors(tensors)
         return copies
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
-        """Put back a state of the host's tensors; see Strategy's."""
+        """Load a state of host tensors; see `Strategy`."""
         result = super().load_module_state_dict(module, state, strict)
         self.place_parameters(self.unwrap(module))
         self.mark_step()
@@ -343,13 +343,13 @@ class XLAProcessStrategy(Strategy):
     def load_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
     ) -> None:
-        """Put back a state of the host's tensors; see Strategy's."""
+        """Load a state of host tensors; see `Strategy`."""
         super().load_optimizer_state(optimizer, state, module)
         self.place_optimizer(optimizer)
         self.mark_step()
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
-        """Say how the optimizer's state, just loaded, lies on several devices."""
+        """Set the sharding of the optimizer's loaded state over several devices."""
 
 
 def _is_on_xla(leaf: Any) -> bool:

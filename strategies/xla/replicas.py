@@ -1,8 +1,8 @@
 """Data parallel training by XLA with a process for each device: replicas.
 
-What torch_xla's `launch` does, with Loopwright's launchers, which bring results and failures back: a process for each
-device, told to the runtime before it starts. Tensors are added up on the devices, by the runtime; objects, decisions
-and barriers go through the hosts' process group (gloo), so that they do not wait for a device.
+Processes start as with torch_xla's `launch`, by Loopwright's launchers, which return results and failures. Tensors are
+summed on the devices, by the runtime; objects, decisions and barriers go through the hosts' process group (gloo), so
+that they do not wait for a device.
 """
 
 from __future__ import annotations
@@ -42,28 +42,27 @@ _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 class XLAReplicasStrategy(ProcessGroupStrategy):
     """A process for each XLA device, with a copy of the module each; gradients are averaged after backward.
 
-    A loader's `batch_size` counts the samples of one process, as with "ddp". A step is three graphs: the rank's own
-    forward and backward passes, the sum of gradients over ranks, which has the same form on all of them, and clipping
-    and optimizer step. So ranks may have batches of different shapes, or none, and no rank waits for a graph that
-    another one does not run.
+    A loader's `batch_size` counts the samples of one process, as with "ddp". A step is three graphs: the rank's forward
+    and backward passes; the sum of gradients over ranks, equal on all of them; clipping and optimizer step. So ranks
+    may have batches of different shapes, or none, and no rank waits for a graph that another one does not run.
 
-    On a CPU's runtime, which connects no processes, gradients go through the host: to try a program, not to train.
+    A CPU's runtime connects no processes. There gradients go through the host, to try a program without a TPU.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
-        debug: Let torch_xla report what it compiles and why.
-        sync_module_states: Let all ranks begin with rank 0's parameters and buffers. False: they are equal already.
-        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
-        one_graph: Make the whole step one graph, which XLA can arrange better. Then all ranks must have batches of the
+        debug: Whether torch_xla reports what it compiles and why.
+        sync_module_states: Whether all ranks begin with rank 0's parameters and buffers. False: they are equal already.
+        cluster_environment: Source of ranks and addresses; None lets Fabric choose.
+        one_graph: Whether a step is one graph, which XLA can schedule better. Then all ranks must have batches of the
             same shapes in every step, a loss in each, and gradients of the same parameters: pass drop_last=True.
-        timeout: A rank that waits longer than this for another host fails; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start where nobody else starts them: "popen" (the command is run again), "spawn",
-            "fork", "forkserver".
+        timeout: Longest wait of a rank for another host; a timedelta or seconds. None: 30 minutes.
+        start_method: How processes start without a launcher: "popen" (the command is run again), "spawn", "fork",
+            "forkserver".
         precision: Another name for `precision_plugin`.
-        uneven: What happens where ranks have unequally many training batches: see DDPStrategy.
+        uneven: Behavior for unequal numbers of training batches on ranks: see DDPStrategy.
         stall_timeout: See DDPStrategy.
 
     Raises:
@@ -73,7 +72,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     strategy_name = "xla_replicas"
     accelerator_kind = "xla"
     traces_lazily = True
-    has_inference_mode = False  # as in xla_process.py
+    has_inference_mode = False  # as in process.py
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         self.debug = debug
         self.sync_module_states = sync_module_states
         self.one_graph = one_graph
-        # What one device needs: moving, cutting of graphs, copies to the host.
+        # What one device needs: moving, graphs, copies to the host.
         self._own = SingleDeviceXLAStrategy(debug=debug)
         self._own.exchanges_in_backward = True
         self._collectives: Collectives | None = None
@@ -121,13 +120,13 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     # -- processes -----------------------------------------------------------------------------------------------
 
     def fill(self, **choices: Any) -> None:
-        """Take what Fabric chose; see `Strategy.fill`."""
+        """Take Fabric's choices; see `Strategy.fill`."""
         super().fill(**choices)
         self._own.fill(accelerator=self.accelerator, device=self.device, precision=self.precision)
 
     @property
     def device(self) -> torch.device:
-        """The device of this process, which sees no other; its index is that of the runtime of this process."""
+        """The only device of this process; its index is that of this process's runtime."""
         return torch.device("xla", 0) if self._device is None else self._device
 
     @device.setter
@@ -149,15 +148,15 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         if is_runtime_started():
             if runtime.is_spmd():
                 raise LaunchError(
-                    f"{type(self).__name__} needs a device of its own in each process, but this process has switched "
-                    "XLA's SPMD on, which stays.",
+                    f"{type(self).__name__} needs a separate device in each process, but this process has switched "
+                    "XLA's SPMD on, until it ends.",
                     fix="use another process, or strategy='xla'.",
                 )
             return
         if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
             os.environ["CPU_NUM_DEVICES"] = "1"
         local_size = len(self.parallel_devices or self._filled.get("parallel_devices") or [None])
-        # What torch_xla's `launch` calls in each process that it starts; it has no public name.
+        # As in each process of torch_xla's `launch`; it has no public name.
         start = import_xla("torch_xla._internal.pjrt")
         if local_size > 1:
             start.initialize_multiprocess(self.topology.local_rank, local_size)
@@ -171,18 +170,18 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             return HostCollectives()
         raise LaunchError(
             f"there are {self.world_size} processes, but XLA's runtime of rank {self.global_rank} has {count} devices: "
-            "each process needs one of its own.",
+            "each process needs one.",
             fix="pass devices= as the number of chips of a host, use no XLA device before the processes start, and on "
             "chips with two cores (TPU v2, v3) use strategy='xla'.",
         )
 
     def _seed(self) -> None:
-        """Let each rank draw other numbers on its device, all of them from the seed of torch's generator."""
+        """Seed each rank's device differently, from the seed of torch's generator."""
         seed = torch.initial_seed() + self.global_rank * 0x9E3779B97F4A7C15
         import_xla("torch_xla.core.xla_model").set_rng_state(seed % 2**63)
 
     def teardown(self) -> None:
-        """Wait for what is on its way, and put environment variables of `debug` back. The runtime stays."""
+        """Wait for the device, and restore environment variables of `debug`. The runtime stays."""
         self._own.teardown()
         super().teardown()
 
@@ -198,7 +197,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     @property
     def collectives(self) -> Collectives:
-        """What adds up and exchanges tensors of devices; once the processes are connected."""
+        """Collectives of device tensors, once the processes are connected."""
         assert self._collectives is not None
         return self._collectives
 
@@ -206,7 +205,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return a context in which a module is built on the CPU, from where it is moved; see XLAStrategy's."""
+        """Return a context in which a module is built on the CPU, and moved later; see `XLAProcessStrategy`."""
         with self._own.init_context(empty_init):
             yield
 
@@ -214,12 +213,12 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         """Move parameters, gradients and buffers in place: the same objects.
 
         Raises:
-            ModuleError: Something else holds on to a parameter, so that it cannot be moved in place; names it.
+            ModuleError: Another object refers to a parameter, so that it cannot be moved in place; names it.
         """
         self._own.module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Return the module itself, with rank 0's values; backward averages its gradients from here on.
+        """Return the module itself, with rank 0's values; from now on backward averages its gradients.
 
         Raises:
             ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
@@ -240,7 +239,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Let all ranks have rank 0's buffers."""
+        """Copy rank 0's buffers to all ranks."""
         if self._communicates:
             self._take_from_first(list(module.buffers()))
 
@@ -261,22 +260,22 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             self.mark_step()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer, with the state that it has already on its parameters' device."""
+        """Return the optimizer, with its existing state on its parameters' device."""
         return self._own.setup_optimizer(optimizer)
 
     def process_dataloader(self, loader: Any, **options: Any) -> Any:
-        """Return torch_xla's loader for a loop by hand; see XLAStrategy's."""
+        """Return torch_xla's loader for a handwritten loop; see `XLAProcessStrategy`."""
         return self._own.process_dataloader(loader, **options)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def mark_step(self) -> None:
-        """Send off the graph that was written down since the last time; the host goes on."""
+        """Execute the graph recorded since the last call; the host does not wait."""
         self._own.mark_step()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Give what is written down within a graph of its own."""
+        """Return a context whose operations are a graph of their own."""
         self.mark_step()
         yield
         self.mark_step()
@@ -285,9 +284,9 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         return nullcontext() if self.one_graph else self._alone()
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return what runs `module.<name>`, so that the backward pass after it averages gradients.
+        """Return a function that runs `module.<name>`; the backward pass after it averages gradients.
 
-        Evaluation steps do not communicate. "training_step" returns `NoLoss` where the user's returned None.
+        Evaluation steps do not communicate. "training_step" returns `NoLoss` instead of None.
         """
         step = self._own.bind_step(module, name)
         if module not in self._averaged or name in _EVALUATIONS:
@@ -305,7 +304,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             if output is None:
                 return NoLoss(self._zero())
             if loss is not None and not loss.requires_grad:
-                # A sum of weight 0 without a graph: this rank takes part all the same.
+                # A sum of weight 0 without a graph: this rank takes part nevertheless.
                 return replace_loss(output, loss + self._zero().to(loss.dtype))
             return output
 
@@ -348,8 +347,8 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             self._fill_gaps(trained)
             for one in trained:
                 if one.grad is not None:
-                    # Autograd gives views (of a transposed product, say) where it computed something, and the graph
-                    # that reads a view is another one than that which reads zeros.
+                    # A gradient may be a view, of a transposed product for example; a graph that reads a view differs
+                    # from one that reads zeros.
                     one.grad = one.grad.clone()
         gradients = [one.grad for one in trained if one.grad is not None]
         sums, self._sums = self._sums, []
@@ -358,7 +357,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             self.collectives.sum_in_place(sums)
 
     def _fill_gaps(self, parameters: Sequence[Tensor]) -> None:
-        """Give zeros to parameters that have a gradient on other ranks only: all ranks must run the same graph."""
+        """Set zeros as gradients that other ranks alone have: all ranks must run the same graph."""
         import torch.distributed as dist
 
         there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
@@ -376,13 +375,13 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scale gradients so that their total norm is at most `max_norm`; see `Strategy`'s."""
+        """Scale gradients so that their total norm is at most `max_norm`; see `Strategy`."""
         if error_if_nonfinite and self.one_graph:
-            self.mark_step()  # a read would send off the graph with the sum in it, at a place of its own choice
+            self.mark_step()  # a read would execute the graph with the sum in it
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step the optimizer and send off the graph."""
+        """Step the optimizer and execute the graph."""
         return self._own.optimizer_step(optimizer, closure)
 
     def discard_gradients(self, module: nn.Module | None) -> None:
@@ -392,7 +391,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to add a tensor over ranks, in place: together with the gradients of the next backward pass."""
+        """Begin to sum a tensor over ranks, in place: together with the gradients of the next backward pass."""
         if not self._communicates:
             return lambda: tensor
         self._sums.append(tensor)
@@ -407,7 +406,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     reduce_scatter = Strategy.reduce_scatter  # by all_reduce: XLA's own would need a graph that differs by rank
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a tensor, number, or structure of them, reduced over ranks; see ParallelStrategy's."""
+        """Return a tensor, number, or structure of them, reduced over ranks; see `ParallelStrategy`."""
         if isinstance(group, str):  # all_reduce(tensor, "sum")
             group, reduce_op = None, group
         if not self._communicates:
@@ -420,7 +419,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             if not _is_of_device(leaf):
                 found = super(XLAReplicasStrategy, self).all_reduce(_on_host(leaf), group, op)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
-            own = leaf.detach().clone()  # no view, as in average_gradients
+            own = leaf.detach().clone()  # not a view, as in average_gradients
             with self._alone():
                 return reduce_as(self.collectives, own, op, self.world_size)
 
@@ -429,7 +428,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     reduce = all_reduce
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return a tensor, number, or structure of them, of all ranks, stacked; see ParallelStrategy's."""
+        """Return a tensor, number, or structure of them, of all ranks, stacked; see `ParallelStrategy`."""
         if isinstance(group, bool):  # all_gather(tensor, True)
             group, sync_grads = None, group
         if not self._communicates:
@@ -450,31 +449,31 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def gather_state(self, state: Any) -> Any:
-        """Return a state whose tensors are the host's, in one transfer: any strategy can load it."""
+        """Return a state with tensors on the host, in one transfer: any strategy can load it."""
         return self._own.gather_state(state)
 
     def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the whole state of a module on the host: a rank may save alone, when nobody gathers anything."""
+        """Return the full state of a module on the host: a rank may save alone, without gathering."""
         state: dict[str, Any] = self.gather_state(super().module_state_dict(module))
         return state
 
     get_module_state_dict = module_state_dict
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
-        """Return the whole state of an optimizer on the host, as `module_state_dict` does."""
+        """Return the full state of an optimizer on the host, as `module_state_dict` does."""
         state: dict[str, Any] = self.gather_state(super().optimizer_state(optimizer, module))
         return state
 
     get_optimizer_state = optimizer_state
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
-        """Put back a state of the host's tensors; see Strategy's."""
+        """Load a state of host tensors; see `Strategy`."""
         return self._own.load_module_state_dict(module, state, strict)
 
     def load_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
     ) -> None:
-        """Put back a state of the host's tensors; see Strategy's."""
+        """Load a state of host tensors; see `Strategy`."""
         self._own.load_optimizer_state(optimizer, state, module)
 
 

@@ -17,18 +17,18 @@ __all__ = ["SingleDeviceXLAStrategy"]
 
 
 class SingleDeviceXLAStrategy(XLAProcessStrategy):
-    """Train on one device of XLA's runtime; every collective returns what it was given.
+    """One process on one device of XLA's runtime; every collective returns its argument.
 
     Args:
-        device: The device, such as "xla:0"; an int is its index. None takes the one that `devices=` names.
+        device: The device, such as "xla:0"; an int is its index. None: the first one in `devices=`.
         accelerator: The kind of device; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
-        debug: Let torch_xla report what it compiles and why.
+        debug: Whether torch_xla reports what it compiles and why.
         precision: Another name for `precision_plugin`.
 
     Raises:
-        ConfigError: The device is none of XLA's.
+        ConfigError: The device is not an XLA device.
     """
 
     strategy_name = "single_xla"
@@ -60,6 +60,6 @@ def _xla_device(device: torch.device | str | int) -> torch.device:
 
 def _no_xla_device(device: object) -> ConfigError:
     return ConfigError(
-        f"SingleDeviceXLAStrategy was given device={device!r}, which is no XLA device.",
+        f"Expected device to be an XLA device, got {device!r}.",
         fix='pass device="xla:0", an index, or nothing.',
     )

@@ -1,7 +1,7 @@
-"""Tells users what keeps XLA slow: steps that read tensors, and graphs that never repeat.
+"""Warnings about slow steps of XLA: steps that read tensors, and graphs that never repeat.
 
-Both are silent otherwise, and can cost most of the time. torch_xla's counters are the host's, so that looking at them
-waits for nothing: a step is asked how many graphs were sent off while it ran, and how many were compiled since.
+Both are silent otherwise, and can take most of the time. Each step compares torch_xla's counters of executed and
+compiled graphs; they are on the host, so that no device is waited for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
 
-_WARM_UP = 10  # steps: first forms of a graph (optimizer state begins, numbers are logged) belong to every run
-_WINDOW = 20  # steps that are judged: rare reads, and a last batch of another shape, are nobody's mistake
+_WARM_UP = 10  # steps: every run compiles some graphs at first (optimizer state begins, numbers are logged)
+_WINDOW = 20  # steps that are counted: rare reads, and a last batch of another shape, are normal
 _NS_PER_S = 1e9
 _LIBRARIES = tuple(
     os.path.join(folder, "")
@@ -38,27 +38,27 @@ _OUR_PARTS = ("callbacks", "data", "fabric", "loggers", "precision", "profilers"
 
 
 class StepWatch:
-    """Runs a step of the user's and warns, once each, when most steps read a tensor or compile a graph.
+    """Runs the user's step and warns, once each, when most steps read a tensor or compile a graph.
 
-    The first steps are watched; from then on `run` is the user's step itself.
+    It counts during the first steps; then `run` is the user's step itself.
 
     Args:
         name: The step's name, for messages.
         step: The step.
-        own_cuts: Returns how many graphs the strategy has sent off by itself.
-        hears_reads: False where something else than the user's code sends off graphs within a step.
+        own_graphs: Returns the number of graphs that the strategy itself has executed.
+        finds_reads: Whether only the user's code executes graphs within a step.
 
     Attributes:
-        run: What runs the step; to be asked for anew at each call.
+        run: The function to call; it may change with each call.
     """
 
     def __init__(
-        self, name: str, step: Callable[..., Any], *, own_cuts: Callable[[], int], hears_reads: bool = True
+        self, name: str, step: Callable[..., Any], *, own_graphs: Callable[[], int], finds_reads: bool = True
     ) -> None:
         self.run: Callable[..., Any] = self._watch
         self._name = name
         self._step = step
-        self._own_cuts = own_cuts
+        self._own_graphs = own_graphs
         self._value: Callable[[str], int | None] = import_xla()._XLAC._xla_counter_value
         self._steps = -_WARM_UP
         self._reads = 0
@@ -66,20 +66,20 @@ class StepWatch:
         self._compiled = 0
         self._shapes: list[tuple[int, ...]] = []  # of the last batch
         self._new_shapes: list[tuple[tuple[int, ...], ...]] = []  # of batches whose graphs were compiled
-        self._hears_reads = hears_reads
+        self._finds_reads = finds_reads
 
     def _watch(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the step returns, and count what it sent off."""
+        """Return the step's output, and count the graphs that it executed."""
         value = self._value
         compiled = value("UncachedCompile") or 0
-        before = compiled + (value("CachedCompile") or 0) - self._own_cuts()
+        before = compiled + (value("CachedCompile") or 0) - self._own_graphs()
         if compiled != self._compiled:
             self._compiled = compiled
             self._new_forms += 1
-            self._new_shapes.append(tuple(self._shapes))  # a step's graph is sent off after it
+            self._new_shapes.append(tuple(self._shapes))  # a step's graph is executed after it
         self._shapes = [tuple(leaf.shape) for _, leaf in leaves(args) if isinstance(leaf, Tensor)]
         output = self._step(*args, **kwargs)
-        if self._sent() > before:
+        if self._executed() > before:
             self._reads += 1
         self._steps += 1
         if self._steps == 0:
@@ -90,8 +90,8 @@ class StepWatch:
         return output
 
     def _judge(self) -> None:
-        """Say what was found, and watch no more."""
-        self.run = self._locate if self._hears_reads and self._reads * 2 >= _WINDOW else self._step
+        """Warn of what was counted, and stop counting."""
+        self.run = self._locate if self._finds_reads and self._reads * 2 >= _WINDOW else self._step
         if self._new_forms * 2 >= _WINDOW:
             self._warn_of_forms()
 
@@ -100,37 +100,37 @@ class StepWatch:
         forms = list(dict.fromkeys(self._new_shapes))
         if len(forms) > 1:
             some = ", ".join(" ".join(map(str, shapes)) for shapes in forms[:3])
-            cause = f"batches have other shapes each time: {some}"
+            cause = f"batches have different shapes: {some}"
             remedy = "pad them to a few sizes, and pass drop_last=True"
         else:
-            cause = "batches have equal shapes: a number or a choice of Python in the step changes"
+            cause = "batches have equal shapes: a Python number or branch in the step changes"
             remedy = "pass numbers as tensors, and choose with torch.where"
         _warn(
-            "XLA compiled anew in %d of %d calls of %s (%d graphs and %.1f s in this process): %s. To fix it: "
+            "XLA compiled again in %d of %d calls of %s (%d graphs and %.1f s in this process): %s. To fix it: "
             "%s; XLAStatsMonitor logs the counts.",
             self._new_forms, _WINDOW, self._name, data[0], data[1] / _NS_PER_S, cause, remedy,
         )  # fmt: skip
 
     def _locate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step once line by line, and say which of the user's lines sent off a graph."""
+        """Run the step once line by line, and name the user's lines that executed a graph."""
         self.run = self._step
-        places = _Places(self._sent)
+        places = _Places(self._executed)
         output = places.run(self._step, args, kwargs)
         where = ", ".join(places.found[:5])
         _warn(
-            "%s reads a tensor in every step%s: the host waits there for the device, and the graph is cut. .item(), "
+            "%s reads a tensor in every step%s: the host waits there for the device, and the graph ends. .item(), "
             "float(), print(), .cpu() and an `if` on a tensor do. To fix it: log tensors as they are (self.log), and "
             "choose with torch.where.",
             self._name, f", at {where}" if where else "",
         )  # fmt: skip
         return output
 
-    def _sent(self) -> int:
-        return (self._value("UncachedCompile") or 0) + (self._value("CachedCompile") or 0) - self._own_cuts()
+    def _executed(self) -> int:
+        return (self._value("UncachedCompile") or 0) + (self._value("CachedCompile") or 0) - self._own_graphs()
 
 
 class _Places:
-    """Runs a function, and notes the lines of the user's files at which a number grew."""
+    """Runs a function, and finds the lines of the user's files at which a number grew."""
 
     def __init__(self, number: Callable[[], int]) -> None:
         self.found: list[str] = []
@@ -140,7 +140,7 @@ class _Places:
         self._line = 0
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the function returns; nothing is noted where a debugger traces the thread already."""
+        """Return the function's result; no lines are found while a debugger traces the thread."""
         if sys.gettrace() is not None:
             return function(*args, **kwargs)
         self._last = self._number()

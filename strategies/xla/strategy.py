@@ -1,7 +1,7 @@
 """Data parallel training by XLA: one process, whose graphs run on all devices of a host (SPMD).
 
-The program is that of one device with the whole batch; marks on tensors say how they lie on the devices, and XLA's
-compiler adds the communication.
+The program is that of one device with the full batch; tensors are marked with their sharding over the devices, and
+XLA's compiler adds the communication.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,25 +32,28 @@ __all__ = ["XLAStrategy"]
 
 logger = logging.getLogger(__name__)
 
-# Any in this file: torch_xla is not annotated.
+# Any in this file: torch_xla is not annotated; batches of any structure.
+
+_Shards = Sequence[tuple[Tensor, object]]
+_Indices = Sequence[tuple[object, Sequence[slice] | EllipsisType]]
 
 
 class XLAStrategy(XLAProcessStrategy):
     """One process that trains on all XLA devices of this host, each with a copy of the module.
 
-    A loader's `batch_size` counts the samples of all devices together; each device computes its share, and gradients
-    are those of the whole batch, also with `lw.Loss(sum, weight)`. Batch norm sees the whole batch. There is one rank,
-    so collectives return what they were given. A batch that cannot be cut evenly is computed by every device, with the
-    same result. Tensors of batches are cut along their first dimension.
+    A loader's `batch_size` counts the samples of all devices together; each device computes its shard, and gradients
+    are those of the full batch, also with `lw.Loss(sum, weight)`. Batch norm sees the full batch. There is one rank, so
+    collectives return their argument. Batches are sharded along their first dimension; a batch that does not divide is
+    computed by every device, with the same result.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
-        parallel_devices: The devices; None takes those of devices=. It must be all of the runtime's.
+        parallel_devices: The devices, all of the runtime's; None: those of `devices=`.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
-        debug: Let torch_xla report what it compiles and why.
-        sync_module_states: Accepted; one process has one state, which is copied to every device.
-        cluster_environment: Accepted as None only: there is one process.
+        debug: Whether torch_xla reports what it compiles and why.
+        sync_module_states: Accepted; one process has one state, which every device gets.
+        cluster_environment: None; there is one process.
         precision: Another name for `precision_plugin`.
 
     Raises:
@@ -59,7 +63,7 @@ class XLAStrategy(XLAProcessStrategy):
     strategy_name = "xla"
     has_several_devices = True
     data_axis = "data"
-    """Name of the mesh's axis over which batches are cut."""
+    """Name of the mesh axis that batches are sharded over."""
 
     def __init__(
         self,
@@ -76,8 +80,8 @@ class XLAStrategy(XLAProcessStrategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)
         if cluster_environment is not None:
             raise ConfigError(
-                f"{type(self).__name__} was given cluster_environment={cluster_environment!r}, but it is one process "
-                "for all devices of a host.",
+                f"Expected cluster_environment=None for {type(self).__name__}, which is one process for all devices of "
+                f"a host, got {cluster_environment!r}.",
                 fix="leave it out.",
             )
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
@@ -95,7 +99,7 @@ class XLAStrategy(XLAProcessStrategy):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that a batch is cut over."""
+        """The devices that a batch is sharded over."""
         return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
 
     @property
@@ -116,7 +120,7 @@ class XLAStrategy(XLAProcessStrategy):
         return self.num_devices - 1
 
     def before_devices(self) -> None:
-        """Switch SPMD on, for good: this process can go back to single devices only by ending.
+        """Switch SPMD on, until this process ends.
 
         Raises:
             ConfigError: The runtime has another number of devices.
@@ -125,7 +129,7 @@ class XLAStrategy(XLAProcessStrategy):
             return
         runtime = import_xla("torch_xla.runtime")
         if is_runtime_started():
-            self._check_count()  # before anything is changed
+            self._check_count()  # before SPMD is switched on
         if not runtime.is_spmd():
             runtime.use_spmd()
         self._check_count()
@@ -134,8 +138,8 @@ class XLAStrategy(XLAProcessStrategy):
         count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
         if count != self.num_devices:
             raise ConfigError(
-                f"{type(self).__name__} was given {self.num_devices} devices, but XLA's runtime in this process has "
-                f"{count}, and a graph runs on all of them.",
+                f"Expected {count} devices, all of XLA's runtime in this process, for {type(self).__name__}, got "
+                f"{self.num_devices}.",
                 fix=f"pass devices={count}; on a CPU CPU_NUM_DEVICES sets the number, before the runtime starts.",
             )
 
@@ -148,7 +152,7 @@ class XLAStrategy(XLAProcessStrategy):
             spmd.set_global_mesh(self._mesh)
         return self._mesh
 
-    # -- where tensors lie -----------------------------------------------------------------------------------------
+    # -- sharding of tensors --------------------------------------------------------------------------------------
 
     def place_parameters(self, module: nn.Module) -> None:
         """Copy parameters and buffers to every device."""
@@ -156,74 +160,74 @@ class XLAStrategy(XLAProcessStrategy):
             for parameter in module.parameters():
                 self.mark(parameter, self.spec_of(parameter))
             for buffer in module.buffers():
-                self.mark(buffer, _whole(buffer))
+                self.mark(buffer, _replicated(buffer))
 
     def spec_of(self, parameter: Tensor) -> tuple[str | None, ...]:
-        """Return the mesh's axis for each dimension of a parameter; None for a dimension that is not cut."""
-        return _whole(parameter)
+        """Return the mesh's axis for each dimension of a parameter; None for a dimension that is not sharded."""
+        return _replicated(parameter)
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's state lie as its parameters do."""
+        """Shard the optimizer's state as its parameters are."""
         if self.num_devices > 1:
             for parameter, tensor in state_like_parameters(optimizer):
                 self.mark(tensor, self.spec_of(parameter))
 
     def mark(self, tensor: Tensor, spec: tuple[str | None, ...]) -> None:
-        """Say how a tensor lies on the devices, once and for all."""
+        """Set the sharding of a tensor, unless it has one."""
         lib = import_xla()._XLAC
         if not lib._get_xla_sharding_spec(tensor):
-            # torch_xla's mark_sharding without the object that it makes and that nobody here needs.
+            # torch_xla's mark_sharding, without the object that it returns.
             lib._xla_mark_sharding(tensor, self.mesh.get_op_sharding(spec))
 
     def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
-        """Put back a state of the host's tensors; see Strategy's. Each device is sent its part of a parameter only."""
-        return super().load_module_state_dict(module, self._send_parts(self.unwrap(module), state), strict)
+        """Load a state of host tensors; see `Strategy`. Each device gets its shard of a parameter only."""
+        return super().load_module_state_dict(module, self._send_shards(self.unwrap(module), state), strict)
 
-    def _send_parts(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with those tensors on the devices that are cut: torch's copy would send each device all."""
+    def _send_shards(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state whose sharded tensors are on the devices: torch's copy would send each device all of them."""
         targets = {_plain(name): one for name, one in module.named_parameters(remove_duplicate=False)}
-        cut: list[str] = []
+        names: list[str] = []
         tensors: list[Tensor] = []
         specs: list[Any] = []
         for name, value in state.items():
             target = targets.get(_plain(name))
             if target is None or type(value) is not Tensor or value.device.type != "cpu" or value.shape != target.shape:
-                continue  # torch copies it, or names it as wrong
+                continue  # torch copies it, or names the misfit
             spec = self.spec_of(target)
             if any(spec):
-                cut.append(name)
+                names.append(name)
                 tensors.append(value.to(target.dtype))
                 specs.append(
                     import_xla("torch_xla.distributed.spmd").ShardingSpec(self.mesh, spec).xla_spec(tensors[-1])
                 )
-        if not cut:
+        if not names:
             return state
         sent = import_xla()._XLAC._xla_tensors_from_aten(tensors, [str(self.device)] * len(tensors), specs)
         result = copy(state)  # with the versions of modules, which torch keeps in an attribute
-        result.update(zip(cut, sent, strict=True))
+        result.update(zip(names, sent, strict=True))
         return result
 
     def copy_to_host(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return whole tensors of the host; those that are cut are put together there.
+        """Return full tensors on the host, from shards that are copied one by one.
 
-        torch_xla would gather them on the devices first: a graph, compiled anew at each save, and memory for each.
+        torch_xla would gather them on the devices: a graph that is compiled again at each save, and memory for each.
         """
         lib = import_xla()._XLAC
         copies: dict[int, Tensor] = {}
-        # Parts can be asked for only when nothing that makes them is on its way.
+        # Shards can be read only when the graphs that compute them have ended.
         lib._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=False)
         import_xla("torch_xla.core.xla_model").wait_device_ops()
-        cut = [tensor for tensor in tensors if "devices=" in lib._get_xla_sharding_spec(tensor)]
-        for tensor, parts, places in zip(
-            cut, lib._get_local_shards(cut), lib._get_local_shard_replica_and_indices(cut), strict=True
+        sharded = [tensor for tensor in tensors if "devices=" in lib._get_xla_sharding_spec(tensor)]
+        for tensor, shards, indices in zip(
+            sharded, lib._get_local_shards(sharded), lib._get_local_shard_replica_and_indices(sharded), strict=True
         ):
-            copies[id(tensor)] = _put_together(tensor, parts, places)
+            copies[id(tensor)] = _joined(tensor, shards, indices)
         rest = [tensor for tensor in tensors if id(tensor) not in copies]
         copies.update(zip(map(id, rest), super().copy_to_host(rest), strict=True))
         return [copies[id(tensor)] for tensor in tensors]
 
     def input_sharding(self) -> BatchSharding | None:
-        """Return how batches lie on the devices: cut along their first dimension."""
+        """Return the sharding of batches: along their first dimension."""
         if self.num_devices == 1:
             return None
         if self._batch_sharding is None:
@@ -231,7 +235,7 @@ class XLAStrategy(XLAProcessStrategy):
         return self._batch_sharding
 
     def place_batch(self, batch: Any) -> Any:
-        """Return a batch whose tensors of the host were sent to the devices, each with its share. Nothing waits.
+        """Return a batch whose host tensors were sent to the devices, a shard to each, without waiting.
 
         Called by Fabric before it moves the rest.
         """
@@ -249,38 +253,37 @@ class XLAStrategy(XLAProcessStrategy):
         return f"{type(self).__name__}(devices={self.num_devices})"
 
 
-def _put_together(tensor: Tensor, parts: Any, places: Any) -> Tensor:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for (part, _), (_, place) in zip(parts, places, strict=True):
-        if place is Ellipsis:
-            copied: Tensor = part.clone()
-            return copied
-        # The last part may be padded.
-        whole[tuple(place)] = part[tuple(slice(0, one.stop - one.start) for one in place)]
-    return whole
+def _joined(tensor: Tensor, shards: _Shards, indices: _Indices) -> Tensor:
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (shard, _), (_, index) in zip(shards, indices, strict=True):
+        if isinstance(index, EllipsisType):
+            return shard.clone()
+        # The last shard may be padded.
+        full[tuple(index)] = shard[tuple(slice(0, one.stop - one.start) for one in index)]
+    return full
 
 
 def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")  # torch.compile's
 
 
-def _whole(tensor: Tensor) -> tuple[None, ...]:
+def _replicated(tensor: Tensor) -> tuple[None, ...]:
     return (None,) * tensor.ndim
 
 
 class BatchSharding:
-    """How tensors of batches lie on the devices: cut along the first dimension, whatever the number of the others.
+    """Sharding of batches over the devices: along the first dimension, for any number of dimensions.
 
-    torch_xla's ShardingSpec, which its loader takes, is for one number of dimensions; this stands in its place there.
+    It replaces torch_xla's ShardingSpec, which is for one number of dimensions, also in torch_xla's loader.
 
     Args:
         mesh: torch_xla's Mesh.
-        axis: Name of the axis over which is cut.
+        axis: Name of the sharded axis.
         size: Number of devices on it.
     """
 
     minibatch = False
-    """For torch_xla: the batch is that of all devices, not this host's share."""
+    """For torch_xla: the batch is that of all devices, not this host's."""
 
     def __init__(self, mesh: Any, axis: str, size: int) -> None:
         self._mesh = mesh
@@ -290,7 +293,7 @@ class BatchSharding:
         self._has_warned = False
 
     def xla_spec(self, tensor: Tensor) -> Any:
-        """Return torch_xla's description for one tensor of the host; None for one that every device gets whole."""
+        """Return torch_xla's sharding of one host tensor; None for one that is replicated."""
         if not tensor.ndim:
             return None
         if tensor.shape[0] % self._size:
@@ -299,14 +302,14 @@ class BatchSharding:
         spec = self._specs.get(tensor.ndim)
         if spec is None:
             spmd = import_xla("torch_xla.distributed.spmd")
-            spec = self._specs[tensor.ndim] = spmd.ShardingSpec(self._mesh, (self._axis, *_whole(tensor)[1:]))
+            spec = self._specs[tensor.ndim] = spmd.ShardingSpec(self._mesh, (self._axis, *_replicated(tensor)[1:]))
         return spec.xla_spec(tensor)
 
     def _warn(self, samples: int) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a batch of %d samples cannot be cut evenly over %d devices: each of them computes all of it; choose a "
+                "a batch of %d samples cannot be split evenly over %d devices: each computes all of it; choose a "
                 "batch_size that %d divides, and drop_last=True",
                 samples, self._size, self._size,
             )  # fmt: skip

@@ -51,7 +51,7 @@ def test_steps_that_read_or_never_repeat_are_named_once(tmp_path: Path) -> None:
     assert reads.startswith(f"training_step reads a tensor in every step, at {program}:{line}: ")
     [shapes], _ = found["shapes"]
     assert "in 11 of 20 calls of training_step" in shapes
-    assert "batches have other shapes each time: (4, 11), (4, 12), (4, 13)." in shapes
+    assert "batches have different shapes: (4, 11), (4, 12), (4, 13)." in shapes
 
 
 def test_gradients_of_another_device_before_the_runtime_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from loopwright.checkpoint import storage
 from loopwright.checkpoint.content import fit_by_name
 from loopwright.checkpoint.deepspeed.files import find_tag_folder, is_deepspeed_folder
 from loopwright.checkpoint.deepspeed.folder import read_folder
-from loopwright.checkpoint.deepspeed.partitions import Flat, Misfit, cut_groups, cut_parameters
+from loopwright.checkpoint.deepspeed.partitions import Flat, Misfit, group_layouts, parameter_layouts
 from loopwright.checkpoint.tools.formats import Reading, find_checkpoints, open_checkpoint
 from loopwright.checkpoint.tools.verify import check
 from loopwright.cli import run
@@ -318,16 +318,16 @@ def test_pieces_lie_across_parts() -> None:
 
 
 def test_alignment_between_parameters_is_passed_over() -> None:
-    layouts = cut_groups([{"a": (3,), "b": (2,)}], [8], [[1, 2]], 2)
-    assert layouts["b"].runs == ((0, 4, 2),)
+    layouts = group_layouts([{"a": (3,), "b": (2,)}], [8], [[1, 2]], 2)
+    assert layouts["b"].slices == ((0, 4, 2),)
     with pytest.raises(Misfit):
-        cut_groups([{"a": (3,), "b": (2,)}], [12], [[1, 2]], 2)
+        group_layouts([{"a": (3,), "b": (2,)}], [12], [[1, 2]], 2)
 
 
 def test_each_rank_has_a_run_of_each_parameter() -> None:
-    layouts = cut_parameters([{"a": (5,)}, {"b": (1,)}], [4, 4])
-    assert layouts["a"].runs == ((0, 0, 3), (1, 0, 2))
-    assert layouts["b"].runs == ((0, 3, 1), (1, 3, 0))
+    layouts = parameter_layouts([{"a": (5,)}, {"b": (1,)}], [4, 4])
+    assert layouts["a"].slices == ((0, 0, 3), (1, 0, 2))
+    assert layouts["b"].slices == ((0, 3, 1), (1, 3, 0))
 
 
 def test_a_state_with_names_fits_another_order_and_frozen_ones() -> None:

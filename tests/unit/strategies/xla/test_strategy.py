@@ -59,10 +59,10 @@ def test_the_longest_dimension_is_cut(size: int) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SingleDeviceXLAStrategy("cpu"), "device='cpu', which is no XLA device"),
-        (lambda: SingleDeviceXLAStrategy("nonsense"), "which is no XLA device"),
+        (lambda: SingleDeviceXLAStrategy("cpu"), "Expected device to be an XLA device, got 'cpu'"),
+        (lambda: SingleDeviceXLAStrategy("nonsense"), "Expected device to be an XLA device"),
         (lambda: XLAStrategy(cluster_environment=object()), "one process for all devices"),
-        (lambda: XLAFSDPStrategy(state_dict_type="sharded"), "one process has all parts"),
+        (lambda: XLAFSDPStrategy(state_dict_type="sharded"), "one process has all shards"),
         (lambda: XLAFSDPStrategy(state_dict_type="ful"), "did you mean 'full'"),
         (
             lambda: XLAFSDPStrategy(flatten_parameters=True, optimization_barrier_in_forward=1),
