@@ -96,7 +96,7 @@ class Strategy(Capabilities):
         self._checkpoint_io = checkpoint_io
         self._precision = precision if precision is not None else precision_plugin
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for one, other in (("reduce", "all_reduce"), ("root_device", "device"), ("precision_plugin", "precision")):
             if one in cls.__dict__ and other not in cls.__dict__:
@@ -191,7 +191,7 @@ class Strategy(Capabilities):
         return self._filled.get("checkpoint_io")
 
     @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: Any) -> None:
+    def checkpoint_io(self, checkpoint_io: object) -> None:
         self._checkpoint_io = checkpoint_io
 
     @property
@@ -204,7 +204,7 @@ class Strategy(Capabilities):
             checkpoint_io=self._checkpoint_io,
         )
 
-    def fill(self, **choices: Any) -> None:
+    def fill(self, **choices: object) -> None:
         """Take what Fabric chose; what the user gave to the constructor or set on the strategy wins.
 
         Args:
@@ -277,7 +277,7 @@ class Strategy(Capabilities):
         with self.device, SkipInit():
             yield
 
-    def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
+    def change_context(self, module: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which a module that was built in `init_context` may be changed before it is set up."""
         return nullcontext()
 
@@ -386,7 +386,7 @@ class Strategy(Capabilities):
         """
 
     def run_window(
-        self, batches: Sequence[Any], step: Callable[[Any, int], Any], share: Callable[[Any], Tensor]
+        self, batches: Sequence[object], step: Callable[[Any, int], object], share: Callable[[Any], Tensor]
     ) -> Sequence[Any]:
         """Run forward and backward of all micro-batches of an accumulation window.
 
@@ -409,15 +409,15 @@ class Strategy(Capabilities):
 
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
 
-    def place_batch(self, batch: Any) -> Any:  # Any: a batch of any structure
+    def place_batch(self, batch: object) -> Any:  # Any: a batch of any structure
         """Return a batch whose tensors are on their devices already; Fabric moves the others. Called if overridden."""
         return batch
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes do not reduce gradients over ranks, if enabled."""
         return nullcontext()
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # Any: arguments of Tensor.backward
+    def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         tensor.backward(*args, **kwargs)
 
@@ -499,13 +499,13 @@ class Strategy(Capabilities):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     # Any: process groups are of the backend's own type.
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+    def all_reduce(self, tensor: object, group: object = None, reduce_op: str = "mean") -> Any:
         """Return a tensor (or collection) reduced over ranks, with "mean", "sum", "min" or "max"."""
         return tensor
 
     reduce = all_reduce
 
-    def reduce_scatter(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce_scatter(self, tensor: Any, group: object = None, reduce_op: Any = "mean") -> Any:
         """Return this rank's chunk of a reduction over ranks: rank `i` gets chunk `i` of dimension 0.
 
         Nothing is changed in place, and no gradient flows back. With one rank that is the tensor itself.
@@ -533,7 +533,7 @@ class Strategy(Capabilities):
         reduced = self.all_reduce(tensor, reduce_op=reduce_op)
         return map_leaves(reduced, lambda leaf: leaf.chunk(size)[rank].clone() if isinstance(leaf, Tensor) else leaf)
 
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: object, group: object = None, sync_grads: bool = False) -> Any:
         """Return tensors of all ranks stacked along a new first dimension; with one rank, the tensor itself.
 
         Args:
@@ -543,7 +543,7 @@ class Strategy(Capabilities):
         """
         return tensor
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: object, src: int = 0) -> Any:
         """Return rank `src`'s object."""
         return obj
 
@@ -561,7 +561,7 @@ class Strategy(Capabilities):
         """
         return lambda: tensor
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: object) -> list[Any]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         return [obj]
 
@@ -575,7 +575,7 @@ class Strategy(Capabilities):
         """Return what a resume needs beside model and optimizers; {} if nothing. On every rank: it may communicate."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Put back what `state_dict` returned, now or when the module is set up."""
 
     def saves_shards(self, default: str) -> bool:
@@ -586,7 +586,7 @@ class Strategy(Capabilities):
         """
         return False
 
-    def gather_state(self, state: Any) -> Any:  # Any: the content of a checkpoint
+    def gather_state(self, state: object) -> Any:  # Any: the content of a checkpoint
         """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""
         return state
 

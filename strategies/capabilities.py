@@ -26,7 +26,7 @@ class Launcher(Protocol):
         """Whether it works in a notebook."""
         ...
 
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Run the function in all processes and return what it returned on rank 0."""
         ...
 

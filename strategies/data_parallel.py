@@ -93,7 +93,7 @@ class DataParallelStrategy(ParallelStrategy):
             return step
         join = _join_loss if name == "training_step" else _join_outputs
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             size = _batch_size((args, kwargs))
             if size is None or size < 2:
                 return step(*args, **kwargs)
@@ -108,7 +108,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     # -- collectives: there is one process, whatever else this program connected -----------------------------------
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
         """Return the mean (or sum, min, max, product) of each tensor's elements: what the devices gave, as one value.
 
         The mean of integers is a float64.
@@ -119,7 +119,7 @@ class DataParallelStrategy(ParallelStrategy):
             reduce_op = group
         op = op_name(reduce_op)
 
-        def reduced(leaf: Any) -> Any:
+        def reduced(leaf: object) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.ndim:
                 return leaf
             if op == "mean":
@@ -142,7 +142,7 @@ class DataParallelStrategy(ParallelStrategy):
 # -- splitting ---------------------------------------------------------------------------------------------------------
 
 
-def _batch_size(data: Any) -> int | None:
+def _batch_size(data: object) -> int | None:
     """Return the size that the first dimensions of all tensors share; None where they differ or there are none."""
     sizes = {leaf.shape[0] for _, leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim}
     return sizes.pop() if len(sizes) == 1 else None
@@ -154,7 +154,7 @@ def _sizes(size: int, count: int) -> list[int]:
     return [min(step, size - start) for start in range(0, size, step)]
 
 
-def _cut(data: Any, size: int, count: int) -> list[Any]:
+def _cut(data: object, size: int, count: int) -> list[Any]:
     parts = []
     start = 0
     for length in _sizes(size, count):
@@ -164,7 +164,7 @@ def _cut(data: Any, size: int, count: int) -> list[Any]:
     return parts
 
 
-def _slice_of(leaf: Any, part: slice) -> Any:
+def _slice_of(leaf: object, part: slice) -> Any:
     return leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
@@ -176,12 +176,12 @@ class _Step(nn.Module):
         self.module = module
         self.name = name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         step = self.module if self.name == "forward" else getattr(self.module, self.name)
         return step(*args, **kwargs)
 
 
-def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], parts: Sequence[Any]) -> list[Any]:
+def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], parts: Sequence[object]) -> list[Any]:
     """Run the parts on copies of the module, in threads, and bring the outputs to the first device."""
     from torch.nn.parallel import parallel_apply, replicate
 
@@ -191,7 +191,7 @@ def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], p
     return [_moved(output, devices[0]) for output in outputs]
 
 
-def _moved(data: Any, device: torch.device) -> Any:
+def _moved(data: object, device: torch.device) -> Any:
     return map_leaves(data, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -252,7 +252,7 @@ def _join_extra(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     return first
 
 
-def _join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _join_outputs(outputs: Sequence[object], sizes: Sequence[int]) -> Any:
     """Return what a module's forward returns for the full batch: tensors joined, scalars as one tensor of them."""
     columns = zip(*([leaf for _, leaf in leaves(output)] for output in outputs), strict=True)
     joined = iter([_join_leaf(column) for column in columns])

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 __all__ = ["load_weights"]
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool) -> Any:
     """Call torch's `load_state_dict`, and return what it returns: missing and unexpected keys.
 
     Args:

@@ -67,7 +67,7 @@ class ParallelStrategy(Strategy):
             cluster_environment=self.cluster_environment,
         )
 
-    def fill(self, **choices: Any) -> None:
+    def fill(self, **choices: object) -> None:
         """Take what Fabric chose; see `Strategy.fill`."""
         super().fill(**choices)
         self._topology = None
@@ -150,7 +150,7 @@ class ParallelStrategy(Strategy):
     # -- collectives; on every rank, in the same order -------------------------------------------------------------
 
     # Any: process groups are of the backend's own type.
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
         """Return a tensor, number, or structure of them, reduced over ranks; nothing is changed in place.
 
         Args:
@@ -171,7 +171,7 @@ class ParallelStrategy(Strategy):
 
     reduce = all_reduce
 
-    def reduce_scatter(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce_scatter(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
         """Return this rank's chunk of a reduction over ranks; see `Strategy.reduce_scatter`.
 
         Raises:
@@ -188,7 +188,7 @@ class ParallelStrategy(Strategy):
             return tensor
         return reduce_scatter(tensor, group=group, reduce_op=reduce_op, device=self.device)
 
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: object, group: Any = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
 
         Args:
@@ -207,7 +207,7 @@ class ParallelStrategy(Strategy):
 
         return all_gather(tensor, group=group, sync_grads=sync_grads, device=self.device)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: object, src: int = 0) -> Any:
         """Return rank `src`'s object, which must be picklable; its tensors arrive on the receiver's device."""
         if not self.is_connected:
             return obj
@@ -236,7 +236,7 @@ class ParallelStrategy(Strategy):
 
         return finish
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: object) -> list[Any]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         if not self.is_connected:
             return [obj]

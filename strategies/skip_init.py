@@ -19,9 +19,9 @@ class SkipInit(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return the tensor that an init function was given, or call any other function."""

@@ -12,7 +12,7 @@ __all__ = ["leaves", "map_leaves"]
 # Any in this file: data of any structure.
 
 
-def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(data: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of each leaf, which is everything that is not a container, in a fixed order."""
     if isinstance(data, Mapping):
         for key, value in data.items():
@@ -27,7 +27,7 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, data
 
 
-def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(data: object, function: Callable[[Any], object]) -> Any:
     """Return the structure with `function` applied to everything that is not a container, in the order of `leaves`.
 
     Containers keep their type and what they hold beside their items.

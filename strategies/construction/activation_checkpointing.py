@@ -26,7 +26,7 @@ __all__ = ["apply_activation_checkpointing", "is_checkpointed"]
 _MARK = "_loopwright_checkpointed"
 
 
-def apply_activation_checkpointing(module: nn.Module, policy: Any, *, units: Iterable[nn.Module] = ()) -> list[str]:
+def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: Iterable[nn.Module] = ()) -> list[str]:
     """Let submodules keep only their inputs between forward and backward pass, in place, and return their names.
 
     Gradients are the same to the bit, dropout included; running statistics of norms are updated once. Without
@@ -64,7 +64,7 @@ def is_checkpointed(module: nn.Module) -> bool:
     return hasattr(type(module), _MARK)
 
 
-def _chosen(module: nn.Module, policy: Any, units: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+def _chosen(module: nn.Module, policy: object, units: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     if policy is not True:
         return select_modules(module, policy, argument="activation_checkpointing")[0]
     wanted = {id(one) for one in units}
@@ -100,7 +100,7 @@ def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():
             return original.forward(self, *args, **kwargs)
         return _run_twice(self, original.forward, args, kwargs)
@@ -113,7 +113,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     # One that is made by indexing a Sequential is none of those that were chosen.
-    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    def new(cls: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
         return original(*args, **kwargs)
 
     functools.update_wrapper(forward, original.forward)
@@ -135,7 +135,9 @@ def _new(original: type[nn.Module]) -> nn.Module:
     return module
 
 
-def _run_twice(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_twice(
+    module: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     # By position: torch looks for devices, whose random numbers it repeats, in positional arguments only, and takes
@@ -144,7 +146,7 @@ def _run_twice(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     num_args = len(args)
     again: _Again | None = None
 
-    def run(*values: Any) -> Any:
+    def run(*values: object) -> Any:
         nonlocal again
         named = dict(zip(names, values[num_args:], strict=True))
         if torch.compiler.is_compiling():

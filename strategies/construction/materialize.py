@@ -51,7 +51,7 @@ def modules_of_unit(unit: nn.Module, inner: Collection[nn.Module] = ()) -> list[
 
 
 def check_materializable(
-    root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None, empty: bool = False
+    root: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None, empty: bool = False
 ) -> None:
     """Raise an error if some module of a model cannot be given values. Called before the first one is materialized.
 
@@ -66,7 +66,7 @@ def check_materializable(
     _check(root, list(root.modules()), param_init_fn, empty=empty)
 
 
-def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], Any] | None = None) -> list[str]:
+def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None) -> list[str]:
     """Return the parameters that get their values from a checkpoint only: built with `empty=True`, for a checkpoint.
 
     Args:
@@ -91,7 +91,7 @@ def materialize(
     recurse: bool = True,
     inner: Collection[nn.Module] = (),
     root: nn.Module | None = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
     empty: bool = False,
 ) -> None:
     """Put tensors with values on the device in the place of a module's parameters and buffers on the meta device.
@@ -133,7 +133,7 @@ def materialize_from_rank_zero(
     inner: Collection[nn.Module] = (),
     root: nn.Module | None = None,
     group: Any = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Do on the group's first rank what `materialize` does, and give its parameters and buffers to the other ranks.
 
@@ -191,7 +191,7 @@ def update_attributes(module: nn.Module) -> None:
 
 
 def _check(
-    root: nn.Module, modules: Sequence[nn.Module], param_init_fn: Callable[[nn.Module], Any] | None, *, empty: bool
+    root: nn.Module, modules: Sequence[nn.Module], param_init_fn: Callable[[nn.Module], object] | None, *, empty: bool
 ) -> None:
     problems = _problems(root, modules, param_init_fn, empty=empty)
     if problems:
@@ -207,7 +207,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _problems(
-    root: nn.Module, modules: Iterable[nn.Module], param_init_fn: Callable[[nn.Module], Any] | None, *, empty: bool
+    root: nn.Module, modules: Iterable[nn.Module], param_init_fn: Callable[[nn.Module], object] | None, *, empty: bool
 ) -> list[str]:
     """Return one line for each module that has a problem."""
     names = {id(module): name or "(the model)" for name, module in root.named_modules()}
@@ -292,7 +292,7 @@ def _told(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
 def _make(
     modules: Sequence[nn.Module],
     device: torch.device,
-    param_init_fn: Callable[[nn.Module], Any] | None,
+    param_init_fn: Callable[[nn.Module], object] | None,
     *,
     with_values: bool,
 ) -> list[nn.Module]:
@@ -362,7 +362,9 @@ def _put(new: dict[int, Tensor], modules: Sequence[nn.Module]) -> None:
             module.__dict__[name] = _replaced(value, new, seen)
 
 
-def _fill(modules: Sequence[nn.Module], device: torch.device, param_init_fn: Callable[[nn.Module], Any] | None) -> None:
+def _fill(
+    modules: Sequence[nn.Module], device: torch.device, param_init_fn: Callable[[nn.Module], object] | None
+) -> None:
     """Let functions of the user's, or the modules' own, give values to tensors that have none."""
     with torch.no_grad(), device:
         for module in modules:
@@ -396,7 +398,7 @@ def _deferred_attributes(module: nn.Module) -> Iterator[Tensor]:
                 yield tensor
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
@@ -405,7 +407,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(item, seen)
 
 
-def _replaced(value: Any, new: dict[int, Tensor], seen: set[int]) -> Any:
+def _replaced(value: object, new: dict[int, Tensor], seen: set[int]) -> Any:
     """Return a value with new tensors in the place of old ones; lists and dicts are changed in place."""
     if isinstance(value, Tensor):
         return new.get(id(value), made_of(value))

@@ -272,7 +272,7 @@ def _run(write: Operation | Constant, storages: dict[Memory, torch.UntypedStorag
             _tensor(view, storages, CPU).copy_(result)
 
 
-def _map_views(values: Any, storages: dict[Memory, torch.UntypedStorage]) -> Any:
+def _map_views(values: object, storages: dict[Memory, torch.UntypedStorage]) -> Any:
     return map_leaves(lambda value: _tensor(value, storages, CPU) if isinstance(value, View) else value, values)
 
 
@@ -347,7 +347,7 @@ def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
     return function(values)
 
 
-def _leaves(values: Any) -> Iterator[Any]:
+def _leaves(values: object) -> Iterator[Any]:
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, (list, tuple)) and not isinstance(values, torch.Size):
@@ -357,12 +357,12 @@ def _leaves(values: Any) -> Iterator[Any]:
         yield values
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: object) -> Iterator[Tensor]:
     """Give the tensors among the arguments or results of an operation."""
     return (value for value in _leaves(values) if isinstance(value, Tensor))
 
 
-def views_in(values: Any) -> Iterator[View]:
+def views_in(values: object) -> Iterator[View]:
     """Give the views among what was written down of an operation's arguments."""
     return (value for value in _leaves(values) if isinstance(value, View))
 

@@ -112,7 +112,7 @@ class Operations(TorchDispatchMode):
     def _write_down(
         self,
         func: Any,
-        views: tuple[Any, dict[str, Any]],
+        views: tuple[object, dict[str, Any]],
         written: Sequence[Tensor],
         results: Sequence[Tensor],
         rng_state: Tensor | None,
@@ -204,7 +204,7 @@ _READERS = {
 _INDEXERS = {Tensor.__getitem__, Tensor.__setitem__}
 
 
-def _index_of(index: Any) -> Any:
+def _index_of(index: object) -> Any:
     """Return an index with tensors in the place of lists and arrays, which torch would put on the meta device."""
     if isinstance(index, tuple):
         return tuple(_index_of(one) for one in index)
@@ -215,11 +215,11 @@ def _index_of(index: Any) -> Any:
     return index
 
 
-def _is_given_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_given_tensor(args: Sequence[object], kwargs: dict[str, Any]) -> bool:
     return isinstance(next(iter((*args, *kwargs.values())), None), Tensor)
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     """Return a deferred tensor's values, and any other object as it is."""
     if not isinstance(value, Tensor) or not is_deferred(value):
         return value
@@ -239,23 +239,23 @@ def _read(value: Any) -> Any:
     return real
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: object) -> Any:
     if isinstance(value, Tensor) and not is_deferred(value) and not _is_plain_meta(value):
         return constant_of(value)
     return value
 
 
-def _view(value: Any) -> Any:
+def _view(value: object) -> Any:
     return view_of(value) if isinstance(value, Tensor) and is_deferred(value) else value
 
 
-def _throwaway(value: Any) -> Any:
+def _throwaway(value: object) -> Any:
     if not isinstance(value, View):
         return value
     return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=CPU)
 
 
-def _without_past(views: tuple[Any, dict[str, Any]], target: Tensor) -> tuple[Any, dict[str, Any]]:
+def _without_past(views: tuple[object, dict[str, Any]], target: Tensor) -> tuple[Any, dict[str, Any]]:
     """Let the written tensor's view forget its past, if all of its memory is overwritten and nothing else reads it."""
     written = view_of(target)
     covers = target.is_contiguous() and target.numel() * target.element_size() == written.memory.num_bytes
@@ -263,13 +263,13 @@ def _without_past(views: tuple[Any, dict[str, Any]], target: Tensor) -> tuple[An
         return views
     fresh = replace(written, write=None)
 
-    def forget(value: Any) -> Any:
+    def forget(value: object) -> Any:
         return fresh if isinstance(value, View) and value.memory is written.memory else value
 
     return map_leaves(forget, views[0]), map_leaves(forget, views[1])
 
 
-def _result_like(func: Any, real: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _result_like(func: Any, real: object, args: object, kwargs: dict[str, Any]) -> Any:
     """Return deferred tensors of the shapes of real results; a result that is an argument is that argument."""
     if not isinstance(real, (Tensor, list, tuple)):
         return real
@@ -317,7 +317,7 @@ def _is_plain_meta(tensor: Tensor) -> bool:
     return tensor.is_meta and not is_deferred(tensor)
 
 
-def _refuse_plain_meta(func: Any, values: Any) -> None:
+def _refuse_plain_meta(func: object, values: object) -> None:
     if not _is_like(_name(func)) and any(_is_plain_meta(tensor) for tensor in tensors_in(values)):
         raise ModuleError(
             f"{users_line()} calls {_name(func)} with a tensor on the meta device, which has no values.",
@@ -325,7 +325,7 @@ def _refuse_plain_meta(func: Any, values: Any) -> None:
         )
 
 
-def _refuse_storage(func: Any, args: Any) -> None:
+def _refuse_storage(func: object, args: Any) -> None:
     if any(isinstance(value, torch.UntypedStorage) and value.device.type != "meta" for value in args):
         raise ModuleError(
             f"{users_line()} calls {_name(func)} to give a storage with values to a new tensor that has none yet.",

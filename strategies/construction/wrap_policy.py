@@ -48,7 +48,7 @@ class Units:
     notes: list[str]
 
 
-def check_policy(argument: str, policy: Any) -> list[_Problem]:
+def check_policy(argument: str, policy: object) -> list[_Problem]:
     """Return what is wrong with a policy before there is a module, each as (what happened, what to do).
 
     Args:
@@ -72,7 +72,7 @@ def check_policy(argument: str, policy: Any) -> list[_Problem]:
     return []
 
 
-def choose_units(module: nn.Module, policy: Any, *, ignored: Collection[nn.Parameter] = frozenset()) -> Units:
+def choose_units(module: nn.Module, policy: object, *, ignored: Collection[nn.Parameter] = frozenset()) -> Units:
     """Return the submodules that are to be units of their own, in the order in which torch needs them.
 
     Args:
@@ -267,7 +267,7 @@ def _of_classes(
 
 
 def _ask_recursively(
-    root: nn.Module, policy: Callable[..., Any], skipped: set[int], closed: tuple[type, ...]
+    root: nn.Module, policy: Callable[..., object], skipped: set[int], closed: tuple[type, ...]
 ) -> set[int]:
     """Return the ids of chosen modules, asked as FullyShardedDataParallel asks: first whether to look into a module."""
     chosen: set[int] = set()
@@ -319,14 +319,14 @@ def _is_a(module: nn.Module, wanted: type | str) -> bool:
     return isinstance(module, wanted)
 
 
-def _parameters_of(policy: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _parameters_of(policy: Callable[..., object]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(policy).parameters)
     except ValueError:  # built in: nothing is known about it
         return {}
 
 
-def _is_recursive(policy: Callable[..., Any]) -> bool:
+def _is_recursive(policy: Callable[..., object]) -> bool:
     """Return whether a function is asked as FullyShardedDataParallel asks: module=, recurse=, nonwrapped_numel=."""
     parameters = _parameters_of(policy)
     kinds = {one.kind for one in parameters.values()}
@@ -334,7 +334,7 @@ def _is_recursive(policy: Callable[..., Any]) -> bool:
     return "recurse" in parameters or kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def _missing(policy: Callable[..., Any]) -> list[str]:
+def _missing(policy: Callable[..., object]) -> list[str]:
     """Return the names of arguments that the function requires and does not get."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     free = [
@@ -358,12 +358,12 @@ def _bare_note(chosen: list[tuple[str, nn.Module]]) -> str:
     )
 
 
-def _name_of(policy: Any) -> str:
+def _name_of(policy: object) -> str:
     function = policy.func if isinstance(policy, functools.partial) else policy
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
 

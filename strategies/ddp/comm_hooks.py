@@ -46,7 +46,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _KNOWN = ("fp16", "bf16", "powersgd", "post_local_sgd", "allreduce", "noop")
 
 
-def hook_name(hook: Any) -> str | None:
+def hook_name(hook: object) -> str | None:
     """Return which of our names a hook goes by: a name, a member of torch's enumeration, or torch's function."""
     if isinstance(hook, enum.Enum):
         hook = hook.name.lower().removesuffix("_rank2")
@@ -56,7 +56,7 @@ def hook_name(hook: Any) -> str | None:
     return _OF_TORCH.get(getattr(hook, "__name__", "")) if is_of_torch else None
 
 
-def check_comm_hook(hook: Any, state: Any, wrapper: Any, period: int | None) -> list[tuple[str, str]]:
+def check_comm_hook(hook: object, state: object, wrapper: object, period: int | None) -> list[tuple[str, str]]:
     """Return (what, fix) of everything in the arguments of DDPStrategy that cannot work."""
     problems = []
     name = hook_name(hook)
@@ -145,7 +145,7 @@ class CommHook:
             return self.feedback.state_dict()
         return {"iter": self.state.iter} if self.name == "post_local_sgd" else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Put back what `state_dict` returned."""
         if self.feedback is not None:
             self.feedback.load_state_dict(state)
@@ -192,7 +192,7 @@ def _all_reduce_as(bucket: Any, dtype: torch.dtype, group: Any) -> Any:
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
     """Return a hook that hands a bucket in a shorter dtype to `hook`, and gives back its own."""
 
-    def run(state: Any, bucket: Any) -> Any:
+    def run(state: object, bucket: Any) -> Any:
         buffer = bucket.buffer()
         bucket.set_buffer(buffer.to(dtype))
 
@@ -206,7 +206,7 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
     return run
 
 
-def _leave(state: Any, bucket: Any) -> Any:
+def _leave(state: object, bucket: Any) -> Any:
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -215,7 +215,7 @@ def _leave(state: Any, bucket: Any) -> Any:
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def _make_state(name: str | None, hook: Any, state: Any, strategy: ParallelStrategy) -> Any:
+def _make_state(name: str | None, hook: object, state: object, strategy: ParallelStrategy) -> Any:
     """Return the state object from what the user gave; subgroups are made here, on every rank alike."""
     if callable(state) and not isinstance(state, type) and not hasattr(state, "iter"):
         state = state()
@@ -226,7 +226,7 @@ def _make_state(name: str | None, hook: Any, state: Any, strategy: ParallelStrat
     return state
 
 
-def _power_sgd_state(hook: Any, state: Any) -> Any:
+def _power_sgd_state(hook: object, state: object) -> Any:
     try:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -248,7 +248,7 @@ def _power_sgd_state(hook: Any, state: Any) -> Any:
         raise MissingDependency("numpy", needed_for="ddp_comm_hook='powersgd'") from error
 
 
-def _post_local_state(state: Any, strategy: ParallelStrategy) -> Any:
+def _post_local_state(state: object, strategy: ParallelStrategy) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
     options: dict[str, Any] = {"process_group": None, "subgroup": None, "start_localSGD_iter": 0}
@@ -287,7 +287,7 @@ def _subgroup(size: int | None, strategy: ParallelStrategy) -> Any:
     return mine
 
 
-def _wrong_state(name: str, state: Any, expected: str) -> ConfigError:
+def _wrong_state(name: str, state: object, expected: str) -> ConfigError:
     return ConfigError(
         f"DDPStrategy: ddp_comm_hook={name!r} was given ddp_comm_state={state!r}, expected {expected}.",
         fix="see the docstring of DDPStrategy for the forms of ddp_comm_state.",

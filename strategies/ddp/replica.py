@@ -55,7 +55,7 @@ class Steps(nn.Module):
         self.sparse = _sparse_parameters(module)
         self.output: Any = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the `Call` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
         if call.__class__ is not Call:
@@ -152,7 +152,7 @@ class Replica(DistributedDataParallel):
         """Take torch's hooks off the parameters, before another wrapper is put around the module."""
         self.reducer._remove_autograd_hooks()
 
-    def rebuild(self, options: Mapping[str, Any]) -> None:
+    def rebuild(self, options: Mapping[str, object]) -> None:
         """Wrap again, in place, after the set of trained parameters changed. On every rank: it communicates."""
         module = self.original
         self.release()
@@ -177,7 +177,7 @@ def inside_a_replica() -> bool:
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
-def loss_tensor(output: Any) -> Tensor | None:
+def loss_tensor(output: object) -> Tensor | None:
     """Return the tensor that `backward` will be called on, from a training step's output; None where there is none."""
     if output is None or isinstance(output, Tensor):
         return output

@@ -223,10 +223,10 @@ class DDPStrategy(ProcessGroupStrategy):
             return step
         return self._bound_training(module, step) if name == "training_step" else _bound(module, step)
 
-    def _bound_training(self, replica: Replica, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _bound_training(self, replica: Replica, step: Callable[..., object]) -> Callable[..., Any]:
         call = Call(step, is_training=True)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             if replica.frozen and replica.is_outdated():
                 self._rebuild(replica)
             try:
@@ -260,7 +260,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
         return note_absence(window, self.device)
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes add to the gradients of this rank only, if enabled.
 
         Run the forward pass in it as well. The first pass outside averages the accumulated gradients. With a static
@@ -271,7 +271,7 @@ class DDPStrategy(ProcessGroupStrategy):
             return context
         return nullcontext()
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision), and average them.
 
         Raises:
@@ -292,7 +292,7 @@ class DDPStrategy(ProcessGroupStrategy):
         except RuntimeError as error:
             raise _explained(error, replica) from error
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer; where weights are averaged from time to time, do that when it is due."""
         has_stepped = super().optimizer_step(optimizer, closure)
         if self._averaging is not None:
@@ -371,10 +371,10 @@ class DDPStrategy(ProcessGroupStrategy):
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _bound(replica: Replica, step: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(replica: Replica, step: Callable[..., object]) -> Callable[..., Any]:
     call = Call(step, is_training=False)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():  # torch would broadcast buffers even so: a rank with more batches would hang
             return step(*args, **kwargs)
         try:
@@ -389,7 +389,7 @@ def _no_step() -> None:
     return None
 
 
-def _with_loss(output: Any, loss: Tensor) -> Any:
+def _with_loss(output: object, loss: Tensor) -> Any:
     """Return the user's output with the loss tensor that came through torch's wrapper."""
     return output if loss_tensor(output) is loss else replace_loss(output, loss)
 
@@ -433,7 +433,7 @@ def _explained(error: RuntimeError, replica: Replica) -> RuntimeError | ModuleEr
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _wrong_kwargs(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _wrong_kwargs(kwargs: Mapping[str, object]) -> list[tuple[str, str]]:
     known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
     problems = []
     for name in kwargs:

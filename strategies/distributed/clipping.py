@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def _combined(values: Tensor, mesh: DeviceMesh, axis: int, *, is_max: bool) -> T
     return largest_over_ranks(values, group)
 
 
-def largest_over_ranks(values: Tensor, group: Any = None) -> Tensor:  # Any: a process group
+def largest_over_ranks(values: Tensor, group: object = None) -> Tensor:
     """Return the largest value of each element over the ranks of a group, NaN above all. On each of these ranks.
 
     Args:

@@ -42,7 +42,7 @@ _OPS = {
 }
 
 
-def op_name(reduce_op: Any) -> str:
+def op_name(reduce_op: object) -> str:
     """Return "mean", "sum", "min", "max" or "product" for a name in any case, a `torch.distributed.ReduceOp`, or None.
 
     Raises:
@@ -62,7 +62,7 @@ def op_name(reduce_op: Any) -> str:
     )
 
 
-def all_reduce(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
+def all_reduce(data: object, *, group: object, reduce_op: object, device: torch.device) -> Any:
     """Return the data with every tensor and number reduced over the ranks; nothing is changed in place.
 
     Args:
@@ -115,7 +115,7 @@ def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
     return result.to(dtype)
 
 
-def reduce_scatter(data: Any, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
+def reduce_scatter(data: object, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
     """Return this rank's part of a reduction: of `n` ranks, rank `i` gets the i-th n-th of dimension 0.
 
     Args:
@@ -136,7 +136,7 @@ def reduce_scatter(data: Any, *, group: Any, reduce_op: Any, device: torch.devic
     # torch 2.9 to 2.12 have the earlier name only; 2.13 warns of it.
     reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def scatter(leaf: Any) -> Any:
+    def scatter(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         full = _widened(leaf, op)
@@ -147,7 +147,7 @@ def reduce_scatter(data: Any, *, group: Any, reduce_op: Any, device: torch.devic
     return map_leaves(data, scatter)
 
 
-def check_divides(data: Any, size: int) -> None:
+def check_divides(data: object, size: int) -> None:
     """Refuse tensors and numbers whose dimension 0 is not divisible by this number of ranks.
 
     Raises:
@@ -166,7 +166,7 @@ def check_divides(data: Any, size: int) -> None:
         )
 
 
-def all_gather(data: Any, *, group: Any, sync_grads: bool, device: torch.device) -> Any:
+def all_gather(data: object, *, group: object, sync_grads: bool, device: torch.device) -> Any:
     """Return the data with every tensor and number of all ranks stacked along a new first dimension, in rank order.
 
     Args:
@@ -182,7 +182,7 @@ def all_gather(data: Any, *, group: Any, sync_grads: bool, device: torch.device)
     data = _to_tensors(data, device)
     _check("all_gather", data, group)
 
-    def gather(leaf: Any) -> Any:
+    def gather(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
@@ -215,7 +215,7 @@ class _AllGather(torch.autograd.Function):
         return gradient[dist.get_rank(ctx.group)], None
 
 
-def broadcast(obj: Any, *, src: int, device: torch.device) -> Any:
+def broadcast(obj: object, *, src: int, device: torch.device) -> Any:
     """Return rank `src`'s object, which must be picklable; itself on `src`.
 
     Tensors that are not on the CPU arrive on the receiver's `device`.
@@ -233,15 +233,15 @@ class _Elsewhere:
         self.tensor = tensor.detach().cpu()
 
 
-def _packed(leaf: Any) -> Any:
+def _packed(leaf: object) -> Any:
     return _Elsewhere(leaf) if isinstance(leaf, Tensor) and leaf.device.type != "cpu" else leaf
 
 
-def _unpacked(leaf: Any, device: torch.device) -> Any:
+def _unpacked(leaf: object, device: torch.device) -> Any:
     return leaf.tensor.to(device) if isinstance(leaf, _Elsewhere) else leaf
 
 
-def gather_objects(obj: Any) -> list[Any]:
+def gather_objects(obj: object) -> list[Any]:
     """Return the objects of all ranks in rank order, on every rank; tensors in them arrive on the CPU."""
     rank = dist.get_rank()
     boxes: list[Any] = [None] * dist.get_world_size()
@@ -249,7 +249,7 @@ def gather_objects(obj: Any) -> list[Any]:
     return [obj if index == rank else map_leaves(box, _on_cpu) for index, box in enumerate(boxes)]
 
 
-def _on_cpu(leaf: Any) -> Any:
+def _on_cpu(leaf: object) -> Any:
     return leaf.tensor if isinstance(leaf, _Elsewhere) else leaf
 
 
@@ -266,7 +266,7 @@ def host_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
 
 
-def same_everywhere(fact: str, *, group: Any = None, device: torch.device | None = None) -> bool:
+def same_everywhere(fact: str, *, group: object = None, device: torch.device | None = None) -> bool:
     """Return whether all ranks gave the same string; one message of 16 bytes on `device` (None: the CPU)."""
     digest = int.from_bytes(hashlib.blake2b(fact.encode(), digest_size=8).digest(), "big") >> 1
     # The largest of d and of -d: equal on all ranks exactly if every rank has the same d.
@@ -276,7 +276,7 @@ def same_everywhere(fact: str, *, group: Any = None, device: torch.device | None
     return bool(largest == -smallest)
 
 
-def _check(call: str, data: Any, group: Any) -> None:
+def _check(call: str, data: object, group: Any) -> None:
     """Compare what the ranks are about to do, where the backend would not survive a difference."""
     described = [(path, leaf) for path, leaf in leaves(data) if isinstance(leaf, Tensor)]
     if not all(leaf.device.type == "cpu" for _, leaf in described):
@@ -294,8 +294,8 @@ def _check(call: str, data: Any, group: Any) -> None:
     )
 
 
-def _to_tensors(data: Any, device: torch.device) -> Any:
-    def convert(leaf: Any) -> Any:
+def _to_tensors(data: object, device: torch.device) -> Any:
+    def convert(leaf: object) -> Any:
         if isinstance(leaf, bool | int | float | complex):
             return torch.tensor(leaf, device=device)
         # Arrays of numpy, which need not be installed.

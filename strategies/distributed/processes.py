@@ -172,13 +172,13 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Any = None) -> None:  # 
             tensor.copy_(dense)
 
 
-def _wrong_choice(name: str, value: Any, choices: Sequence[str]) -> list[tuple[str, str]]:
+def _wrong_choice(name: str, value: object, choices: Sequence[str]) -> list[tuple[str, str]]:
     if value in choices:
         return []
     return [(f"{name}={value!r} is unknown{nearest(str(value), choices)}", f"use one of {', '.join(choices)}")]
 
 
-def _duration(value: Any, default: timedelta, name: str, problems: list[tuple[str, str]]) -> timedelta:
+def _duration(value: object, default: timedelta, name: str, problems: list[tuple[str, str]]) -> timedelta:
     if value is None:
         return default
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:

@@ -32,18 +32,18 @@ __all__ = [
 # Any in this file: the content of checkpoints.
 
 
-def is_sharded(value: Any) -> TypeGuard[DTensor]:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether this is a sharded tensor (a DTensor). Imports nothing."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported yet means that there is none
     return module is not None and isinstance(value, module.DTensor)
 
 
-def has_shards(tree: Any) -> bool:
+def has_shards(tree: object) -> bool:
     """Return whether there is a sharded tensor in a structure of dicts, lists and tuples."""
     return "torch.distributed.tensor" in sys.modules and any(is_sharded(value) for _, value in leaves(tree))
 
 
-def has_parts(tree: Any) -> bool:
+def has_parts(tree: object) -> bool:
     """Return whether other ranks are needed for what a structure holds: shards, or what an engine will gather."""
     return has_shards(tree) or any(getattr(value, "is_part", False) is True for _, value in leaves(tree))
 
@@ -113,7 +113,7 @@ def full_tensor(tensor: DTensor) -> Tensor:
         return result.clone() if is_same else result
 
 
-def gather_full(tree: Any, *, keep: bool) -> Any:
+def gather_full(tree: object, *, keep: bool) -> Any:
     """Return a structure with full tensors on the CPU in place of sharded ones. On every rank: it communicates.
 
     One full tensor at a time is in the memory of all ranks. Those that share memory (tied weights) still do.
@@ -125,7 +125,7 @@ def gather_full(tree: Any, *, keep: bool) -> Any:
     # The sharded tensors are kept beside the full ones: else their memory, and with it the key, could be used again.
     done: dict[tuple[Any, ...], tuple[DTensor, Tensor]] = {}
 
-    def gather(value: Any) -> Any:
+    def gather(value: object) -> Any:
         if not is_sharded(value):
             return value
         full = full_tensor(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one
@@ -138,15 +138,15 @@ def gather_full(tree: Any, *, keep: bool) -> Any:
     return map_leaves(tree, gather)
 
 
-def read_full(tree: Any) -> Any:
+def read_full(tree: object) -> Any:
     """Return a structure whose tensors in files are read in full; sharded tensors are left unchanged."""
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 
 
-def _is_stored(value: Any) -> TypeGuard[StoredTensor]:
+def _is_stored(value: object) -> TypeGuard[StoredTensor]:
     return not isinstance(value, Tensor) and hasattr(value, "read") and hasattr(value, "dtype")
 
 
-def fits(value: Any, like: Sequence[int]) -> bool:
+def fits(value: object, like: Sequence[int]) -> bool:
     """Return whether this is a tensor, in memory or in a file, of that shape."""
     return (isinstance(value, Tensor) or _is_stored(value)) and tuple(value.shape) == tuple(like)

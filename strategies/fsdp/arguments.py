@@ -82,7 +82,7 @@ _OTHERS = (
 )
 
 
-def read_arguments(**given: Any) -> ShardingPlan:
+def read_arguments(**given: object) -> ShardingPlan:
     """Return what the arguments of FSDPStrategy that are about sharding ask for.
 
     Args:
@@ -144,7 +144,7 @@ def read_arguments(**given: Any) -> ShardingPlan:
 # -- one argument each -------------------------------------------------------------------------------------------------
 
 
-def _unknown(given: Mapping[str, Any]) -> list[_Problem]:
+def _unknown(given: Mapping[str, object]) -> list[_Problem]:
     problems = []
     for name, value in given.items():
         if name in _REFUSED:
@@ -158,7 +158,7 @@ def _unknown(given: Mapping[str, Any]) -> list[_Problem]:
     return problems
 
 
-def _either(wanted: Mapping[str, Any], names: tuple[str, str], problems: list[_Problem]) -> Any:
+def _either(wanted: Mapping[str, object], names: tuple[str, str], problems: list[_Problem]) -> Any:
     """Return the value of an argument that has two names."""
     first, second = (wanted[name] for name in names)
     if first is not None and second is not None:
@@ -167,7 +167,7 @@ def _either(wanted: Mapping[str, Any], names: tuple[str, str], problems: list[_P
 
 
 def _read_sharding(
-    wanted: Mapping[str, Any], mesh: Any, problems: list[_Problem], notes: list[str]
+    wanted: Mapping[str, object], mesh: Any, problems: list[_Problem], notes: list[str]
 ) -> tuple[bool | int, bool, bool]:
     """Return reshard_after_forward, is_hybrid, is_replicated."""
     given = wanted["sharding_strategy"]
@@ -277,7 +277,7 @@ def _read_count(name: str, given: Any, problems: list[_Problem]) -> int:
     return 0
 
 
-def _read_state_dict_type(given: Any, problems: list[_Problem]) -> str | None:
+def _read_state_dict_type(given: object, problems: list[_Problem]) -> str | None:
     if given is None:
         return None
     name = given.name.removesuffix("_STATE_DICT") if isinstance(given, Enum) else given
@@ -311,7 +311,7 @@ def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _choice(argument: str, given: Any, choices: tuple[str, ...], problems: list[_Problem]) -> str:
+def _choice(argument: str, given: object, choices: tuple[str, ...], problems: list[_Problem]) -> str:
     """Return which of the choices a string, in any case, or a member of torch's enumeration means."""
     name = given.name if isinstance(given, Enum) else given
     by_name = {choice.strip("_").lower(): choice for choice in choices}
@@ -323,11 +323,11 @@ def _choice(argument: str, given: Any, choices: tuple[str, ...], problems: list[
     return choices[0]
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_torch(value: Any, name: str) -> bool:
+def _is_torch(value: object, name: str) -> bool:
     """Return whether a value is an object of a class of torch.distributed, which is not imported for that."""
     return any(
         base.__name__ == name and base.__module__.startswith("torch.distributed") for base in type(value).__mro__

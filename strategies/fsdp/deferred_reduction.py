@@ -82,6 +82,6 @@ def _whole_gradient(one: Any) -> Tensor:
     return total
 
 
-def _latest(one: Any) -> Tensor | None:
+def _latest(one: object) -> Tensor | None:
     full = getattr(one, "_unsharded_param", None)
     return None if full is None else full.grad

@@ -88,7 +88,7 @@ class ShardedRoot(nn.Module):
         # Order in which the units were gathered in the last evaluation step; None before the first.
         self.evaluated: list[FSDPModule] | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the `Call` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
         if call.__class__ is not Call:
@@ -115,7 +115,7 @@ class ShardedRoot(nn.Module):
             if one.requires_grad and not self.is_by_parts:
                 one.register_post_accumulate_grad_hook(self.reached.set)
 
-    def _note_backward_from(self, output: Any) -> None:
+    def _note_backward_from(self, output: object) -> None:
         """Note a backward pass that begins at this output, also on a rank where it reaches no replicated parameter."""
         results = [one for _, one in leaves(output) if isinstance(one, Tensor) and one.requires_grad]
         if results and not self.is_by_parts:

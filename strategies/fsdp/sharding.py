@@ -121,7 +121,7 @@ def shard(
     return root
 
 
-def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Let `load_state_dict` take full tensors, which are the same on all ranks. Does not communicate."""
     for name, parameter in owner._parameters.items():
         value = state.get(prefix + name)

@@ -21,11 +21,11 @@ __all__ = ["bound", "bound_training", "explain"]
 # Any in this file: what the user's steps take and return.
 
 
-def bound_training(root: ShardedRoot, step: Callable[..., Any], strategy: FSDPStrategy) -> Callable[..., Any]:
+def bound_training(root: ShardedRoot, step: Callable[..., object], strategy: FSDPStrategy) -> Callable[..., Any]:
     """Return what runs a training step in the forward of the root, and gives back all that the step returned."""
     call = Call(step, is_training=True)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         if root.unfilled:
             root.check_values()
         try:
@@ -40,7 +40,7 @@ def bound_training(root: ShardedRoot, step: Callable[..., Any], strategy: FSDPSt
     return run
 
 
-def _check_loss(output: Any, strategy: str) -> None:
+def _check_loss(output: object, strategy: str) -> None:
     loss = loss_tensor(output)
     if loss is None or not loss.requires_grad:
         raise ModuleError(
@@ -51,12 +51,12 @@ def _check_loss(output: Any, strategy: str) -> None:
         )
 
 
-def bound(root: ShardedRoot, step: Callable[..., Any]) -> Callable[..., Any]:
+def bound(root: ShardedRoot, step: Callable[..., object]) -> Callable[..., Any]:
     """Return what runs any other step, or the forward; a pass without gradients leaves no parameter gathered."""
     call = Call(step, is_training=False)
     has_order = False
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         nonlocal has_order
         if root.unfilled:
             root.check_values()

@@ -235,7 +235,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         with DeferredInit(empty=bool(empty_init)):
             yield
 
-    def change_context(self, module: nn.Module) -> AbstractContextManager[Any]:
+    def change_context(self, module: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which changes of a module without values are made when it gets them."""
         if not any(one.is_meta for one in [*module.parameters(), *module.buffers()]):
             return nullcontext()
@@ -419,14 +419,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             if isinstance(root, ShardedRoot):
                 run_empty(root)
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes add to full gradients on this rank only, if enabled."""
         from .root import ShardedRoot
 
         is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
         return _deferring_reduction(cast("ShardedRoot", module)) if is_deferred else nullcontext()
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
         try:
             tensor.backward(*args, **kwargs)
@@ -458,7 +458,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             if root.has_deferred:
                 root.discard_gradients(_parameters(optimizer))
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer; see `Strategy.optimizer_step`.
 
         Raises:
@@ -510,7 +510,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
         return (self.plan.state_dict_type or default) == "sharded"
 
-    def gather_state(self, state: Any) -> Any:
+    def gather_state(self, state: object) -> Any:
         """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
         return gather_full(state, keep=self.is_global_zero)
 
