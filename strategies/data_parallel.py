@@ -93,7 +93,7 @@ class DataParallelStrategy(ParallelStrategy):
             return step
         join = _join_loss if name == "training_step" else _join_outputs
 
-        def run(*args: object, **kwargs: object) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             size = _batch_size((args, kwargs))
             if size is None or size < 2:
                 return step(*args, **kwargs)
@@ -119,7 +119,7 @@ class DataParallelStrategy(ParallelStrategy):
             reduce_op = group
         op = op_name(reduce_op)
 
-        def reduced(leaf: object) -> Any:
+        def reduced(leaf: object) -> object:
             if not isinstance(leaf, Tensor) or not leaf.ndim:
                 return leaf
             if op == "mean":
@@ -164,7 +164,7 @@ def _cut(data: object, size: int, count: int) -> list[Any]:
     return parts
 
 
-def _slice_of(leaf: object, part: slice) -> Any:
+def _slice_of(leaf: object, part: slice) -> object:
     return leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
@@ -176,7 +176,7 @@ class _Step(nn.Module):
         self.module = module
         self.name = name
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         step = self.module if self.name == "forward" else getattr(self.module, self.name)
         return step(*args, **kwargs)
 
@@ -198,7 +198,7 @@ def _moved(data: object, device: torch.device) -> Any:
 # -- joining -----------------------------------------------------------------------------------------------------------
 
 
-def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> object:
     """Return one training step's output from those of the parts.
 
     Raises:
@@ -235,14 +235,14 @@ def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return _join_extra(values, kept)
 
 
-def _sum(values: Sequence[Any]) -> Any:
+def _sum(values: Sequence[Any]) -> object:
     total = values[0]
     for value in values[1:]:
         total = total + value
     return total
 
 
-def _join_extra(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _join_extra(values: Sequence[Any], sizes: Sequence[int]) -> object:
     """Join tensors along the batch, average scalars by the sizes of their parts, keep the first of anything else."""
     first = values[0]
     if isinstance(first, Tensor) and first.ndim:
@@ -252,14 +252,14 @@ def _join_extra(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     return first
 
 
-def _join_outputs(outputs: Sequence[object], sizes: Sequence[int]) -> Any:
+def _join_outputs(outputs: Sequence[object], sizes: Sequence[int]) -> object:
     """Return what a module's forward returns for the full batch: tensors joined, scalars as one tensor of them."""
     columns = zip(*([leaf for _, leaf in leaves(output)] for output in outputs), strict=True)
     joined = iter([_join_leaf(column) for column in columns])
     return map_leaves(outputs[0], lambda _: next(joined))
 
 
-def _join_leaf(values: Sequence[Any]) -> Any:
+def _join_leaf(values: Sequence[Any]) -> object:
     first = values[0]
     if not isinstance(first, Tensor):
         return first

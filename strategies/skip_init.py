@@ -23,7 +23,7 @@ class SkipInit(TorchFunctionMode):
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         """Return the tensor that an init function was given, or call any other function."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":

@@ -100,12 +100,12 @@ def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return original.forward(self, *args, **kwargs)
         return _run_twice(self, original.forward, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> object:
         # pickle and deepcopy look classes up by name, and would find the user's.
         reduced: Any = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[:1] == (copyreg.__newobj__,):  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def _new(original: type[nn.Module]) -> nn.Module:
 
 def _run_twice(
     module: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
-) -> Any:
+) -> object:
     from torch.utils.checkpoint import checkpoint
 
     # By position: torch looks for devices, whose random numbers it repeats, in positional arguments only, and takes
@@ -146,7 +146,7 @@ def _run_twice(
     num_args = len(args)
     again: _Again | None = None
 
-    def run(*values: object) -> Any:
+    def run(*values: object) -> object:
         nonlocal again
         named = dict(zip(names, values[num_args:], strict=True))
         if torch.compiler.is_compiling():

@@ -67,7 +67,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         """Run an operation, or write it down if it makes a new tensor or takes a deferred one."""
         kwargs = kwargs or {}
         if is_replaying():
@@ -82,7 +82,7 @@ class Operations(TorchDispatchMode):
         keep_constants(_written(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
         written = _written(func, args, kwargs)
         if any(not is_deferred(tensor) for tensor in written):
             keep_constants(written)
@@ -162,7 +162,7 @@ class Functions(TorchFunctionMode):
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         """Answer for a deferred tensor as if it lay on the CPU."""
         kwargs = kwargs or {}
         if func in _ANSWERS and is_deferred(args[0]):
@@ -204,7 +204,7 @@ _READERS = {
 _INDEXERS = {Tensor.__getitem__, Tensor.__setitem__}
 
 
-def _index_of(index: object) -> Any:
+def _index_of(index: object) -> object:
     """Return an index with tensors in the place of lists and arrays, which torch would put on the meta device."""
     if isinstance(index, tuple):
         return tuple(_index_of(one) for one in index)
@@ -219,7 +219,7 @@ def _is_given_tensor(args: Sequence[object], kwargs: dict[str, Any]) -> bool:
     return isinstance(next(iter((*args, *kwargs.values())), None), Tensor)
 
 
-def _read(value: object) -> Any:
+def _read(value: object) -> object:
     """Return a deferred tensor's values, and any other object as it is."""
     if not isinstance(value, Tensor) or not is_deferred(value):
         return value
@@ -239,17 +239,17 @@ def _read(value: object) -> Any:
     return real
 
 
-def _on_meta(value: object) -> Any:
+def _on_meta(value: object) -> object:
     if isinstance(value, Tensor) and not is_deferred(value) and not _is_plain_meta(value):
         return constant_of(value)
     return value
 
 
-def _view(value: object) -> Any:
+def _view(value: object) -> object:
     return view_of(value) if isinstance(value, Tensor) and is_deferred(value) else value
 
 
-def _throwaway(value: object) -> Any:
+def _throwaway(value: object) -> object:
     if not isinstance(value, View):
         return value
     return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=CPU)
@@ -263,13 +263,13 @@ def _without_past(views: tuple[object, dict[str, Any]], target: Tensor) -> tuple
         return views
     fresh = replace(written, write=None)
 
-    def forget(value: object) -> Any:
+    def forget(value: object) -> object:
         return fresh if isinstance(value, View) and value.memory is written.memory else value
 
     return map_leaves(forget, views[0]), map_leaves(forget, views[1])
 
 
-def _result_like(func: Any, real: object, args: object, kwargs: dict[str, Any]) -> Any:
+def _result_like(func: Any, real: object, args: object, kwargs: dict[str, Any]) -> object:
     """Return deferred tensors of the shapes of real results; a result that is an argument is that argument."""
     if not isinstance(real, (Tensor, list, tuple)):
         return real

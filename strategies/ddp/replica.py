@@ -55,7 +55,7 @@ class Steps(nn.Module):
         self.sparse = _sparse_parameters(module)
         self.output: Any = None
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the `Call` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
         if call.__class__ is not Call:
@@ -190,7 +190,7 @@ def loss_tensor(output: object) -> Tensor | None:
     return None
 
 
-def replace_loss(output: Any, loss: Tensor) -> Any:
+def replace_loss(output: Any, loss: Tensor) -> object:
     """Return the output with another tensor in the place of `loss_tensor(output)`."""
     if isinstance(output, Tensor):
         return loss

@@ -226,7 +226,7 @@ class DDPStrategy(ProcessGroupStrategy):
     def _bound_training(self, replica: Replica, step: Callable[..., object]) -> Callable[..., Any]:
         call = Call(step, is_training=True)
 
-        def run(*args: object, **kwargs: object) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             if replica.frozen and replica.is_outdated():
                 self._rebuild(replica)
             try:
@@ -374,7 +374,7 @@ class DDPStrategy(ProcessGroupStrategy):
 def _bound(replica: Replica, step: Callable[..., object]) -> Callable[..., Any]:
     call = Call(step, is_training=False)
 
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():  # torch would broadcast buffers even so: a rank with more batches would hang
             return step(*args, **kwargs)
         try:
@@ -389,7 +389,7 @@ def _no_step() -> None:
     return None
 
 
-def _with_loss(output: object, loss: Tensor) -> Any:
+def _with_loss(output: object, loss: Tensor) -> object:
     """Return the user's output with the loss tensor that came through torch's wrapper."""
     return output if loss_tensor(output) is loss else replace_loss(output, loss)
 

@@ -88,7 +88,7 @@ def _reduced(tensor: Tensor, op: str, group: Any) -> Tensor:
     return _narrowed(result, tensor.dtype, op, dist.get_world_size(group))
 
 
-def _operation(op: str) -> Any:
+def _operation(op: str) -> object:
     return dist.ReduceOp.SUM if op == "mean" else getattr(dist.ReduceOp, op.upper())
 
 
@@ -136,7 +136,7 @@ def reduce_scatter(data: object, *, group: Any, reduce_op: Any, device: torch.de
     # torch 2.9 to 2.12 have the earlier name only; 2.13 warns of it.
     reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def scatter(leaf: object) -> Any:
+    def scatter(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         full = _widened(leaf, op)
@@ -182,7 +182,7 @@ def all_gather(data: object, *, group: object, sync_grads: bool, device: torch.d
     data = _to_tensors(data, device)
     _check("all_gather", data, group)
 
-    def gather(leaf: object) -> Any:
+    def gather(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
@@ -233,11 +233,11 @@ class _Elsewhere:
         self.tensor = tensor.detach().cpu()
 
 
-def _packed(leaf: object) -> Any:
+def _packed(leaf: object) -> object:
     return _Elsewhere(leaf) if isinstance(leaf, Tensor) and leaf.device.type != "cpu" else leaf
 
 
-def _unpacked(leaf: object, device: torch.device) -> Any:
+def _unpacked(leaf: object, device: torch.device) -> object:
     return leaf.tensor.to(device) if isinstance(leaf, _Elsewhere) else leaf
 
 
@@ -249,7 +249,7 @@ def gather_objects(obj: object) -> list[Any]:
     return [obj if index == rank else map_leaves(box, _on_cpu) for index, box in enumerate(boxes)]
 
 
-def _on_cpu(leaf: object) -> Any:
+def _on_cpu(leaf: object) -> object:
     return leaf.tensor if isinstance(leaf, _Elsewhere) else leaf
 
 
@@ -294,8 +294,8 @@ def _check(call: str, data: object, group: Any) -> None:
     )
 
 
-def _to_tensors(data: object, device: torch.device) -> Any:
-    def convert(leaf: object) -> Any:
+def _to_tensors(data: object, device: torch.device) -> object:
+    def convert(leaf: object) -> object:
         if isinstance(leaf, bool | int | float | complex):
             return torch.tensor(leaf, device=device)
         # Arrays of numpy, which need not be installed.

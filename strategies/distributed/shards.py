@@ -125,7 +125,7 @@ def gather_full(tree: object, *, keep: bool) -> Any:
     # The sharded tensors are kept beside the full ones: else their memory, and with it the key, could be used again.
     done: dict[tuple[Any, ...], tuple[DTensor, Tensor]] = {}
 
-    def gather(value: object) -> Any:
+    def gather(value: object) -> object:
         if not is_sharded(value):
             return value
         full = full_tensor(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one

@@ -43,7 +43,7 @@ def fit_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[
     return {**state, "state": entries}
 
 
-def fit_state_of(parameter: Tensor, state: object) -> Any:
+def fit_state_of(parameter: Tensor, state: object) -> object:
     """Return what an optimizer keeps for one parameter, sharded like the parameter."""
     if not isinstance(state, Mapping):
         return state

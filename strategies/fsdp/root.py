@@ -88,7 +88,7 @@ class ShardedRoot(nn.Module):
         # Order in which the units were gathered in the last evaluation step; None before the first.
         self.evaluated: list[FSDPModule] | None = None
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the `Call` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
         if call.__class__ is not Call:
@@ -139,7 +139,7 @@ class ShardedRoot(nn.Module):
                 " ..." if len(left) > 5 else "",
             )
 
-    def take_output(self, loss: Tensor | None) -> Any:
+    def take_output(self, loss: Tensor | None) -> object:
         """Return the step's output with the loss that came through torch's hooks."""
         output, self.output = self.output, None
         if output is None:  # a plain tensor came

@@ -25,7 +25,7 @@ def bound_training(root: ShardedRoot, step: Callable[..., object], strategy: FSD
     """Return what runs a training step in the forward of the root, and gives back all that the step returned."""
     call = Call(step, is_training=True)
 
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if root.unfilled:
             root.check_values()
         try:
@@ -56,7 +56,7 @@ def bound(root: ShardedRoot, step: Callable[..., object]) -> Callable[..., Any]:
     call = Call(step, is_training=False)
     has_order = False
 
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         nonlocal has_order
         if root.unfilled:
             root.check_values()
