@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
+    from ..protocols import StateDict
 
 __all__ = ["Given", "Launcher", "NoLoss", "RunWindow", "Strategy", "Topology", "TrainerConfig"]
+
+T = TypeVar("T")
 
 # What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
 _COMPILED = "_orig_mod."
@@ -543,7 +546,7 @@ class Strategy(Capabilities):
         """
         return tensor
 
-    def broadcast(self, obj: object, src: int = 0) -> Any:
+    def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s object."""
         return obj
 
@@ -561,7 +564,7 @@ class Strategy(Capabilities):
         """
         return lambda: tensor
 
-    def gather_objects(self, obj: object) -> list[Any]:
+    def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         return [obj]
 
@@ -571,7 +574,7 @@ class Strategy(Capabilities):
 
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resume needs beside model and optimizers; {} if nothing. On every rank: it may communicate."""
         return {}
 
@@ -590,23 +593,23 @@ class Strategy(Capabilities):
         """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""
         return state
 
-    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the full state of a module, under the names of the module as the user wrote it.
 
         Prefixes that torch.compile adds are left out, so that a compiled and a plain module have the same state.
         """
-        state: dict[str, Any] = module.state_dict()
+        state: StateDict = module.state_dict()
         if any(_COMPILED in key for key in state):
             return {key.replace(_COMPILED, ""): value for key, value in state.items()}
         return state
 
     get_module_state_dict = module_state_dict
 
-    def every_weight(self, module: nn.Module) -> dict[str, Any]:
+    def every_weight(self, module: nn.Module) -> StateDict:
         """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
         return self.module_state_dict(module)
 
-    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Put back what `module_state_dict` returned, into a compiled or a plain module.
 
         Returns:
@@ -624,16 +627,14 @@ class Strategy(Capabilities):
 
         return load_weights(module, state, strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
         """Return the full state of an optimizer."""
-        state: dict[str, Any] = optimizer.state_dict()
+        state: StateDict = optimizer.state_dict()
         return state
 
     get_optimizer_state = optimizer_state
 
-    def load_optimizer_state(
-        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Put back what `optimizer_state` returned; tensors are moved to their parameters' devices.
 
         Raises:

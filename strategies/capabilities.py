@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Capabilities", "Given", "Launcher", "TrainerConfig"]
 
+T = TypeVar("T")
+
 
 class Launcher(Protocol):
     """How the processes of a strategy start."""
@@ -26,7 +28,7 @@ class Launcher(Protocol):
         """Whether it works in a notebook."""
         ...
 
-    def launch(self, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Run the function in all processes and return what it returned on rank 0."""
         ...
 

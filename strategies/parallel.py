@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..precision import Precision
 
 __all__ = ["ParallelStrategy"]
+
+T = TypeVar("T")
 
 
 class ParallelStrategy(Strategy):
@@ -207,7 +209,7 @@ class ParallelStrategy(Strategy):
 
         return all_gather(tensor, group=group, sync_grads=sync_grads, device=self.device)
 
-    def broadcast(self, obj: object, src: int = 0) -> Any:
+    def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s object, which must be picklable; its tensors arrive on the receiver's device."""
         if not self.is_connected:
             return obj
@@ -236,7 +238,7 @@ class ParallelStrategy(Strategy):
 
         return finish
 
-    def gather_objects(self, obj: object) -> list[Any]:
+    def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         if not self.is_connected:
             return [obj]

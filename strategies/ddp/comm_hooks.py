@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import ConfigError, MissingDependency, nearest
 
 if TYPE_CHECKING:
+    from ...protocols import StateDict
     from ..parallel import ParallelStrategy
     from .replica import Replica
 
@@ -139,7 +140,7 @@ class CommHook:
         replica.register_comm_hook(self.state, hook)
         replica.__dict__["comm_hook"] = self
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what must survive a resume. On every rank: it communicates."""
         if self.feedback is not None:
             return self.feedback.state_dict()
@@ -340,7 +341,7 @@ class _Feedback:
         state.maybe_increase_iter(bucket)
         return _average(bucket.buffer(), state.process_group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return steps and, by parameter, what is owed. On every rank: it communicates."""
         group = self._state.process_group
         means = {index: error.detach().clone() for index, error in sorted(self._state.error_dict.items())}

@@ -11,6 +11,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ...protocols import StateDict
+
 __all__ = ["ModelAveraging"]
 
 
@@ -38,7 +40,7 @@ class ModelAveraging:
         if step >= self.first_step and (step - self.first_step) % self.period == 0:
             average([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the steps of each optimizer."""
         return {"steps": [self._steps[index] for index in sorted(self._steps)]}
 

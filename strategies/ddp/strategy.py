@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
+    from ...protocols import StateDict
 
 __all__ = ["DDPStrategy"]
 
@@ -311,12 +312,12 @@ class DDPStrategy(ProcessGroupStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resume needs beside model and optimizers; {} without a communication hook that has a state.
 
         On every rank: it communicates. The content is equal on all ranks and fits any number of them.
         """
-        state: dict[str, Any] = {}
+        state: StateDict = {}
         replicas = [] if self.ddp_comm_hook is None else self._replicas.in_use()
         hooks = [one.comm_hook.state_dict() for one in replicas if one.comm_hook is not None]
         if any(hooks):
@@ -337,13 +338,13 @@ class DDPStrategy(ProcessGroupStrategy):
         if "averaging" in state_dict and self._averaging is not None:
             self._averaging.load_state_dict(state_dict["averaging"])
 
-    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the full state of a module, under the names of the module as the user wrote it."""
         return super().module_state_dict(self.unwrap(module))
 
     get_module_state_dict = module_state_dict
 
-    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Put back what `module_state_dict` returned; see `Strategy.load_module_state_dict`."""
         return super().load_module_state_dict(self.unwrap(module), state, strict)
 

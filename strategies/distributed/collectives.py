@@ -7,7 +7,7 @@ over the ranks (one small message): gloo would end the process without a word wh
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ __all__ = [
     "reduce_scatter",
     "same_everywhere",
 ]
+
+T = TypeVar("T")
 
 # Any in this file: data of any structure, and process groups, which are of the backend's own type.
 
@@ -215,7 +217,7 @@ class _AllGather(torch.autograd.Function):
         return gradient[dist.get_rank(ctx.group)], None
 
 
-def broadcast(obj: object, *, src: int, device: torch.device) -> Any:
+def broadcast(obj: T, *, src: int, device: torch.device) -> T:
     """Return rank `src`'s object, which must be picklable; itself on `src`.
 
     Tensors that are not on the CPU arrive on the receiver's `device`.
@@ -241,7 +243,7 @@ def _unpacked(leaf: object, device: torch.device) -> object:
     return leaf.tensor.to(device) if isinstance(leaf, _Elsewhere) else leaf
 
 
-def gather_objects(obj: object) -> list[Any]:
+def gather_objects(obj: T) -> list[T]:
     """Return the objects of all ranks in rank order, on every rank; tensors in them arrive on the CPU."""
     rank = dist.get_rank()
     boxes: list[Any] = [None] * dist.get_world_size()

@@ -12,12 +12,14 @@ from ..distributed.shards import as_shards, fits, is_sharded, read_full
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ...protocols import StateDict
+
 __all__ = ["fit_module_state", "fit_optimizer_state", "fit_state_of"]
 
 # Any in this file: states, whose tensors are full, in a file, or sharded.
 
 
-def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> StateDict:
     """Return the state with tensors sharded like the module's; what does not fit stays full, and torch raises."""
     fitted = {}
     for name, value in state.items():
@@ -29,7 +31,7 @@ def fit_module_state(target: Mapping[str, Any], state: Mapping[str, Any]) -> dic
     return fitted
 
 
-def fit_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+def fit_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> StateDict:
     """Return an optimizer's state with tensors of their parameter's shape sharded like it."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
+    from ...protocols import StateDict
     from .root import ShardedRoot
 
 __all__ = ["FSDPStrategy"]
@@ -514,22 +515,20 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
         return gather_full(state, keep=self.is_global_zero)
 
-    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the state of a module, under the user's names; sharded tensors share memory with the parameters."""
         return super().module_state_dict(self.unwrap(module))
 
     get_module_state_dict = module_state_dict
 
-    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load a state of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         original = self.unwrap(module)
         return super().load_module_state_dict(
             original, fit_module_state(super().module_state_dict(original), state), strict
         )
 
-    def load_optimizer_state(
-        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Load a state of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         super().load_optimizer_state(optimizer, fit_optimizer_state(optimizer, state), module)
 

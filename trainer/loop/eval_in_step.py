@@ -29,14 +29,15 @@ def in_step(batches: Iterator[Any], run: Run, global_batches: int | None) -> Ite
     """
     strategy = run.fabric.strategy
     known = strategy.gather_objects(global_batches if strategy.helps_in_evaluation else None)
-    if None in known:
+    counts = [count for count in known if count is not None]
+    if len(counts) < len(known):
         yield from _asking(batches, run)
         return
     done = 0
     for batch in batches:
         yield batch
         done += 1
-    for _ in range(max(known) - done):
+    for _ in range(max(counts) - done):
         strategy.evaluate_without_data(run.model)
 
 
