@@ -29,13 +29,13 @@ from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
 from .attributes import TrainerAttributes
 from .checkpointing import snapshot
+from .checkpointing.locate import locate
 from .checkpointing.saving import Saving
 from .hooks import check_hook_names
-from .lifecycle import Lifecycle, hook_names
+from .lifecycle import hook_names
 from .loop import manual
 from .loop.eval_loop import EvalLoader, EvalLoop
 from .loop.fit_loop import FitLoop
-from .loop.loss import RanksWindowLoss, WindowLoss
 from .loop.non_finite import MOST_KEPT, LossWatch
 from .loop.optimizers import ManagedOptimizer
 from .loop.run_signals import Guard, add_place
@@ -44,10 +44,10 @@ from .metrics.log_output import LogOutput
 from .metrics.metrics import Metrics
 from .module import Module
 from .run import Run
-from .setup import assemble
+from .setup import assemble, begin
 from .setup.arguments import Arguments, from_environment
 from .setup.assemble import default_callbacks
-from .setup.begin import STAGE_OF, attach, begin_evaluation, begin_fit, both_given, split_datamodule
+from .setup.begin import STAGE_OF, both_given, split_datamodule
 from .setup.loaders import Loaders
 from .state import Progress, TrainerState
 
@@ -314,8 +314,8 @@ class Trainer(TrainerAttributes):
         with self._running("fit"):
             loaders = {"train": train_dataloaders, "validation": val_dataloaders}
             before = self._take_before(model) if ckpt_path is None else None
-            run = attach(self, "fit", model, datamodule, loaders)
-            restore = begin_fit(self, run, ckpt_path, is_trusted=weights_only is False, before=before)
+            run = self._begin("fit", model, datamodule, loaders)
+            restore = self._begin_fit(run, ckpt_path, is_trusted=weights_only is False, before=before)
             with torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly):
                 self.fit_loop.run(run, restore)
             self.carried_states = run.carried.states() if run.carried is not None else {}
@@ -397,8 +397,8 @@ class Trainer(TrainerAttributes):
             return predictions
         outputs: list[list[Any]] = []
         with self._running("predict"):
-            run, data = begin_evaluation(
-                self, "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
+            run, data = self._begin_evaluation(
+                "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
             outputs = self._eval_loop(run, "predict", data).run(run, data, keep=keep)
             if run.agreement is not None:
@@ -430,8 +430,8 @@ class Trainer(TrainerAttributes):
                 datamodule=datamodule, weights_only=weights_only,
             )  # fmt: skip
         with self._running(verb):
-            run, data = begin_evaluation(
-                self, verb, model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
+            run, data = self._begin_evaluation(
+                verb, model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
             self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
             if run.agreement is not None:
@@ -499,7 +499,7 @@ class Trainer(TrainerAttributes):
 
         return requeue_signal(self)
 
-    def connect_ranks(self) -> None:
+    def _connect_ranks(self) -> None:
         """Let this rank watch the others, and agree with them on where to stop; nothing with one process."""
         watch = self.fabric.watch
         if watch is None:
@@ -513,7 +513,7 @@ class Trainer(TrainerAttributes):
             self.fabric.watch.describe = self.place
             self._guard.rejoin()
 
-    def apply_layer_sync(self, module: nn.Module) -> None:
+    def _apply_layer_sync(self, module: nn.Module) -> None:
         """Let batch norms see the batches of all ranks during fit, where that was asked for."""
         sync = self.fabric.layer_sync
         if sync is None and self.sync_batchnorm:
@@ -548,85 +548,153 @@ class Trainer(TrainerAttributes):
             watch.report(error)
         return cause
 
-    def make_run(self, module: nn.Module, datamodule: DataModule | None) -> Run:
-        """Compile the lifecycle and return the run; called once per verb, when the callbacks are known."""
-        self._metrics.device = self.fabric.device
-        for callback in self.callbacks:
-            if isinstance(module, Module):
-                callback.__dict__.update(log=module.log, log_dict=module.log_dict)
-        lifecycle = Lifecycle(
+    def _plan(self, verb: str, given: dict[str, Any]) -> begin.Plan:
+        arguments = self._arguments
+        return begin.Plan(
             trainer=self,
-            module=module,
+            verb=verb,
+            given=given,
+            fabric=self.fabric,
             callbacks=self.callbacks,
-            datamodule=datamodule,
+            loaders=self.loaders,
+            output=self.output,
             metrics=self._metrics,
+            progress=self.progress,
+            state=self.state,
+            guard=self._guard,
+            watch=self._watch_losses,
             profiler=self.profiler,
             system={
                 # Barebones logs nothing, so there is nothing to do after a batch.
-                **({} if self._arguments.barebones else {"on_train_batch_end": self._after_batch}),
+                **({} if arguments.barebones else {"on_train_batch_end": self._after_batch}),
                 "on_train_epoch_start": self._after_epoch_start,
                 "on_train_epoch_end": self._after_train_epoch,
                 "on_validation_epoch_end": self._after_validation,
                 "on_validation_end": self._after_validation_end,
                 "on_test_epoch_end": self._after_test,
             },
-        )
-        has_ranks = self.world_size > 1
-        gather = self.strategy.gather_objects if has_ranks else None
-        self._metrics.connect(gather, rank=self.global_rank, size=self.world_size, module=module)
-        self._watch_losses.gather = gather
-        self._run = Run(
-            trainer=self,
-            fabric=self.fabric,
-            module=module,
-            model=module,
-            datamodule=datamodule,
-            lifecycle=lifecycle,
-            metrics=self._metrics,
-            progress=self.progress,
-            guard=self._guard,
-            callbacks=self.callbacks,
-            loaders=self.loaders,
-            output=self.output,
-            state=self.state,
+            log=_log_nothing if arguments.barebones else self._metrics.log,
+            accumulate_grad_batches=self.accumulate_grad_batches,
+            is_scheduled=self.accumulation_scheduler is not None,
+            global_batch_size=arguments.global_batch_size,
+            gradient_clip_val=self.gradient_clip_val,
+            gradient_clip_algorithm=self.gradient_clip_algorithm,
+            use_distributed_sampler=bool(self.use_distributed_sampler),
+            skips_bad_steps=arguments.nonfinite_loss == "skip",
+            same_everywhere=self._same_everywhere,
             seconds_since_validation=self.fit_loop.seconds_since_validation,
-            window_loss=WindowLoss(self.fabric.device) if not has_ranks else self._window_of_ranks(),
-            watch=self._watch_losses,
-            is_automatic=bool(getattr(module, "automatic_optimization", True)),
-            skips_bad_steps=self._arguments.nonfinite_loss == "skip",
-            has_ranks=has_ranks,
-            agreement=self._make_agreement() if has_ranks else None,
         )
+
+    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+        """Attach module and data, start the processes, and run the hooks up to `configure_model`."""
+        module = begin.unwrapped(model)
+        self._note_compiler(model, module)
+        plan = self._plan(verb, given)
+        begin.check(plan, module, datamodule)
+        self.fabric.launch()
+        self._connect_ranks()
+        if verb == "fit":
+            self.rng_course.begin_training(self.global_rank, self.world_size)
+        begin.attach(plan, module)
+        run = self.make_run(plan, module, datamodule)
+        begin.set_up(plan, run)
+        if verb == "fit":
+            self._apply_layer_sync(module)
+        self._begin_compiling(run)
+        begin.place(run, verb)
+        return run
+
+    def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
+        """Return the run of a verb; called once, when the callbacks are known."""
+        self._run = begin.make_run(plan, module, datamodule)
         return self._run
 
-    def _window_of_ranks(self) -> WindowLoss:
-        may_differ = self.strategy.uneven == "zero_weight"
-        counts = may_differ or self._arguments.nonfinite_loss == "skip"
-        return RanksWindowLoss(self.fabric.device, self.strategy, counts=counts)
+    def _begin_fit(
+        self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: dict[str, Any] | None
+    ) -> Callable[[], None] | None:
+        """Restore, build optimizers, open the data; return what puts back random number generators, to be called last.
 
-    def _make_agreement(self) -> Agreement | None:
-        coordinator = self._guard.stop_coordinator
-        if coordinator is None:
-            return None
-        from .loop.agreement import Agreement  # not imported where there is one process
+        Args:
+            run: The run, attached.
+            ckpt_path: What to resume from; None without.
+            is_trusted: Whether objects that were marked as trusted are unpickled.
+            before: What the last fit left, where this one continues it.
+        """
+        path = locate(self, ckpt_path, "fit", has_model=True)
+        self._adopt_callbacks()  # `locate` has asked them for files of another run
+        content = None
+        if path is not None:
+            self.ckpt_path = path
+            content = begin.load_weights(run, path, is_trusted=is_trusted)
+            snapshot.put_back_loggers(self.output, content.states.get("loggers", {}))
+        self._synchronize_folders("fit", run)
+        restore = begin.restore_training(run, content, path, before)
+        self.fit_loop.is_used_up = self._has_used_up_data(run)
+        self.write_hyperparameters()
+        self.state.stage = "train"
+        run.lifecycle.on_fit_start()
+        if not self.progress.epoch_open:
+            self.sanity_check(run)
+        self.open_training(run)
+        self.accumulation_for_epoch(self.progress.epochs)
+        begin.open_loop(run, self.fit_loop, content, path, self.stream_state)
+        carried, self.carried_states = self.carried_states, {}
+        states = carried if content is None else content.states
+        begin.carry_window(run, states, self.ckpt_path, is_carrying=self.accumulate_across_epochs)
+        begin.set_modes(run, content)
+        return restore
 
-        return Agreement(self, self._guard, coordinator)
+    def _has_used_up_data(self, run: Run) -> bool:
+        if not self.fit_loop.data_limits:
+            return False
+        from .loop.data_limits import is_reached  # not imported where steps or epochs are limited
 
-    def open_log(self, module: Module) -> None:
-        """Let `log` of the module and its children reach the metrics until the run ends."""
-        log = _log_nothing if self._arguments.barebones else self._metrics.log
-        for child in module.modules():
-            if isinstance(child, Module):
-                child.__dict__["_log"] = log
+        progress = self.progress  # with several ranks, an interrupted fit has left each rank's own there
+        if run.has_ranks:
+            return is_reached(self, progress.samples_before, progress.tokens_before)
+        return is_reached(self, progress.samples, progress.tokens)
 
-    def note_compiler(self, model: nn.Module, module: nn.Module) -> None:
+    def _begin_evaluation(
+        self, verb: str, model: nn.Module | None, dataloaders: Any, ckpt_path: str | Path | None,
+        datamodule: DataModule | None, *, is_trusted: bool,
+    ) -> tuple[Run, EvalLoader]:  # fmt: skip
+        """Attach module and data, load the weights that are meant, and return the run and its loaders."""
+        stage = STAGE_OF[verb]
+        if datamodule is not None and dataloaders is not None:
+            raise both_given("dataloaders")
+        module = begin.module_of_evaluation(verb, model, self.lightning_module)
+        if model is None and datamodule is None and dataloaders is None:
+            datamodule = self.datamodule
+        path = locate(self, ckpt_path, verb, has_model=model is not None)
+        run = self._begin(verb, module, datamodule, {stage: dataloaders})
+        steps, epochs = self.progress.steps, self.progress.epochs
+        if path is not None:
+            self.ckpt_path = path
+            counts = begin.load_weights(run, path, is_trusted=is_trusted).states.get("progress", {})
+            # Records belong to the step of the weights, not to that of a training which this Trainer did before.
+            steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
+        self.records_at = (steps, epochs)
+        self._synchronize_folders(verb, run)
+        self.write_hyperparameters()
+        self.state.stage = verb
+        return run, self.loaders.open_eval(stage)
+
+    def _synchronize_folders(self, verb: str, run: Run) -> None:
+        """Let all ranks know where loggers write, and the profiler where it reports."""
+        self.output.agree(self.strategy)
+        if self.profiler is not None:
+            rank = self.global_rank if self.world_size > 1 else None
+            self.profiler.watch(run.module)
+            self.profiler.setup(stage=verb, local_rank=rank, log_dir=self.log_dir)
+
+    def _note_compiler(self, model: nn.Module, module: nn.Module) -> None:
         """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
         if model is not module or "_compile_options" in vars(module):
             from ..fabric.compiling import without_wrapper  # not imported where nothing is compiled
 
             self._own_compiler = without_wrapper(model)
 
-    def begin_compiling(self, run: Run) -> None:
+    def _begin_compiling(self, run: Run) -> None:
         """Compile what the run will call, if the user asked for it; until `_detach`."""
         own, options = self._own_compiler, self._arguments.compile
         given = own[1] if own is not None and own[0] is run.module else None
@@ -694,7 +762,7 @@ class Trainer(TrainerAttributes):
                 self.print(self.profiler.summary())
             self.profiler.describe()
 
-    def adopt_callbacks(self) -> None:
+    def _adopt_callbacks(self) -> None:
         """Let callbacks that another Trainer has trained with forget that run."""
         for callback in self.callbacks:
             if vars(callback).setdefault("_adopted_by", self._identity) != self._identity:
@@ -705,10 +773,9 @@ class Trainer(TrainerAttributes):
         """Return what the last fit left for one that continues it; None where there is none."""
         if not self.progress.total_batches:
             return None
-        from .setup.begin import unwrapped
         from .setup.continuing import take  # not imported in a first fit
 
-        return take(self, unwrapped(model))
+        return take(self, begin.unwrapped(model))
 
     def spawned_states(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the states with which the last fit in other processes ended; {} if it was of another module."""
@@ -1137,12 +1204,6 @@ class Trainer(TrainerAttributes):
     def agreement(self) -> Agreement | None:
         """What the ranks of the present run agree on; None with one process."""
         return self._run.agreement if self._run is not None else None
-
-    def plain_arguments(self) -> dict[str, str]:
-        """Return the arguments that must be the same on every rank, as text."""
-        from .loop.ranks import plain  # not imported where there is one process
-
-        return plain(self._same_everywhere)
 
     def take_back(self, module: nn.Module, result: dict[str, Any]) -> None:
         """Take what a verb that ran in other processes changed there; called by trainer/setup/spawned.py."""

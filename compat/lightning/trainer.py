@@ -112,9 +112,9 @@ class Trainer(trainer.Trainer):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         connectors.replace_optimizers(self, optimizers)
 
-    def make_run(self, module: nn.Module, datamodule: Any) -> Any:  # Any: see the base class
-        """Return the run, whose accelerator was told."""
-        run = super().make_run(module, datamodule)
+    def make_run(self, plan: Any, module: nn.Module, datamodule: Any) -> Any:  # Any: see the base class
+        """Return the run, whose accelerator is set up."""
+        run = super().make_run(plan, module, datamodule)
         setup = getattr(self.accelerator, "setup", None)
         if setup is not None:
             setup(self)

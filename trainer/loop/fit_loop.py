@@ -61,6 +61,12 @@ class FitLoop:
         return -1 if is_limited or trainer.has_time_limit else 1000
 
     @property
+    def data_limits(self) -> dict[str, int]:
+        """The limits that count data, of `max_samples` and `max_tokens` those that are given."""
+        limits = {"max_samples": self._trainer.max_samples, "max_tokens": self._trainer.max_tokens}
+        return {name: value for name, value in limits.items() if value is not None}
+
+    @property
     def may_stop(self) -> bool:
         """Whether `should_stop` counts now: min_epochs and min_steps are both met."""
         progress = self._trainer.progress

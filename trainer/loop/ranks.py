@@ -23,8 +23,10 @@ from ...data.rng import capture_rng, derive_key, restore_rng, seed_global_genera
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
 
 if TYPE_CHECKING:
+    from ...fabric import Fabric
     from ...strategies import Strategy
     from ..run import Run
+    from ..setup.loaders import Loaders
     from ..trainer import Trainer
 
 __all__ = [
@@ -50,10 +52,10 @@ logger = logging.getLogger(__name__)
 # --- what must be equal --------------------------------------------------------------------------------------------
 
 
-def facts_of(trainer: Trainer, verb: str, module: nn.Module) -> dict[str, str]:
+def facts_of(fabric: Fabric, verb: str, module: nn.Module, arguments: Mapping[str, object]) -> dict[str, str]:
     """Return what must be the same on every rank, each fact as a short text."""
     # The strategy compares modules of which ranks have different layers.
-    same = {} if trainer.strategy.has_stages else dict(module.named_parameters())
+    same = {} if fabric.strategy.has_stages else dict(module.named_parameters())
     parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in same.items()]
     count = sum(parameter.numel() for parameter in same.values())
     script = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -65,10 +67,10 @@ def facts_of(trainer: Trainer, verb: str, module: nn.Module) -> dict[str, str]:
         "Python": platform.python_version(),
         "entry point": entry,
         "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
-        "strategy": f"{type(trainer.strategy).__name__}",
-        "precision": trainer.precision,
+        "strategy": type(fabric.strategy).__name__,
+        "precision": str(fabric.precision.precision),
         "module": f"{type(module).__name__} with {count} parameters (names and shapes {_digest(parameters)})",
-        **{f"Trainer argument {name}": value for name, value in trainer.plain_arguments().items()},
+        **{f"Trainer argument {name}": value for name, value in plain(arguments).items()},
     }
 
 
@@ -114,12 +116,11 @@ def _ranks(ranks: list[int]) -> str:
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-def share_out(trainer: Trainer) -> None:
+def share_out(loaders: Loaders, strategy: Strategy, *, splits: bool) -> None:
     """Let the loaders of this run be read in shares, one for each rank."""
     from ...data.distributed.evaluation import count_eval_rounds, shard_eval
     from ...data.distributed.shard import Shard
 
-    strategy = trainer.strategy
     topology = strategy.topology
     uneven = strategy.uneven
     smallest_or_largest = "min" if uneven == "stop_all" else "max"
@@ -127,10 +128,10 @@ def share_out(trainer: Trainer) -> None:
     def agree(count: int) -> int:
         return int(strategy.all_reduce(torch.tensor(count), reduce_op=smallest_or_largest))
 
-    shard = Shard(topology.data_rank, topology.data_size, uneven=uneven, splits=bool(trainer.use_distributed_sampler))
-    trainer.loaders.shard = shard
-    trainer.loaders.agree = agree
-    trainer.loaders.evaluation = {
+    shard = Shard(topology.data_rank, topology.data_size, uneven=uneven, splits=splits)
+    loaders.shard = shard
+    loaders.agree = agree
+    loaders.evaluation = {
         "share": lambda loader: shard_eval(loader, shard, share=strategy.broadcast),
         "count": count_eval_rounds,
     }

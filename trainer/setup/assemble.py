@@ -486,5 +486,5 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
         warnings.warn(
             f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to the "
             "module: they are in no checkpoint, and several processes do not average their gradients",
-            stacklevel=6,
+            stacklevel=7,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -13,11 +13,10 @@ from ...callbacks import Callback
 from ...checkpoint.content import Content
 from ...errors import CheckpointError, ConfigError, ModuleError
 from ..checkpointing import optimizer_record, snapshot
-from ..checkpointing.locate import locate
 from ..hooks import check_hook_names
-from ..lifecycle import hook_names
+from ..lifecycle import Lifecycle, hook_names
 from ..loop import manual
-from ..loop.eval_loop import EvalLoader
+from ..loop.loss import RanksWindowLoss, WindowLoss
 from ..loop.optimizers import ManagedOptimizer
 from ..loop.schedule import read_optimizers
 from ..module import Module
@@ -26,12 +25,81 @@ from . import assemble
 
 if TYPE_CHECKING:
     from ...data.module import DataModule
+    from ...fabric import Fabric
+    from ...profilers import Profiler
     from ...strategies import TrainerConfig
+    from ..loop.fit_loop import FitLoop
+    from ..loop.non_finite import LossWatch
+    from ..loop.run_signals import Guard
+    from ..metrics.log_output import LogOutput
+    from ..metrics.metrics import Metrics
+    from ..state import Progress, TrainerState
     from ..trainer import Trainer
+    from .loaders import Loaders
 
-__all__ = ["STAGE_OF", "attach", "begin_evaluation", "begin_fit", "build_optimizers", "split_datamodule"]
+__all__ = [
+    "STAGE_OF",
+    "Plan",
+    "attach",
+    "build_optimizers",
+    "carry_window",
+    "check",
+    "load_weights",
+    "make_run",
+    "module_of_evaluation",
+    "open_loop",
+    "place",
+    "restore_training",
+    "set_modes",
+    "set_up",
+    "split_datamodule",
+]
 
 STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a verb is about to do, and the parts of the Trainer with which it does it.
+
+    Attributes:
+        trainer: Handed to hooks, and to objects that belong to it; nothing is read from it here.
+        verb: "fit", "validate", "test" or "predict".
+        given: The loaders that were passed to the verb, by stage.
+        callbacks: Those of the Trainer, in order; `configure_callbacks` changes the list.
+        system: What the Trainer does at events, after everybody's hooks.
+        log: Where `self.log` of modules goes.
+        watch: Keeps losses for the policy on those that are not finite.
+        accumulate_grad_batches: Micro-batches per optimizer step; None where a callback schedules them.
+        is_scheduled: Whether a GradientAccumulationScheduler is among the callbacks.
+        same_everywhere: The Trainer's arguments that must be equal on all ranks.
+        seconds_since_validation: Returns the seconds of training since the last validation.
+    """
+
+    trainer: Trainer
+    verb: str
+    given: dict[str, Any]  # Any: whatever loader the user passed
+    fabric: Fabric
+    callbacks: list[Callback]
+    loaders: Loaders
+    output: LogOutput
+    metrics: Metrics
+    progress: Progress
+    state: TrainerState
+    guard: Guard
+    watch: LossWatch
+    profiler: Profiler | None
+    system: Mapping[str, Callable[..., object]]
+    log: Callable[..., object]
+    accumulate_grad_batches: int
+    is_scheduled: bool
+    global_batch_size: int | None
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    use_distributed_sampler: bool
+    skips_bad_steps: bool
+    same_everywhere: Mapping[str, object]
+    seconds_since_validation: Callable[[], float]
 
 
 # --- what was passed -----------------------------------------------------------------------------------------------
@@ -79,8 +147,9 @@ def both_given(name: str) -> ConfigError:
     return ConfigError(f"both {name} and datamodule are given.", fix="pass one of them.")
 
 
-def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
+def _check_required(plan: Plan, module: nn.Module) -> None:
     """Refuse early what cannot run: a missing step, a missing loader, arguments that manual optimization forbids."""
+    verb = plan.verb
     if verb != "fit":
         stage = STAGE_OF[verb]
         if verb != "predict":
@@ -89,22 +158,22 @@ def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
             raise ModuleError(
                 f"trainer.predict needs {type(module).__name__}.predict_step(batch, batch_idx).", fix="define it."
             )
-        trainer.loaders.require(stage, verb)
+        plan.loaders.require(stage, verb)
         return
     assemble.require_step(module, "training_step", "fit")
-    if not trainer.fabric.strategy.configures_optimizers:  # an engine's configuration may say
+    if not plan.fabric.strategy.configures_optimizers:  # an engine's configuration may say
         assemble.require_step(module, "configure_optimizers", "fit")
-    trainer.loaders.require("train", "fit")
+    plan.loaders.require("train", "fit")
     if getattr(module, "automatic_optimization", True):
         return
     wrong = []
-    if trainer.accumulate_grad_batches != 1:
-        wrong.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
-    if trainer.global_batch_size is not None:
-        wrong.append(f"global_batch_size={trainer.global_batch_size}")
-    if trainer.gradient_clip_val:
-        wrong.append(f"gradient_clip_val={trainer.gradient_clip_val}")
-    if trainer.accumulation_scheduler is not None:
+    if plan.accumulate_grad_batches != 1:
+        wrong.append(f"accumulate_grad_batches={plan.accumulate_grad_batches}")
+    if plan.global_batch_size is not None:
+        wrong.append(f"global_batch_size={plan.global_batch_size}")
+    if plan.gradient_clip_val:
+        wrong.append(f"gradient_clip_val={plan.gradient_clip_val}")
+    if plan.is_scheduled:
         wrong.append("GradientAccumulationScheduler")
     if wrong:
         raise ConfigError(
@@ -116,96 +185,153 @@ def _check_required(trainer: Trainer, verb: str, module: nn.Module) -> None:
 # --- every verb ----------------------------------------------------------------------------------------------------
 
 
-def attach(trainer: Trainer, verb: str, model: Any, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
-    """Attach module and data, compile the lifecycle, and run the hooks up to `configure_model`."""
-    module = unwrapped(model)
-    trainer.note_compiler(model, module)
+def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
+    """Take module and data, and refuse what cannot run: before processes start."""
     check_hook_names(module, "module", hook_names("module"))
     if datamodule is not None:
         check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
-        datamodule.trainer = trainer
-    trainer.loaders.begin(module, datamodule, given)
-    _check_required(trainer, verb, module)
-    if verb == "fit":
-        trainer.strategy.apply_trainer_config(_trainer_config(trainer, module))
-    trainer.fabric.launch()
-    trainer.connect_ranks()
-    if verb == "fit":
-        trainer.rng_course.begin_training(trainer.global_rank, trainer.world_size)
-    trainer.output.set_rank(trainer.global_rank)
-    if isinstance(module, Module):
-        module.trainer = trainer
-        module.fabric = trainer.fabric
-        trainer.open_log(module)
-        extra = module.configure_callbacks()
-        if extra:
-            for callback in [extra] if isinstance(extra, Callback) else extra:
-                check_hook_names(callback, "callbacks", hook_names("callbacks"))
-            trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, extra)
-    run = trainer.make_run(module, datamodule)
-    _prepare_data(trainer, run)
-    run.lifecycle.setup(verb)
+        datamodule.trainer = plan.trainer
+    plan.loaders.begin(module, datamodule, plan.given)
+    _check_required(plan, module)
+    if plan.verb == "fit":
+        plan.fabric.strategy.apply_trainer_config(_trainer_config(plan, module))
+
+
+def attach(plan: Plan, module: nn.Module) -> None:
+    """Attach the module to the Trainer, and take the callbacks that it configures. On every rank."""
+    plan.output.set_rank(plan.fabric.global_rank)
+    if not isinstance(module, Module):
+        return
+    module.trainer, module.fabric = plan.trainer, plan.fabric
+    for child in module.modules():
+        if isinstance(child, Module):
+            child.__dict__["_log"] = plan.log
+    extra = module.configure_callbacks()
+    if extra:
+        for callback in [extra] if isinstance(extra, Callback) else extra:
+            check_hook_names(callback, "callbacks", hook_names("callbacks"))
+        plan.callbacks[:] = assemble.merge_callbacks(plan.callbacks, extra)
+
+
+def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
+    """Compile the lifecycle and return the run; once per verb, when the callbacks are known."""
+    fabric, metrics, strategy = plan.fabric, plan.metrics, plan.fabric.strategy
+    metrics.device = fabric.device
+    for callback in plan.callbacks:
+        if isinstance(module, Module):
+            callback.__dict__.update(log=module.log, log_dict=module.log_dict)
+    lifecycle = Lifecycle(
+        trainer=plan.trainer,
+        module=module,
+        callbacks=plan.callbacks,
+        datamodule=datamodule,
+        metrics=metrics,
+        profiler=plan.profiler,
+        system=dict(plan.system),
+    )
+    has_ranks = fabric.world_size > 1
+    gather = strategy.gather_objects if has_ranks else None
+    metrics.connect(gather, rank=fabric.global_rank, size=fabric.world_size, module=module)
+    plan.watch.gather = gather
+    window_loss, agreement = WindowLoss(fabric.device), None
+    if has_ranks:
+        counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
+        window_loss = RanksWindowLoss(fabric.device, strategy, counts=counts)
+        if plan.guard.stop_coordinator is not None:
+            from ..loop.agreement import Agreement  # not imported where there is one process
+
+            agreement = Agreement(plan.trainer, plan.guard, plan.guard.stop_coordinator)
+    return Run(
+        trainer=plan.trainer,
+        fabric=fabric,
+        module=module,
+        model=module,
+        datamodule=datamodule,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        progress=plan.progress,
+        guard=plan.guard,
+        callbacks=plan.callbacks,
+        loaders=plan.loaders,
+        output=plan.output,
+        state=plan.state,
+        seconds_since_validation=plan.seconds_since_validation,
+        window_loss=window_loss,
+        watch=plan.watch,
+        is_automatic=bool(getattr(module, "automatic_optimization", True)),
+        skips_bad_steps=plan.skips_bad_steps,
+        has_ranks=has_ranks,
+        agreement=agreement,
+    )
+
+
+def set_up(plan: Plan, run: Run) -> None:
+    """Run the hooks up to `configure_model`, and let the ranks compare what they have. On every rank."""
+    module, strategy = run.module, run.fabric.strategy
+    _prepare_data(run)
+    run.lifecycle.setup(plan.verb)
     builders = [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
     if builders:
-        with trainer.fabric.init_module():
+        with run.fabric.init_module():
             for name in builders:
                 getattr(module, name)()
-    trainer.strategy.configure_topology(module)
+    strategy.configure_topology(module)
     if run.has_ranks:
         from ..loop import ranks  # not imported where there is one process
 
-        ranks.compare(trainer.strategy, ranks.facts_of(trainer, verb, module))
-        ranks.share_out(trainer)
-    if verb == "fit":
-        trainer.apply_layer_sync(module)
-    trainer.begin_compiling(run)
-    strategy = trainer.strategy
+        ranks.compare(strategy, ranks.facts_of(run.fabric, plan.verb, module, plan.same_everywhere))
+        ranks.share_out(plan.loaders, strategy, splits=plan.use_distributed_sampler)
+
+
+def place(run: Run, verb: str) -> None:
+    """Set the module up on its device, as the strategy runs it."""
+    strategy = run.fabric.strategy
     sums_after_backward = strategy.accumulate_dtype is not None and not strategy.sums_gradients_itself
     if run.has_ranks and (verb != "fit" or not run.is_automatic or sums_after_backward):
-        run.model = _place(trainer, module)
+        run.model = _place(run.fabric, run.module)
     else:
-        run.model = trainer.fabric.prepare_module(module)
-    return run
+        run.model = run.fabric.prepare_module(run.module)
 
 
-def _trainer_config(trainer: Trainer, module: nn.Module) -> TrainerConfig:
+def _trainer_config(plan: Plan, module: nn.Module) -> TrainerConfig:
     """Return the Trainer's arguments for a strategy whose engine has a configuration of its own."""
-    loader = trainer.loaders.given.get("train")
+    loader = plan.loaders.given.get("train")
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    accumulate: int | None = trainer.accumulate_grad_batches
-    if trainer.accumulation_scheduler is not None:
+    micro = size if isinstance(size, int) else None
+    accumulate: int | None = plan.accumulate_grad_batches
+    if plan.is_scheduled:
         accumulate = None
-    elif trainer.global_batch_size is not None:
+    elif plan.global_batch_size is not None:
         from .global_batch import plan_accumulation
 
-        accumulate = plan_accumulation(trainer, size if isinstance(size, int) else None)
+        accumulate = plan_accumulation(plan.global_batch_size, micro, plan.fabric.world_size)
     return {
         "accumulate_grad_batches": accumulate,
-        "global_batch_size": trainer.global_batch_size,
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "micro_batch_size": size if isinstance(size, int) else None,
+        "global_batch_size": plan.global_batch_size,
+        "gradient_clip_val": plan.gradient_clip_val,
+        "gradient_clip_algorithm": plan.gradient_clip_algorithm,
+        "micro_batch_size": micro,
         "is_automatic": getattr(module, "automatic_optimization", True),
-        "grad_accumulation_dtype": "fp32" if trainer.strategy.accumulate_dtype is not None else None,
+        "grad_accumulation_dtype": "fp32" if plan.fabric.strategy.accumulate_dtype is not None else None,
     }
 
 
-def _prepare_data(trainer: Trainer, run: Run) -> None:
+def _prepare_data(run: Run) -> None:
     """Let one rank of each node (or of all, with `prepare_data_per_node=False`) download; the others wait for it."""
     hooks = run.lifecycle.all_own("prepare_data")
     if not hooks:
         return
     owner = run.datamodule if run.datamodule is not None else run.module
     per_node = bool(getattr(owner, "prepare_data_per_node", True))
-    with trainer.fabric.rank_zero_first(local=per_node):
-        if (trainer.local_rank if per_node else trainer.global_rank) == 0:
+    fabric = run.fabric
+    with fabric.rank_zero_first(local=per_node):
+        if (fabric.local_rank if per_node else fabric.global_rank) == 0:
             for hook in hooks:
                 hook()
 
 
-def _place(trainer: Trainer, module: nn.Module) -> nn.Module:
+def _place(fabric: Fabric, module: nn.Module) -> nn.Module:
     """Set a module up for evaluation or manual optimization: no backward pass reduces its gradients."""
-    fabric = trainer.fabric
     with fabric.strategy.change_context(module):
         module = fabric.precision.convert_module(module)
     fabric.strategy.module_to_device(module)
@@ -215,120 +341,103 @@ def _place(trainer: Trainer, module: nn.Module) -> nn.Module:
 # --- fit -----------------------------------------------------------------------------------------------------------
 
 
-def begin_fit(
-    trainer: Trainer,
-    run: Run,
-    ckpt_path: str | Path | None,
-    *,
-    is_trusted: bool,
-    before: dict[str, Any] | None = None,
+def load_weights(run: Run, path: str, *, is_trusted: bool) -> Content:
+    """Put back the module of a checkpoint, with data module and callbacks; return the checkpoint. On every rank."""
+    content = snapshot.read(run.fabric, path, is_trusted=is_trusted)
+    snapshot.restore_module(run, content)
+    return content
+
+
+def restore_training(
+    run: Run, content: Content | None, path: str | None, before: dict[str, Any] | None
 ) -> Callable[[], None] | None:
-    """Restore, build optimizers, check the data.
+    """Build optimizers and schedules, and put their states back.
 
     Args:
-        trainer: The Trainer.
         run: The run, attached.
-        ckpt_path: What to resume from; None without.
-        is_trusted: Whether objects that were marked as trusted are unpickled.
+        content: The checkpoint to resume from; None without.
+        path: Where it was read.
         before: What the last fit left (`continuing.take`), where this one continues it.
 
     Returns:
         What puts back the random number generators of the checkpoint, to be called last; None without one.
     """
-    from .global_batch import report_global_batch  # not imported before a fit
-
-    path = locate(trainer, ckpt_path, "fit", has_model=True)
-    trainer.adopt_callbacks()  # `locate` has asked them for files of another run
-    content = None
-    if path is not None:
-        trainer.ckpt_path = path
-        content = snapshot.read(trainer.fabric, path, is_trusted=is_trusted)
-        snapshot.restore_module(run, content)
-        snapshot.put_back_loggers(run.output, content.states.get("loggers", {}))
-    _agree_on_folders(trainer, "fit")
     build_optimizers(run)
-    monitored = [*run.schedulers, *trainer.callbacks]
+    monitored = [*run.schedulers, *run.callbacks]
     run.metrics.decisive = frozenset(str(name) for one in monitored if (name := getattr(one, "monitor", None)))
     if not (run.is_automatic and run.optimizers):
         from ..loop.own_steps import OwnSteps  # not imported where the trainer makes every step
 
         run.own_steps = OwnSteps(run)
-    restore = snapshot.restore_training(run, content, str(path)) if content is not None else None
-    if content is None and before is not None:
+    if content is not None:
+        return snapshot.restore_training(run, content, str(path))
+    if before is not None:
         from .continuing import continue_training  # not imported in a first fit
 
-        continue_training(trainer, run, before)
-    trainer.fit_loop.is_used_up = False
-    if trainer.max_samples is not None or trainer.max_tokens is not None:
-        from ..loop.data_limits import is_reached  # not imported where steps or epochs are limited
+        continue_training(run.trainer, run, before)
+    return None
 
-        progress = trainer.progress  # with several ranks, an interrupted fit has left each rank's own there
-        counts = (
-            (progress.samples_before, progress.tokens_before) if run.has_ranks else (progress.samples, progress.tokens)
-        )
-        trainer.fit_loop.is_used_up = is_reached(trainer, *counts)
-    trainer.write_hyperparameters()
-    trainer.state.stage = "train"
-    run.lifecycle.on_fit_start()
-    if not trainer.progress.epoch_open:
-        trainer.sanity_check(run)
-    trainer.open_training(run)
-    trainer.loaders.open_validation()
+
+def open_loop(
+    run: Run, loop: FitLoop, content: Content | None, path: str | None, stream_state: dict[str, Any] | None
+) -> None:
+    """Open the data where they were, and bind the functions of a step: the last thing before the loop.
+
+    Args:
+        run: The run; its stream is open, and its optimizers are built.
+        loop: Has the limits.
+        content: The checkpoint to resume from; None without.
+        path: Where it was read.
+        stream_state: Where the data were when the last fit of this Trainer ended.
+    """
+    from .global_batch import report_global_batch  # not imported before a fit
+
+    trainer = run.trainer
+    run.loaders.open_validation()
     if content is not None:
-        trainer.loaders.restore_generators(content.states.get("validation_generators", {}))
-    _place_stream(trainer, run, content)
-    _check_limits(trainer, path)
-    trainer.accumulation_for_epoch(trainer.progress.epochs)
+        run.loaders.restore_generators(content.states.get("validation_generators", {}))
+    _place_stream(run, content, path, stream_state)
+    _check_limits(loop, run.progress, path)
     report_global_batch(trainer, run)
     run.plan = assemble.make_plan(run, trainer)
-    if trainer.max_samples is not None or trainer.max_tokens is not None:
+    if loop.data_limits:
         from ..loop.data_limits import DataLimits
 
         limits = DataLimits(trainer, run)
         run.plan.transfer, run.plan.count_window = limits.counting(run.plan.transfer), limits.end_window
-    if trainer.strategy.accumulate_dtype is not None:
+    if run.fabric.strategy.accumulate_dtype is not None:
         from ..loop.float32_gradients import bind_float32_gradients  # not imported where nobody asks
 
         run.undo = bind_float32_gradients(trainer, run)
-    _carry_window(trainer, run, trainer.carried_states if content is None else content.states)
-    # A submodule that the user put into eval mode (a frozen batch norm) stays there.
-    if not run.module.training:
-        run.module.train()
-    if content is not None:
-        snapshot.restore_frozen(run, content)
-    elif run.has_ranks and not trainer.progress.total_batches:
-        from ..loop import ranks
-
-        ranks.separate_generators(trainer.global_rank)
-    return restore
 
 
-def _carry_window(trainer: Trainer, run: Run, states: Mapping[str, Any]) -> None:
-    """Go on with the window that an epoch's end had cut short, where windows go on in the next epoch."""
-    trainer.carried_states = {}
-    if trainer.accumulate_across_epochs:
+def carry_window(run: Run, states: Mapping[str, Any], path: str | None, *, is_carrying: bool) -> None:
+    """Continue the window that an epoch's end had cut short, where windows continue in the next epoch."""
+    if is_carrying:
         from ..loop.carried_window import CarriedWindow  # not imported where windows end with the epoch
 
-        run.carried = CarriedWindow(trainer, run)
+        run.carried = CarriedWindow(run.trainer, run)
         if "window" in states:
-            run.carried.load_states(states, trainer.ckpt_path or "the last fit")
+            run.carried.load_states(states, path or "the last fit")
     elif "window" in states:
         warnings.warn(
-            f"{trainer.ckpt_path} was taken within a window that goes on in the next epoch: the gradients of its "
+            f"{path} was taken within a window that continues in the next epoch: the gradients of its "
             f"{states['window']['count']} micro-batches are left out; pass accumulate_across_epochs=True to use them",
             stacklevel=5,
         )
 
 
-def _agree_on_folders(trainer: Trainer, verb: str) -> None:
-    """Let all ranks know where loggers write, and the profiler where it reports."""
-    trainer.output.agree(trainer.strategy)
-    if trainer.profiler is not None:
-        rank = trainer.global_rank if trainer.world_size > 1 else None
-        module = trainer.lightning_module
-        assert module is not None
-        trainer.profiler.watch(module)
-        trainer.profiler.setup(stage=verb, local_rank=rank, log_dir=trainer.log_dir)
+def set_modes(run: Run, content: Content | None) -> None:
+    """Put the module into training mode; what is frozen and what ranks draw is as in the checkpoint."""
+    # A submodule that the user put into eval mode (a frozen batch norm) stays there.
+    if not run.module.training:
+        run.module.train()
+    if content is not None:
+        snapshot.restore_frozen(run, content)
+    elif run.has_ranks and not run.progress.total_batches:
+        from ..loop import ranks
+
+        ranks.separate_generators(run.fabric.global_rank)
 
 
 def build_optimizers(run: Run) -> None:
@@ -343,7 +452,7 @@ def build_optimizers(run: Run) -> None:
         warnings.warn(
             "configure_optimizers returned None: the module is run without being trained, but by an optimizer that it "
             "steps itself, whose state is in no checkpoint",
-            stacklevel=5,
+            stacklevel=6,
         )
     run.optimizers, run.schedulers = read_optimizers(
         returned,
@@ -361,23 +470,21 @@ def build_optimizers(run: Run) -> None:
     ]
 
 
-def _place_stream(trainer: Trainer, run: Run, content: Content | None) -> None:
+def _place_stream(run: Run, content: Content | None, path: str | None, stream_state: dict[str, Any] | None) -> None:
     """Tell the stream where the data were: in the checkpoint, or when the last fit of this Trainer ended."""
     assert run.stream is not None
-    state = content.states.get("data") if content is not None else trainer.stream_state
+    state = content.states.get("data") if content is not None else stream_state
     if state is not None:
         run.stream.load_state_dict(state)
-    elif trainer.progress.epoch_open:
+    elif run.progress.epoch_open:
         raise CheckpointError(
-            f"{trainer.ckpt_path} was taken in the middle of epoch {trainer.progress.epochs} and does not say "
-            "where the data were.",
+            f"{path} was taken in the middle of epoch {run.progress.epochs} and does not say where the data were.",
             fix="resume from a checkpoint that was taken at the end of an epoch, or start from its weights with "
             "load_from_checkpoint.",
         )
 
 
-def _check_limits(trainer: Trainer, path: str | None) -> None:
-    loop, progress = trainer.fit_loop, trainer.progress
+def _check_limits(loop: FitLoop, progress: Progress, path: str | None) -> None:
     limit = loop.epoch_limit
     if path is not None and limit != -1 and progress.epochs > limit:
         raise ConfigError(
@@ -385,55 +492,27 @@ def _check_limits(trainer: Trainer, path: str | None) -> None:
             fix=f"set max_epochs above {progress.epochs}.",
         )
     if loop.is_done and (progress.steps or progress.epochs) and not progress.epoch_open:
+        others = "".join(f", {name}={value}" for name, value in loop.data_limits.items())
         warnings.warn(
             f"trainer.fit has nothing to do: {progress.epochs} epochs and {progress.steps} steps are done, and the "
-            f"limits are max_epochs={limit} and max_steps={loop.max_steps}"
-            + "".join(
-                f", {name}={value}"
-                for name in ("max_samples", "max_tokens")
-                if (value := getattr(trainer, name)) is not None
-            ),
-            stacklevel=5,
+            f"limits are max_epochs={limit} and max_steps={loop.max_steps}{others}",
+            stacklevel=6,
         )
 
 
 # --- validate, test, predict ---------------------------------------------------------------------------------------
 
 
-def begin_evaluation(
-    trainer: Trainer,
-    verb: str,
-    model: Any,
-    dataloaders: Any,
-    ckpt_path: str | Path | None,
-    datamodule: DataModule | None,
-    *,
-    is_trusted: bool,
-) -> tuple[Run, EvalLoader]:
-    """Attach module and data, load the weights that are meant, and return the run and its loaders."""
-    stage = STAGE_OF[verb]
-    if datamodule is not None and dataloaders is not None:
-        raise both_given("dataloaders")
-    module = model if model is not None else trainer.lightning_module
+def module_of_evaluation(verb: str, model: nn.Module | None, last: nn.Module | None) -> nn.Module:
+    """Return the module to evaluate: the one that was passed, or that of the last run.
+
+    Raises:
+        ModuleError: There is none.
+    """
+    module = model if model is not None else last
     if module is None:
         raise ModuleError(
             f"trainer.{verb}() was called without a module, and none was used before.",
             fix=f"pass one: trainer.{verb}(module, ...).",
         )
-    if model is None and datamodule is None and dataloaders is None:
-        datamodule = trainer.datamodule
-    path = locate(trainer, ckpt_path, verb, has_model=model is not None)
-    run = attach(trainer, verb, module, datamodule, {stage: dataloaders})
-    steps, epochs = trainer.progress.steps, trainer.progress.epochs
-    if path is not None:
-        trainer.ckpt_path = path
-        content = snapshot.read(trainer.fabric, path, is_trusted=is_trusted)
-        snapshot.restore_module(run, content)
-        counts = content.states.get("progress", {})
-        # Records belong to the step of the weights, not to that of a training which this Trainer did before.
-        steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
-    trainer.records_at = (steps, epochs)
-    _agree_on_folders(trainer, verb)
-    trainer.write_hyperparameters()
-    trainer.state.stage = verb
-    return run, trainer.loaders.open_eval(stage)
+    return module

@@ -47,11 +47,9 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     return accumulation_steps(wanted, micro, strategy.topology.data_size, loader=loader)
 
 
-def plan_accumulation(trainer: Trainer, micro: int | None) -> int | None:
+def plan_accumulation(wanted: int, micro: int | None, world_size: int) -> int | None:
     """Return what `derive_accumulation` will, before processes start; None where that is not known yet."""
-    wanted = trainer.global_batch_size
-    assert wanted is not None
-    unit = 0 if micro is None else micro * trainer.world_size
+    unit = 0 if micro is None else micro * world_size
     return wanted // unit if unit and not wanted % unit else None
 
 
