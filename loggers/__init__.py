@@ -1,7 +1,4 @@
-"""Loggers: where the numbers of a run are kept. Each is imported when its name is first used.
-
-Nothing here imports TensorBoard before a metric is written.
-"""
+"""Loggers: records of a run's metrics. Each is imported when its name is first used."""
 
 from __future__ import annotations
 

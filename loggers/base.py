@@ -1,4 +1,4 @@
-"""What every logger is: base class, rank rule, and how a logged value becomes a number. Trainer and Fabric call it."""
+"""`Logger`, the base class of loggers; the rule for ranks; and the conversion of logged values to numbers."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ Metrics: TypeAlias = Mapping[str, Any]
 
 
 class Logger(ABC):
-    """Where the numbers and hyperparameters of a run are kept.
+    """Record of the metrics and hyperparameters of a run.
 
-    A subclass says `name`, `version`, `log_metrics` and `log_hyperparams`; everything else has a default that does
-    nothing. Metrics arrive as host numbers, at log boundaries only. An exception from a logger never ends a
-    training: the Trainer reports it and writes the row again later.
+    A subclass defines `name`, `version`, `log_metrics` and `log_hyperparams`; all other methods do nothing by default.
+    Metrics arrive as host numbers, at log boundaries only. An exception from a logger does not end training: the
+    Trainer reports it and writes the row again later.
     """
 
     LOGGER_JOIN_CHAR = "-"
 
-    # Whether the Trainer calls log_metrics and save on another thread, so that a slow disk or service does not hold a
-    # step. Everything else is called on the Trainer's own thread, after what was put off before.
+    # Whether the Trainer calls log_metrics and save on another thread, so that a slow disk or service does not delay a
+    # step. Everything else is called on the Trainer's own thread, after deferred writes.
     writes_behind: bool = False
 
     # The Trainer's queue for this logger, while there is one.
     queue: WriteBehind | None = None
 
-    # What a point's x is: "step", "samples", "time" (seconds of training, whole) or the name of a logged metric.
+    # Unit of the x axis: "step", "samples", "time" (seconds of training, an integer) or the name of a logged metric.
     x_axis: str = "step"
 
-    # Seconds of training up to the last row, those before a resume included. The Trainer counts.
+    # Seconds of training up to the last row, earlier runs included. The Trainer updates it.
     wall_s: float = 0.0
 
-    # Set by the Trainer when the processes are connected; before that, the environment is asked.
+    # Set by the Trainer when the processes are connected; before that, the environment determines the rank.
     known_rank: int | None = None
 
     @property
@@ -70,7 +70,7 @@ class Logger(ABC):
         return (current_rank() if self.known_rank is None else self.known_rank) > 0
 
     def set_rank(self, rank: int) -> None:
-        """Note which rank this process has: above zero, nothing is recorded. Called by the Trainer once it is known."""
+        """Set the rank of this process; above zero, nothing is recorded."""
         self.known_rank = rank
 
     @property
@@ -81,11 +81,11 @@ class Logger(ABC):
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """What tells this run from the others of the experiment. None before the run has an identity."""
+        """Identity of this run in the experiment; None before it has one."""
 
     @property
     def save_dir(self) -> str | None:
-        """Directory that the user gave; None if the logger writes no local files."""
+        """Directory that was passed; None if the logger writes no local files."""
         return None
 
     @property
@@ -123,17 +123,17 @@ class Logger(ABC):
 
         Args:
             params: A mapping, an `argparse.Namespace`, a dataclass, or None.
-            args: For loggers that take more.
-            kwargs: For loggers that take more.
+            args: Options of the logger.
+            kwargs: Options of the logger.
         """
 
     def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
-        """Record one row of the Trainer; by default `log_metrics` at the point that `x_axis` says.
+        """Record one row of the Trainer; by default by `log_metrics`, at the x value of `x_axis`.
 
         Args:
             metrics: Name to host number.
             step: Training steps done.
-            axes: Where training stands otherwise: "samples", and the latest value of every metric.
+            axes: Other x values: "samples", and the latest value of every metric.
         """
         self.log_metrics(metrics, step=self._place(step, axes))
 
@@ -145,7 +145,7 @@ class Logger(ABC):
             images: One picture or a list of them: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or
                 (H, W), floats from 0 to 1 or bytes, or a PIL image.
             step: Training steps done; None takes the last recorded step.
-            kwargs: For loggers that take more; `caption` is a list with one text per picture.
+            kwargs: Options of the logger; `caption` is a list with one text per picture.
         """
         return
 
@@ -169,11 +169,11 @@ class Logger(ABC):
         return
 
     def save(self) -> None:
-        """Put on disk what was logged so far; by default nothing is done."""
+        """Write logged values to disk; by default nothing is done."""
         return
 
     def finalize(self, status: str) -> None:
-        """End the run; what is still pending is written.
+        """End the run after writing deferred values.
 
         Args:
             status: "success", "failed" or "finished".
@@ -181,7 +181,7 @@ class Logger(ABC):
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Hear that a checkpoint was saved; by default nothing is done.
+        """React to a saved checkpoint; by default nothing is done.
 
         Args:
             checkpoint_callback: The callback that saved it.
@@ -189,11 +189,11 @@ class Logger(ABC):
         return
 
     def state_dict(self) -> StateDict:
-        """Return what a resumed run needs to go on in the same place; plain values only."""
+        """Return the state that a resumed run continues from; plain values only."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from the state that `state_dict` returned.
 
         Called only when a fit is resumed, before its first log call. Nothing is dropped from disk until the resumed
         run writes something.
@@ -201,7 +201,7 @@ class Logger(ABC):
         return
 
     def _catch_up(self) -> None:
-        """Let rows that the Trainer has put off come before what the user now does directly; raise nothing."""
+        """Write the Trainer's deferred rows before a direct call of the user; raise nothing."""
         if self.queue is not None:
             self.queue.wait()
 
@@ -215,8 +215,8 @@ class Logger(ABC):
             if step and not self.__dict__.get("_has_warned_of_axis"):
                 self._has_warned_of_axis = True
                 warnings.warn(
-                    f"{type(self).__name__}: nothing was logged as {self.x_axis!r} up to step {step}, which is its "
-                    "x_axis; points stand at 0 until then.",
+                    f"{type(self).__name__}: x_axis={self.x_axis!r} was not logged up to step {step}; points "
+                    "have x = 0 until then.",
                     stacklevel=2,
                 )
             return 0
@@ -271,10 +271,10 @@ class Lock:
 
 
 class DummyExperiment:
-    """What `experiment` is where nothing is recorded: every attribute is a function that does nothing."""
+    """The `experiment` of a logger that records nothing: every attribute is a function that does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):  # copy and pickle ask for these, and must hear that they are absent
+        if name.startswith("__"):  # copy and pickle look these up and must not find them
             raise AttributeError(name)
         return _nothing
 
@@ -286,19 +286,19 @@ class DummyExperiment:
 
 
 def current_rank() -> int:
-    """Return this process's rank: torch.distributed's, else what launchers say in the environment; 0 without any.
+    """Return this process's rank: torch.distributed's, else the one in the launcher's environment variables; else 0.
 
-    Asked at each call: a logger is often made before the launcher has set the environment.
+    Read at each call: a logger is often created before the launcher has set the environment.
     """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         rank: int = distributed.get_rank()
         return rank
-    said = {name: int(value) for name in _RANKS if (value := os.environ.get(name, "")).isdecimal()}
-    if "RANK" not in said and "LOCAL_RANK" in said:
-        # They tell apart the processes of one machine and the machines: rank 0 has 0 in both.
-        return max(said["LOCAL_RANK"], said.get("NODE_RANK", 0), said.get("GROUP_RANK", 0))
-    return next((said[name] for name in _RANKS if name in said and not name.endswith(("NODE_RANK", "GROUP_RANK"))), 0)
+    found = {name: int(value) for name in _RANKS if (value := os.environ.get(name, "")).isdecimal()}
+    if "RANK" not in found and "LOCAL_RANK" in found:
+        # They number the processes of a machine and the machines: rank 0 has 0 in both.
+        return max(found["LOCAL_RANK"], found.get("NODE_RANK", 0), found.get("GROUP_RANK", 0))
+    return next((found[name] for name in _RANKS if name in found and not name.endswith(("NODE_RANK", "GROUP_RANK"))), 0)
 
 
 _RANKS = (

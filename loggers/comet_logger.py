@@ -31,26 +31,25 @@ _OPTIONS = (
 class CometLogger(ServiceLogger):
     """Record metrics, hyperparameters, pictures and texts in a Comet experiment.
 
-    The experiment begins with the first record, on rank zero; it ends with fit (or another verb), and a record after
-    that takes it up again under its key. A resumed fit goes on in the checkpoint's experiment. Points that it has
-    already are not sent again; to train another way from an old checkpoint, give another `experiment_key`.
+    The experiment begins with the first record, on rank zero, and ends with fit, validate, test or predict; a later
+    record reopens it. A resumed fit continues the checkpoint's experiment and sends no point twice; to branch off an
+    old checkpoint, pass another `experiment_key`.
 
     Args:
-        api_key: Key of the service; None: what comet_ml finds in its configuration.
+        api_key: API key; None: that of comet_ml's configuration.
         workspace: Name of the workspace; None: the default one.
-        project: Name of the project; None: what comet_ml finds in its configuration.
-        experiment_key: Key of the experiment, 32 to 50 letters and digits; None finds a new one.
-        mode: "get_or_create" (the default), "get" or "create".
-        online: False writes local files only, for `comet upload` later. An experiment that was taken up again has
-            several archives of one key. None is True.
-        prefix: Put before each metric's name, joined by "-".
-        log_model: True uploads the checkpoints that are kept when fit ends, "all" each when it is saved.
-        x_axis: "step", "samples", "time" (whole seconds of training) or the name of a logged metric, such as a count
-            of tokens.
-        kwargs: For `comet_ml.ExperimentConfig`: offline_directory, name, tags, log_code, ...
+        project: Name of the project; None: that of comet_ml's configuration.
+        experiment_key: Key of the experiment, 32 to 50 letters and digits; None: a new one.
+        mode: How the experiment is opened: "get_or_create" (the default), "get" or "create".
+        online: Whether points are sent; otherwise local files are written, for `comet upload`. An experiment that was
+            reopened has several archives of one key. None: True.
+        prefix: Text before each metric's name, joined by "-".
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
+        x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
+        kwargs: Arguments of `comet_ml.ExperimentConfig`: offline_directory, name, tags, log_code, ...
 
     Raises:
-        ConfigError: Arguments that cannot work.
+        ConfigError: An argument is invalid.
         MissingDependency: comet_ml is not installed.
     """
 
@@ -95,12 +94,12 @@ class CometLogger(ServiceLogger):
 
     @property
     def name(self) -> str | None:
-        """Name of the project; None if it is comet_ml's configuration that knows."""
+        """Name of the project; None if comet_ml's configuration defines it."""
         return self._project
 
     @property
     def version(self) -> str | None:
-        """The experiment's key, which is found now if it has none; above rank zero None."""
+        """The experiment's key, chosen at the first call if none was passed; None above rank zero."""
         if self._id is None and not self.is_silent:
             self._id = secrets.token_hex(16)  # not from the generators that a training uses
         return self._id
@@ -115,12 +114,12 @@ class CometLogger(ServiceLogger):
 
         Args:
             key: Name.
-            images: One picture or a list; what counts as one is said at `Logger.log_image`.
-            step: None takes the last recorded step.
+            images: One picture or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None: the last recorded step.
             kwargs: For comet_ml's log_image, each a list with one entry per picture; `caption` becomes metadata.
 
         Raises:
-            ConfigError: Something is no picture, or a list has another length.
+            ConfigError: An item is not a picture, or a list has another length.
         """
         if self.is_silent:
             return
@@ -132,7 +131,7 @@ class CometLogger(ServiceLogger):
             if caption is not None:
                 options["metadata"] = {**(options.get("metadata") or {}), "caption": caption}
             name = f"{key}/{number}" if len(pictures) > 1 else key
-            # As a file: comet_ml takes an array for a path first, and warns.
+            # As a file: comet_ml first interprets an array as a path, and warns.
             self.experiment.log_image(io.BytesIO(to_png(pixels)), name=name, step=self._at(step), **options)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
@@ -141,7 +140,7 @@ class CometLogger(ServiceLogger):
         Args:
             key: Name.
             text: The text.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
             self.experiment.log_text(text, step=self._at(step), metadata={"name": key})
@@ -157,7 +156,7 @@ class CometLogger(ServiceLogger):
             self.experiment.set_model_graph(f"{model}")
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the experiment out: the process that unpickles takes it up under its key."""
+        """Leave the experiment out: the process that unpickles reopens it by its key."""
         run_id = self.version
         return {**self.__dict__, "_id": run_id, "_experiment": None}
 
@@ -174,7 +173,7 @@ class CometLogger(ServiceLogger):
         self._was_begun = True
         return experiment
 
-    def _place_of_run(self) -> dict[str, Plain]:
+    def _location_of_run(self) -> dict[str, Plain]:
         return {"workspace": self._start["workspace"], "project": self._project}
 
     def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""CSVLogger: metrics in one metrics.csv that any tool reads; it is only appended to, and exact after a resume."""
+"""CSVLogger: metrics in one metrics.csv file, exact after a resume."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CSVLogger(FolderLogger):
     """Write metrics to `save_dir/name/version_N/metrics.csv` and hyperparameters to `hparams.yaml` beside it.
 
     One row per `log_metrics` call; columns sorted, `step` among them; numbers with every digit they have (`nan` and
-    `inf` as such); cells of names that a row does not have are empty. Rows are appended. Only a name that was never
-    logged before makes the file be written anew, in one atomic exchange.
+    `inf` as such); missing values are empty cells. Rows are appended. A new name makes the logger rewrite the file,
+    in one atomic exchange.
 
     Args:
-        save_dir: Directory for all runs, on this machine.
-        name: Name of the experiment; None or "" leaves the level out.
-        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
-        prefix: Put before each metric's name, joined by "-".
-        flush_logs_every_n_steps: Rows wait in memory until so many steps, or rows, have passed since the last write.
-        root_dir: The same as `save_dir`.
+        save_dir: Directory of all runs, on this machine.
+        name: Name of the experiment; None or "": no directory for it.
+        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        prefix: Text before each metric's name, joined by "-".
+        flush_logs_every_n_steps: Number of steps, or rows, between writes; rows wait in memory until then.
+        root_dir: Alias of `save_dir`.
     """
 
     writes_behind = True
@@ -50,7 +50,7 @@ class CSVLogger(FolderLogger):
         super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
         if not isinstance(flush_logs_every_n_steps, int) or flush_logs_every_n_steps < 1:
             raise ConfigError(
-                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r}; expected a whole number from 1.",
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r}; expected an integer from 1.",
                 fix="pass flush_logs_every_n_steps=1 to write every row at once, or a larger number.",
             )
         self._flush_every = flush_logs_every_n_steps
@@ -58,7 +58,7 @@ class CSVLogger(FolderLogger):
 
     @property
     def experiment(self) -> ExperimentWriter:
-        """The object that holds the pending rows and writes the file."""
+        """The writer of the file, which holds the rows that are not written yet."""
         return self._opened(lambda: ExperimentWriter(self.log_dir))
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
@@ -83,11 +83,11 @@ class CSVLogger(FolderLogger):
                 self.save()
 
     def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
-        """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
+        """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
 
         Args:
             params: A mapping, an `argparse.Namespace`, a dataclass, or None.
-            args: Ignored; here because other loggers take more.
+            args: Ignored; accepted for compatibility with other loggers.
             kwargs: Ignored.
         """
         if self.is_silent:
@@ -107,7 +107,7 @@ class CSVLogger(FolderLogger):
         self.save()
 
     def state_dict(self) -> StateDict:
-        """Write the pending rows durably and return where the file stands, so that a resumed run goes on there."""
+        """Write the pending rows durably and return where the file stands, so that a resumed run continues there."""
         if self.is_silent:
             return {}
         self.save()
@@ -122,7 +122,7 @@ class CSVLogger(FolderLogger):
         self.save()
         self._experiment = None
 
-    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         return _holds(os.path.join(log_dir, ExperimentWriter.NAME_METRICS_FILE), state) or (
             is_same_place and state["rows"] == 0
         )
@@ -137,7 +137,7 @@ class ExperimentWriter:
 
     Args:
         log_dir: Directory of the run; made when the first row is written.
-        resume_from: What `position()` returned: the first write keeps so many rows, and only those columns.
+        resume_from: Result of `position()`: the first write keeps its rows and columns only.
     """
 
     NAME_METRICS_FILE = "metrics.csv"
@@ -159,7 +159,7 @@ class ExperimentWriter:
             self.metrics.append(dict(metrics))
 
     def save(self) -> None:
-        """Append the pending rows; on a failure the file keeps whole rows, and the pending ones stay pending.
+        """Append the pending rows; on a failure the file keeps complete rows, and the pending ones stay pending.
 
         Raises:
             OSError: The disk is full, or the file is not writable or gone.
@@ -174,7 +174,7 @@ class ExperimentWriter:
                 self._is_begun = True
             columns = sorted(set(self.metrics_keys).union(*self.metrics))
             if columns != self.metrics_keys or self._has_rows_to_drop:
-                self._write_anew(columns)
+                self._rewrite(columns)
             cells = [{key: repr(value) for key, value in row.items()} for row in self.metrics]
             _append(self.metrics_file_path, _text(cells, columns).encode())
             self._rows += len(cells)
@@ -188,7 +188,7 @@ class ExperimentWriter:
                 os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the rows
         return {"rows": self._rows, "columns": list(self.metrics_keys), "last_row": dict(self._last_row)}
 
-    def _write_anew(self, columns: list[str]) -> None:
+    def _rewrite(self, columns: list[str]) -> None:
         temporary = f"{self.metrics_file_path}.tmp"
         os.makedirs(self.log_dir, exist_ok=True)  # resumed from before the first row: it may not be there
         with open(temporary, "w", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""Where loggers that write files put a run, and how a resumed run finds its own folder again."""
+"""`FolderLogger`, the base of loggers that write files, and `RunFolder`, the folder of one run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _VERSION_FOLDER = re.compile(r"version_(\d+)")
 
 
 class RunFolder:
-    """One run's folder, `save_dir/name/version_N`, whose number is taken when it is first asked for.
+    """One run's folder, `save_dir/name/version_N`, whose number is taken at the first access.
 
     Two loggers share a folder by holding the same RunFolder.
 
     Args:
         save_dir: Directory on this machine; `~` and environment variables are expanded.
-        name: Name of the experiment; None or "" leaves the level out.
-        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+        name: Name of the experiment; None or "": no directory for it.
+        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
 
     Raises:
         ConfigError: `save_dir` is a URL, or `version` is not of these types.
@@ -56,7 +56,7 @@ class RunFolder:
         self.save_dir = text
         self.name = name or ""
         self.root_dir = os.path.join(text, self.name) if self.name else text
-        self.asked_version = version
+        self.requested_version = version
         self.known_rank: int | None = None
         self._version = version
         self._is_claimed = False
@@ -64,14 +64,14 @@ class RunFolder:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the version is known already; if not, asking for it takes the next free number."""
+        """Whether the version is known already; if not, reading it takes the next free number."""
         return self._version is not None
 
     @property
     def version(self) -> int | str:
         """The run's version. The first call makes the folder on rank zero, so that no other process takes it.
 
-        On other ranks the answer is a guess until rank zero has told them.
+        On other ranks it is a guess until rank zero has sent its version.
         """
         with self._lock:
             if self._version is None:
@@ -88,17 +88,17 @@ class RunFolder:
         """Return the directory that a version has here."""
         return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
 
-    def go_on_in(self, version: int | str) -> None:
-        """Use the folder of an earlier run; an empty one that was made in this process is removed."""
+    def continue_in(self, version: int | str) -> None:
+        """Use the folder of an earlier run; an empty one that this process created is removed."""
         if self._is_claimed and self._version != version:
-            with contextlib.suppress(OSError):  # it is not empty, or gone: either way it is not ours to remove
+            with contextlib.suppress(OSError):  # not empty, or missing: it must not be removed
                 os.rmdir(self.path)
             self._is_claimed = False
         self._version = version
 
     def fresh(self) -> RunFolder:
-        """Return a folder with the same arguments that has no version yet, unless one was asked for."""
-        folder = RunFolder(self.save_dir, self.name, self.asked_version)
+        """Return a folder with the same arguments that has no version yet, unless one was requested."""
+        folder = RunFolder(self.save_dir, self.name, self.requested_version)
         folder.known_rank = self.known_rank
         return folder
 
@@ -122,14 +122,14 @@ class RunFolder:
 
 
 class FolderLogger(RunLogger):
-    """What loggers that write files on this machine have in common.
+    """Base of loggers that write files on this machine.
 
     Args:
-        save_dir: Directory for all runs; `root_dir` is another name for it, one of the two is needed.
-        name: Name of the experiment; None or "" leaves the level out.
-        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
-        prefix: Put before each metric's name, joined by "-".
-        root_dir: The same as `save_dir`.
+        save_dir: Directory of all runs; this or its alias `root_dir` is required.
+        name: Name of the experiment; None or "": no directory for it.
+        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        prefix: Text before each metric's name, joined by "-".
+        root_dir: Alias of `save_dir`.
     """
 
     NAME_HPARAMS_FILE = "hparams.yaml"
@@ -147,7 +147,7 @@ class FolderLogger(RunLogger):
         if directory is None or (save_dir is not None and root_dir is not None):
             raise ConfigError(
                 f"{type(self).__name__} got save_dir={save_dir!r} and root_dir={root_dir!r}; "
-                "they mean the same, and exactly one is needed.",
+                "expected exactly one of them, because they mean the same.",
                 fix=f"pass one directory, for example {type(self).__name__}('logs').",
             )
         super().__init__(prefix)
@@ -171,15 +171,15 @@ class FolderLogger(RunLogger):
 
     def join_version(self, version: int | str) -> None:
         """Use the folder of this version: another process, rank zero or one that ended, has taken it."""
-        self._folder.go_on_in(version)
+        self._folder.continue_in(version)
 
     def set_rank(self, rank: int) -> None:
-        """Note which rank this process has, for this logger and its folder."""
+        """Set the rank of this process, for this logger and its folder."""
         self.known_rank = self._folder.known_rank = rank
 
     @property
     def save_dir(self) -> str:
-        """Directory that the user gave."""
+        """Directory that was passed."""
         return self._folder.save_dir
 
     @property
@@ -193,22 +193,22 @@ class FolderLogger(RunLogger):
         return self._in_folder(self._folder.path)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on in the folder that `state_dict` was taken in, dropping what was logged after it.
+        """Continue in the folder of `state_dict`, dropping what was logged after it.
 
-        The folder is looked for under this logger's own `save_dir/name`, so a run that was moved is found too, and it
-        is used only if its files are those that the checkpoint knows. Otherwise the run starts anew, and says so.
-        Nothing on disk changes before the resumed run writes.
+        The folder is searched under this logger's own `save_dir/name`, so a moved run is found, too. It is used only if
+        its files are those of the checkpoint; otherwise a new run starts, with a message. Nothing on disk changes
+        before the resumed run writes.
         """
         if not state_dict or self.is_silent:
             return
         self._close()
         recorded, version = state_dict["log_dir"], state_dict["version"]
         log_dir = self._in_folder(self._folder.path_of(version))
-        asked = self._folder.asked_version
+        requested = self._folder.requested_version
         is_same_place = os.path.realpath(log_dir) == os.path.realpath(recorded)
-        is_other_version = asked is not None and self._folder.path_of(asked) != self._folder.path_of(version)
-        if not is_other_version and self._recognises(log_dir, state_dict, is_same_place):
-            self._folder.go_on_in(version)
+        is_other_version = requested is not None and self._folder.path_of(requested) != self._folder.path_of(version)
+        if not is_other_version and self._recognizes(log_dir, state_dict, is_same_place):
+            self._folder.continue_in(version)
             self._restore(state_dict)
             self._is_resumed = True
             return
@@ -217,24 +217,25 @@ class FolderLogger(RunLogger):
         self._is_resumed = self._owns_hparams_file = False
         self._step = -1
         message = (
-            f"{type(self).__name__} starts anew under {self.root_dir!r}: the checkpoint's run logged to {recorded!r}, "
+            f"{type(self).__name__} starts a new run under {self.root_dir!r}: the checkpoint's run logged to "
+            f"{recorded!r}, "
         )
         if is_other_version or not is_same_place:
-            _log.info("%s which is not where this logger was told to write.", message)
+            _log.info("%s which is not the directory of this logger.", message)
         else:
-            warnings.warn(f"{message}which is gone, or does not hold what was logged then.", stacklevel=2)
+            warnings.warn(f"{message}which is missing, or does not contain what was logged then.", stacklevel=2)
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
 
         Args:
             key: Name; "/" makes folders.
-            images: One picture or a list; what counts as one is said at `Logger.log_image`.
-            step: None takes the last recorded step.
+            images: One picture or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None: the last recorded step.
             kwargs: `caption` is a list with one text per picture.
 
         Raises:
-            ConfigError: Something is no picture, there are not as many captions, or `key` leaves the folder.
+            ConfigError: An item is not a picture, the number of captions differs, or `key` leaves the folder.
             MissingDependency: Pillow is not installed.
         """
         if self.is_silent:
@@ -254,7 +255,7 @@ class FolderLogger(RunLogger):
         Args:
             key: Name; "/" makes folders.
             text: The text.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
 
         Raises:
             ConfigError: `key` leaves the folder.
@@ -281,7 +282,7 @@ class FolderLogger(RunLogger):
         """Write what is pending and forget everything about the files written so far."""
 
     @abstractmethod
-    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         """Whether the files in this directory are those that the state was taken with."""
 
     @abstractmethod
@@ -309,12 +310,12 @@ class FolderLogger(RunLogger):
 def share_version(loggers: Iterable[Logger]) -> None:
     """Let file loggers of different kinds that have the same root directory write into one version folder.
 
-    Called by Trainer for its list of loggers; calling it again changes nothing. Loggers with a version of their own,
-    with a version already taken, or of a kind that the folder has already, keep their own folder.
+    Loggers keep their own folder if a version was passed or already taken, or if the shared folder has one of their
+    kind. A second call changes nothing.
     """
     shared: dict[str, tuple[RunFolder, set[type]]] = {}
     for logger in loggers:
-        if not isinstance(logger, FolderLogger) or logger._folder.asked_version is not None:
+        if not isinstance(logger, FolderLogger) or logger._folder.requested_version is not None:
             continue
         root = os.path.realpath(logger._folder.root_dir)
         folder, kinds = shared.setdefault(root, (logger._folder, set()))
@@ -333,7 +334,7 @@ def keep_old_file(path: str) -> str:
     kept = f"{stem}.{number}{extension}"
     os.rename(path, kept)
     warnings.warn(
-        f"{path!r} was there already, from another run; it is kept as {os.path.basename(kept)!r}. "
+        f"{path!r} exists already, from another run; it is kept as {os.path.basename(kept)!r}. "
         "Leave version out to get a new folder for each run.",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""Turns hyperparameters into plain values, flat names and YAML text; the loggers that write files call it.
+"""Conversion of hyperparameters to plain values, flat names and YAML text.
 
 The YAML is written here rather than with a library, because importing one would delay the first training step.
 """

@@ -1,4 +1,4 @@
-"""JSONLinesLogger: one JSON object per line in metrics.jsonl. Append only, no columns to know, exact after a resume."""
+"""JSONLinesLogger: one JSON object per line in metrics.jsonl, appended, exact after a resume."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class JSONLinesLogger(FolderLogger):
 
     One line per `log_metrics` call: `{"step": 50, "epoch": 0, "samples": 1600, "wall_s": 3.2, "loss": 0.25}`, that is
     where training stands, so that a reader chooses the x axis, and then the metrics in the order in which they came.
-    Numbers have every digit they have. JSON knows no NaN: not finite numbers are the texts "NaN", "Infinity" and
-    "-Infinity", and `read_json_lines` gives numbers back. A line is on its way to the disk when `log_metrics` returns.
+    Numbers keep all digits. JSON lacks NaN: non-finite numbers are the texts "NaN", "Infinity" and "-Infinity", which
+    `read_json_lines` converts to numbers. A line is passed to the system when `log_metrics` returns.
 
     Args:
-        save_dir: Directory for all runs, on this machine.
-        name: Name of the experiment; None or "" leaves the level out.
-        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
-        prefix: Put before each metric's name, joined by "-".
-        root_dir: The same as `save_dir`.
+        save_dir: Directory of all runs, on this machine.
+        name: Name of the experiment; None or "": no directory for it.
+        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        prefix: Text before each metric's name, joined by "-".
+        root_dir: Alias of `save_dir`.
     """
 
     writes_behind = True
@@ -53,7 +53,7 @@ class JSONLinesLogger(FolderLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
         self._made_at = time.monotonic()
-        self._was_told_time = False
+        self._has_trainer_time = False
 
     @property
     def experiment(self) -> LineWriter:
@@ -70,7 +70,7 @@ class JSONLinesLogger(FolderLogger):
 
         Raises:
             ConfigError: A value is not a number; the message names its key. No line is written.
-            OSError: The disk is full, or the file is gone; it keeps whole lines.
+            OSError: The disk is full, or the file is gone; it keeps complete lines.
         """
         if self.is_silent:
             return
@@ -78,7 +78,7 @@ class JSONLinesLogger(FolderLogger):
             places = scalars({key: metrics[key] for key in _AXES if key in metrics})
             others = {key: value for key, value in metrics.items() if key not in _AXES}
             row = scalars(others, prefix=self._prefix, group_separator=self.group_separator)
-            if not self._was_told_time:  # without a Trainer, which knows when training began
+            if not self._has_trainer_time:  # without a Trainer, which knows when training began
                 now = time.monotonic()
                 self.wall_s, self._made_at = self.wall_s + now - self._made_at, now
             places["step"] = self._next_step(metrics.get("step") if step is None else step)
@@ -86,16 +86,16 @@ class JSONLinesLogger(FolderLogger):
             self.experiment.write({**{key: places[key] for key in _AXES if key in places}, **row})
 
     def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
-        """Append one line with where training stands; called by the Trainer."""
-        self._was_told_time = True
+        """Append one line with the progress of training."""
+        self._has_trainer_time = True
         self.log_metrics({"samples": int(axes.get("samples", 0)), "wall_s": round(self.wall_s, 3), **metrics}, step)
 
     def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
-        """Write hyperparameters to `hparams.yaml`, at once, together with those of earlier calls.
+        """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
 
         Args:
             params: A mapping, an `argparse.Namespace`, a dataclass, or None.
-            args: Ignored; here because other loggers take more.
+            args: Ignored; accepted for compatibility with other loggers.
             kwargs: Ignored.
         """
         if not self.is_silent:
@@ -103,7 +103,7 @@ class JSONLinesLogger(FolderLogger):
             self._write_hparams()
 
     def state_dict(self) -> StateDict:
-        """Put the lines on disk durably and return where the file ends, so that a resumed run goes on there."""
+        """Put the lines on disk durably and return where the file ends, so that a resumed run continues there."""
         if self.is_silent:
             return {}
         with self._lock:
@@ -118,7 +118,7 @@ class JSONLinesLogger(FolderLogger):
     def _close(self) -> None:
         self._experiment = None
 
-    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         path = os.path.join(log_dir, LineWriter.NAME_METRICS_FILE)
         size: int = state["size"]
         if not size:
@@ -137,7 +137,7 @@ class LineWriter:
 
     Args:
         log_dir: Directory of the run; made when the first line is written.
-        resume_from: What `position()` returned: the first write cuts off what came after it.
+        resume_from: Result of `position()`: the first write truncates the file there.
     """
 
     NAME_METRICS_FILE = "metrics.jsonl"
@@ -151,7 +151,7 @@ class LineWriter:
         self._is_begun = False
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one line; on a failure the file keeps whole lines.
+        """Append one line; on a failure the file keeps complete lines.
 
         Raises:
             OSError: The disk is full, or the file is not writable.
@@ -190,15 +190,15 @@ class LineWriter:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics.jsonl, numbers that are not finite among them as numbers.
+    """Yield the rows of a metrics.jsonl; non-finite numbers are converted to floats.
 
-    A last line without its end, which a writer has not finished or a crash has cut, is left out.
+    An incomplete last line, unfinished or truncated by a crash, is left out.
 
     Args:
         path: The file.
 
     Raises:
-        DataError: A line before the last is no JSON object; it is named.
+        DataError: A line before the last is not a JSON object; it is named.
         OSError: There is no such file.
     """
     with open(path, encoding="utf-8") as file:
@@ -211,7 +211,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 row = None
             if not isinstance(row, dict):
                 raise DataError(
-                    f"line {number} of {os.fspath(path)!r} is no JSON object: {line[:60]!r}.",
+                    f"line {number} of {os.fspath(path)!r} is not a JSON object: {line[:60]!r}.",
                     fix="remove the line; each line is one row that stands by itself.",
                 )
             yield {

@@ -23,32 +23,31 @@ __all__ = ["MLFlowLogger"]
 
 _FORBIDDEN = re.compile(r"[^a-zA-Z0-9_/. -]")
 _LONGEST_VALUE = 250
-_MOST_PARAMS, _MOST_METRICS = 100, 1000  # what the service takes at once
+_MOST_PARAMS, _MOST_METRICS = 100, 1000  # limits of the service per request
 
 
 class MLFlowLogger(ServiceLogger):
     """Record metrics, hyperparameters, pictures and texts in an MLflow run.
 
-    The run begins with the first record, on rank zero; it is marked as finished or failed when fit (or another verb)
-    ends. A resumed fit goes on in the checkpoint's run, and asks the store which points that run has already: these
-    are not sent again. To train another way from an old checkpoint, give a `run_id` of another run, or another store.
+    The run begins with the first record, on rank zero, and is marked as finished or failed when fit, validate, test or
+    predict ends. A resumed fit continues the checkpoint's run and sends no point that the store has; to branch off an
+    old checkpoint, pass another `run_id` or another store.
 
     Args:
-        experiment_name: Name of the experiment; it is made if there is none.
-        run_name: Name of the run as people see it; None lets MLflow find one.
-        tracking_uri: Where the store is; None: the variable MLFLOW_TRACKING_URI, else the folder `save_dir`.
+        experiment_name: Name of the experiment; created if necessary.
+        run_name: Display name of the run; None: chosen by MLflow.
+        tracking_uri: URI of the store; None: the variable MLFLOW_TRACKING_URI, else the directory `save_dir`.
         tags: Tags of the run.
-        save_dir: Folder of the store where there is no `tracking_uri`.
-        log_model: True uploads the checkpoints that are kept when fit ends, "all" each when it is saved.
-        prefix: Put before each metric's name, joined by "-".
-        artifact_location: Where artifacts of a new experiment go; None leaves it to the store.
-        run_id: Id of a run to go on in.
-        synchronous: What MLflow's log_batch takes; None waits for the store, on the thread that writes behind.
-        x_axis: "step", "samples", "time" (whole seconds of training) or the name of a logged metric, such as a count
-            of tokens.
+        save_dir: Directory of the store without `tracking_uri`.
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
+        prefix: Text before each metric's name, joined by "-".
+        artifact_location: Location of artifacts of a new experiment; None: chosen by the store.
+        run_id: Id of an existing run to continue.
+        synchronous: Argument of MLflow's log_batch; None waits for the store, on the writing thread.
+        x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
 
     Raises:
-        ConfigError: Arguments that cannot work.
+        ConfigError: An argument is invalid.
         MissingDependency: MLflow is not installed.
     """
 
@@ -108,13 +107,13 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """Folder of the store; None if it is no folder of this machine."""
+        """Directory of the store; None if it is not on this machine."""
         return self._uri.removeprefix("file:").removeprefix("//") if self._uri.startswith("file:") else None
 
     @property
     @rank_zero_experiment
     def experiment(self) -> MlflowClient:
-        """The `mlflow.MlflowClient`; it wants `run_id`."""
+        """The `mlflow.MlflowClient`; its methods take `run_id`."""
         self._catch_up()
         self._run()
         return self._store()
@@ -124,12 +123,12 @@ class MLFlowLogger(ServiceLogger):
 
         Args:
             key: Name.
-            images: One picture or a list; what counts as one is said at `Logger.log_image`.
-            step: None takes the last recorded step.
+            images: One picture or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None: the last recorded step.
             kwargs: `caption` is a list with one text per picture.
 
         Raises:
-            ConfigError: Something is no picture, or there are not as many captions as pictures.
+            ConfigError: An item is not a picture, or the number of captions differs.
             MissingDependency: Pillow is not installed.
         """
         if self.is_silent:
@@ -151,7 +150,7 @@ class MLFlowLogger(ServiceLogger):
         Args:
             key: Name.
             text: The text.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
             step = self._at(step)
@@ -168,7 +167,7 @@ class MLFlowLogger(ServiceLogger):
             self.experiment.log_text(self._run(), f"{model}\n", "model.txt")
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the client out: the process that unpickles makes its own, and goes on in the same run."""
+        """Leave the client out: the process that unpickles creates its own and continues the run."""
         return {**self.__dict__, "_client": None, "_is_running": False}
 
     def _store(self) -> MlflowClient:
@@ -204,7 +203,7 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def _sent_file(self) -> str | None:
-        return None  # the store knows
+        return None  # the store keeps the steps
 
     def _sent_by_others(self) -> dict[str, int]:
         store, run_id = self._store(), str(self._id)
@@ -212,7 +211,7 @@ class MLFlowLogger(ServiceLogger):
         histories = {name: store.get_metric_history(run_id, name) for name in names}
         return {name: max(point.step for point in points) for name, points in histories.items() if points}
 
-    def _place_of_run(self) -> dict[str, Plain]:
+    def _location_of_run(self) -> dict[str, Plain]:
         return {"tracking_uri": self._uri, "experiment_name": self._experiment_name}
 
     def _known_as(self, name: str) -> str:
@@ -231,7 +230,7 @@ class MLFlowLogger(ServiceLogger):
         from mlflow.entities import Param
 
         client, run_id = self.experiment, self._run()
-        known = client.get_run(run_id).data.params  # the store takes a name once
+        known = client.get_run(run_id).data.params  # the store accepts a name once
         values = {_clean(name): str(value)[:_LONGEST_VALUE] for name, value in flat.items()}
         sent = [Param(name, value) for name, value in values.items() if name not in known]
         for first in range(0, len(sent), _MOST_PARAMS):
@@ -257,7 +256,7 @@ class MLFlowLogger(ServiceLogger):
 
 
 def _clean(name: str) -> str:
-    """Return a name that the store takes."""
+    """Return a name that the store accepts."""
     return _FORBIDDEN.sub("_", name)
 
 

@@ -1,4 +1,4 @@
-"""`Pending`: writes that are not done yet, in order, in bounded memory; what is older than fits waits in a file."""
+"""`Pending`: a queue of unfinished writes in bounded memory; the rest waits in a file."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Pending:
         return self._items[0]
 
     def pop(self) -> Any:
-        """Return the oldest item and forget it."""
+        """Remove and return the oldest item."""
         item = self.first()
         self._items.popleft()
         return item
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all items."""
         self._items.clear()
         self._later.clear()
         self._close()
@@ -75,7 +75,7 @@ class Pending:
                 continue
             assert self._file is not None
             self._file.seek(self._read)
-            self._items.append(pickle.loads(self._file.read(place)))  # written by this process, and by nobody else
+            self._items.append(pickle.loads(self._file.read(place)))  # written by this process only
             self._read += place
         if not self._later:
             self._close()

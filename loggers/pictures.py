@@ -1,4 +1,4 @@
-"""What counts as a picture, and how it becomes pixels and PNG bytes. Loggers call it."""
+"""Conversion of pictures to pixels and PNG bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_pictures(
         options: Name -> list with one entry per picture, such as `caption`.
 
     Raises:
-        ConfigError: Something is no picture, or an option has another length.
+        ConfigError: An item is not a picture, or an option has another length.
     """
     several = list(images) if isinstance(images, (list, tuple)) else [images]
     columns: dict[str, Sequence[object]] = {}
@@ -77,7 +77,7 @@ def _pixels(key: str, image: Any) -> NDArray[np.uint8]:  # Any: a tensor, an arr
         raise ConfigError(
             f"log_image({key!r}, ...) got {type(image).__name__}"
             + (f" of shape {tuple(image.shape)}" if hasattr(image, "shape") else "")
-            + ", which is no picture.",
+            + ", which is not a picture.",
             fix="pass tensors of shape (C, H, W) or (H, W), arrays of shape (H, W, C) or (H, W), with C = 1, 3 or 4, "
             "floats from 0 to 1 or bytes, or PIL images.",
         )

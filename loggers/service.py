@@ -1,8 +1,7 @@
-"""What loggers of tracking services have in common: one run, whose id a checkpoint keeps, and no point twice.
+"""`ServiceLogger`, the base of loggers of tracking services: a run whose id checkpoints keep, and no duplicate points.
 
-Records that went to a service cannot be taken back as lines of a file can. So what a resumed run computes a second
-time, between its checkpoint and where the earlier process came, is not sent again: a point of a name goes out only
-beyond the last step that the name had in the earlier process.
+Points that were sent to a service cannot be removed. A resumed run therefore does not send again what the earlier
+process sent after the checkpoint: a metric is sent only beyond the last step that the earlier process sent.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class ServiceLogger(RunLogger):
     """A run at a tracking service, which begins when something is first recorded, on rank zero only.
 
     Args:
-        save_dir: Directory for local files, on this machine.
-        run_id: Id of the run; None lets the logger find a new one.
-        prefix: Put before each metric's name, joined by "-".
-        x_axis: What a point's x is: "step", "samples", "time" (whole seconds of training) or the name of a metric.
-        log_model: False: checkpoints are not uploaded; True: those that are kept, at the end; "all": each, when saved.
+        save_dir: Directory of local files, on this machine.
+        run_id: Id of the run; None: a new one.
+        prefix: Text before each metric's name, joined by "-".
+        x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
 
     Raises:
-        ConfigError: `log_model` or `x_axis` is none of these, or `save_dir` is a URL.
+        ConfigError: `log_model` or `x_axis` is invalid, or `save_dir` is a URL.
     """
 
     writes_behind = True
@@ -70,10 +69,10 @@ class ServiceLogger(RunLogger):
         super().__init__(prefix or "")
         self.x_axis = x_axis
         self._save_dir = directory
-        self._asked_id = self._id = run_id
+        self._requested_id = self._id = run_id
         self._log_model = log_model
         self._sent: dict[str, int] = {}  # name -> last step
-        self._sent_before: dict[str, int] = {}  # by the process that a resumed run goes on from
+        self._sent_before: dict[str, int] = {}  # by the process that a resumed run continues
         self._uploaded: dict[str, float] = {}  # path -> time of change
         self._checkpoint_callback: object = None
 
@@ -101,16 +100,16 @@ class ServiceLogger(RunLogger):
             self._record(metrics, self._step + 1 if step is None else int(step), {})
 
     def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
-        """Record one row of the Trainer; called by it."""
+        """Record one row of the Trainer."""
         if not self.is_silent:
             self._record(metrics, self._place(step, axes), {"trainer/global_step": step})
 
     def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
-        """Record hyperparameters, nested names joined by "/"; those that the run has already are not sent again.
+        """Record hyperparameters, nested names joined by "/"; known ones are not sent again.
 
         Args:
             params: A mapping, an `argparse.Namespace`, a dataclass, or None.
-            args: Ignored; here because other loggers take more.
+            args: Ignored; accepted for compatibility with other loggers.
             kwargs: Ignored.
         """
         if self.is_silent:
@@ -123,7 +122,7 @@ class ServiceLogger(RunLogger):
             self._send_hyperparameters(changed)
 
     def after_save_checkpoint(self, checkpoint_callback: object) -> None:
-        """Upload checkpoints, now or at the end, as `log_model` says.
+        """Upload checkpoints, now or at the end, according to `log_model`.
 
         Args:
             checkpoint_callback: The callback that saved one.
@@ -134,7 +133,7 @@ class ServiceLogger(RunLogger):
                 self._upload_checkpoints()
 
     def finalize(self, status: str) -> None:
-        """Upload what `log_model` asks for, and end the run; something recorded later takes it up again.
+        """Upload checkpoints according to `log_model`, and end the run; a later record reopens it.
 
         Args:
             status: "success", "finished" or "failed".
@@ -156,18 +155,18 @@ class ServiceLogger(RunLogger):
             "step": self._step,
             "wall_s": self.wall_s,
             "sent": dict(self._sent),
-            **self._place_of_run(),
+            **self._location_of_run(),
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on in the run that `state_dict` was taken in, unless this logger was told another id or another place."""
+        """Continue the run of `state_dict`, unless this logger has another id or location."""
         if not state_dict or self.is_silent:
             return
         run_id: str = state_dict["id"]
-        place = {key: state_dict.get(key) for key in self._place_of_run()}
-        if (self._asked_id is not None and self._asked_id != run_id) or place != self._place_of_run():
+        place = {key: state_dict.get(key) for key in self._location_of_run()}
+        if (self._requested_id is not None and self._requested_id != run_id) or place != self._location_of_run():
             _log.info(
-                "%s begins a run of its own: it was told another id or place than those of the checkpoint's run %r",
+                "%s begins a new run: its id or location differs from that of the checkpoint's run %r",
                 type(self).__name__, run_id,
             )  # fmt: skip
             return
@@ -200,7 +199,7 @@ class ServiceLogger(RunLogger):
 
     @property
     def _sent_file(self) -> str | None:
-        """Where the last step of each name is noted, for the process after a crash; None where the service is asked."""
+        """File with the last step of each name, for the process after a crash; None if the service keeps them."""
         return None if self._id is None else os.path.join(self._save_dir, f"{self._id}.sent.json")
 
     def _note_sent(self) -> None:
@@ -231,8 +230,8 @@ class ServiceLogger(RunLogger):
                 self._uploaded[path] = changed
 
     @abstractmethod
-    def _place_of_run(self) -> dict[str, Plain]:
-        """Return what else than the id says which run it is, such as the project."""
+    def _location_of_run(self) -> dict[str, Plain]:
+        """Return what identifies the run beside its id, such as the project."""
 
     @abstractmethod
     def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
@@ -252,10 +251,10 @@ class ServiceLogger(RunLogger):
 
 
 def checkpoints_of(callback: object) -> dict[str, dict[str, Plain]]:
-    """Return the checkpoints that a ModelCheckpoint keeps: path to what is worth knowing about each.
+    """Return the checkpoints that a ModelCheckpoint keeps: path to facts about each.
 
     Args:
-        callback: The callback; what it does not have is taken as absent.
+        callback: The callback; missing attributes are treated as absent.
     """
     scores: dict[str, Tensor | float | None] = dict(getattr(callback, "best_k_models", None) or {})
     best = str(getattr(callback, "best_model_path", "") or "")

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: metrics as TensorBoard event files. TensorBoard is imported when the first metric is written."""
+"""TensorBoardLogger: metrics as TensorBoard event files. TensorBoard is imported at the first metric."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename
 class TensorBoardLogger(FolderLogger):
     """Write event files to `save_dir/name/version_N[/sub_dir]` and hyperparameters to `hparams.yaml` beside them.
 
-    Neither making the logger nor `log_hyperparams` imports TensorBoard: hyperparameters wait for the first metric.
+    Neither the constructor nor `log_hyperparams` imports TensorBoard: hyperparameters wait for the first metric.
 
     Args:
-        save_dir: Directory for all runs, on this machine.
-        name: Name of the experiment; None or "" leaves the level out.
-        version: Number N for `version_N`, a text that is used as it is, or None for the next free number.
+        save_dir: Directory of all runs, on this machine.
+        name: Name of the experiment; None or "": no directory for it.
+        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
         log_graph: Whether `log_graph` writes the model's graph.
         default_hp_metric: Whether hyperparameters without a metric get `hp_metric = -1`, so that TensorBoard's HPARAMS
             page shows the run; log another value for `hp_metric` to replace it.
-        prefix: Put before each metric's name, joined by "-".
-        sub_dir: Folder inside the version's folder.
-        root_dir: The same as `save_dir`.
-        x_axis: What a point's x is: "step", "samples", "time" (whole seconds of training) or the name of a logged
-            metric, such as a count of tokens.
-        kwargs: For `torch.utils.tensorboard.SummaryWriter`: comment, purge_step, max_queue, flush_secs,
+        prefix: Text before each metric's name, joined by "-".
+        sub_dir: Directory inside the version's directory.
+        root_dir: Alias of `save_dir`.
+        x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
+        kwargs: Arguments of `torch.utils.tensorboard.SummaryWriter`: comment, purge_step, max_queue, flush_secs,
             filename_suffix.
 
     Raises:
@@ -133,7 +132,7 @@ class TensorBoardLogger(FolderLogger):
             metrics: Numbers to show beside the hyperparameters; a single number is `hp_metric`; None is
                 `hp_metric = -1` if `default_hp_metric` is set.
             step: The step of these numbers; None is 0.
-            kwargs: Ignored; here because other loggers take more.
+            kwargs: Ignored; accepted for compatibility with other loggers.
 
         Raises:
             ConfigError: `params` is not of these types, or a metric is not a number.
@@ -189,12 +188,12 @@ class TensorBoardLogger(FolderLogger):
 
         Args:
             key: Tag.
-            images: One picture or a list; what counts as one is said at `Logger.log_image`.
-            step: None takes the last recorded step.
+            images: One picture or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None: the last recorded step.
             kwargs: `caption`, one text per picture, is written as text beside it.
 
         Raises:
-            ConfigError: Something is no picture, or there are not as many captions as pictures.
+            ConfigError: An item is not a picture, or the number of captions differs.
         """
         if self.is_silent:
             return
@@ -213,13 +212,13 @@ class TensorBoardLogger(FolderLogger):
         Args:
             key: Tag.
             text: The text.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
             self.experiment.add_text(key, text, self._at(step))
 
     def save(self) -> None:
-        """Put on disk what was written so far; does nothing, and imports nothing, before the first metric."""
+        """Flush to disk; does nothing, and imports nothing, before the first metric."""
         if self._experiment is not None:
             self._experiment.flush()
 
@@ -239,7 +238,7 @@ class TensorBoardLogger(FolderLogger):
         self._experiment = None
 
     def state_dict(self) -> StateDict:
-        """Write what is pending durably and return where the event files stand, so that a resumed run goes on there."""
+        """Write pending values durably and return the positions in the event files, where a resumed run continues."""
         if self.is_silent:
             return {}
         if self._known_files is None:
@@ -274,7 +273,7 @@ class TensorBoardLogger(FolderLogger):
         self._known_files = None
         self._has_hparams = self._has_graph = False
 
-    def _recognises(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         files: dict[str, int] = state["files"]
         found = _event_files(log_dir)
         return all(found.get(name, -1) >= size for name, size in files.items()) and (is_same_place or bool(files))
@@ -291,7 +290,7 @@ class TensorBoardLogger(FolderLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         options = dict(self._options)
-        self._options.pop("purge_step", None)  # once is enough: the file that a later fit opens has nothing to purge
+        self._options.pop("purge_step", None)  # only once: the file that a later fit opens has nothing to purge
         if self._known_files is not None:
             _drop_later_events(self.log_dir, self._known_files)
             self._known_files = None
@@ -360,7 +359,7 @@ def _event_files(log_dir: str) -> dict[str, int]:
 
 
 def _is_read_last(log_dir: str, before: Mapping[str, int], writer: SummaryWriter) -> bool:
-    """Whether a new writer's file comes after the others; where they are from the future, it cannot be helped."""
+    """Whether a new writer's file is read after the others; also True if these are from the future."""
     writer.flush()
     if any(int(name.partition(".tfevents.")[2].partition(".")[0] or 0) > time.time() for name in before):
         return True
@@ -368,7 +367,7 @@ def _is_read_last(log_dir: str, before: Mapping[str, int], writer: SummaryWriter
 
 
 def _drop_later_events(log_dir: str, known: Mapping[str, int]) -> None:
-    """Take away what was written after the checkpoint: event files are append-only, so their sizes say where it is."""
+    """Remove what was written after the checkpoint: event files are append-only, so their sizes give the position."""
     for name, size in _event_files(log_dir).items():
         path = os.path.join(log_dir, name)
         if name not in known:

@@ -25,34 +25,32 @@ _log = logging.getLogger(__name__)
 
 
 class WandbLogger(ServiceLogger):
-    """Record metrics in a Weights & Biases run, whose x axis is `trainer/global_step`, or what `x_axis` says.
+    """Record metrics in a Weights & Biases run, with `trainer/global_step` or `x_axis` as x axis.
 
-    The run begins with the first record, on rank zero; it ends with fit (or another verb), and a record after that
-    takes it up again under its id. A run that the program has begun itself (`wandb.init`, as sweeps need it) is used,
-    and not ended. A resumed fit goes on in the checkpoint's run. Points that the run has already are not sent again;
-    to train another way from an old checkpoint, give another `id`.
+    The run begins with the first record, on rank zero, and ends with fit, validate, test or predict; a later record
+    reopens it. A run that the program has begun (`wandb.init`, as in sweeps) is used and not ended. A resumed fit
+    continues the checkpoint's run and sends no point twice; to branch off an old checkpoint, pass another `id`.
 
     Args:
-        name: Name of the run as people see it; None lets the service find one.
-        save_dir: Directory for local files.
-        version: The same as `id`.
-        offline: Write local files only, for `wandb sync` later. A run that was taken up again has several folders of
+        name: Display name of the run; None: chosen by the service.
+        save_dir: Directory of local files.
+        version: Alias of `id`.
+        offline: Whether only local files are written, for `wandb sync`. A run that was reopened has several folders of
             one id, for `wandb sync --append`.
-        dir: The same as `save_dir`.
-        id: Id of the run, by which it can be taken up; None finds a new one.
-        anonymous: None, or what `wandb.init(anonymous=...)` takes, in versions of wandb that have it.
+        dir: Alias of `save_dir`.
+        id: Id of the run; None: a new one.
+        anonymous: Argument of `wandb.init`, in versions of wandb that have it.
         project: Name of the project; None: the environment variable WANDB_PROJECT, else "loopwright_logs".
-        log_model: True uploads the checkpoints that are kept when fit ends, "all" each when it is saved.
-        experiment: A run that was begun already; it is not ended.
-        prefix: Put before each metric's name, joined by "-".
-        checkpoint_name: Name of the artifact that holds checkpoints; None: "model-<id>".
-        add_file_policy: "mutable" lets wandb copy a checkpoint before it uploads it, "immutable" does not.
-        x_axis: "step", "samples", "time" (seconds of training) or the name of a logged metric, such as a count of
-            tokens.
-        kwargs: For `wandb.init`: entity, group, tags, notes, settings, ...
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
+        experiment: A run that has begun already; it is not ended.
+        prefix: Text before each metric's name, joined by "-".
+        checkpoint_name: Name of the checkpoints' artifact; None: "model-<id>".
+        add_file_policy: Whether wandb copies a checkpoint before the upload: "mutable" or "immutable".
+        x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
+        kwargs: Further arguments of `wandb.init`: entity, group, tags, notes, settings, ...
 
     Raises:
-        ConfigError: Arguments that cannot work.
+        ConfigError: An argument is invalid.
         MissingDependency: wandb is not installed.
     """
 
@@ -106,7 +104,7 @@ class WandbLogger(ServiceLogger):
 
     @property
     def version(self) -> str | None:
-        """The run's id, which is found now if it has none; above rank zero None."""
+        """The run's id, chosen at the first call if none was passed; None above rank zero."""
         if self._id is None and not self.is_silent:
             self._id = secrets.token_hex(4)  # not from the generators that a training uses
         return self._id
@@ -121,12 +119,12 @@ class WandbLogger(ServiceLogger):
 
         Args:
             key: Name.
-            images: One picture or a list; what counts as one is said at `Logger.log_image`.
-            step: None takes the last recorded step.
+            images: One picture or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None: the last recorded step.
             kwargs: For `wandb.Image`, each a list with one entry per picture: caption, masks, boxes, ...
 
         Raises:
-            ConfigError: Something is no picture, or a list has another length.
+            ConfigError: An item is not a picture, or a list has another length.
         """
         if self.is_silent:
             return
@@ -141,11 +139,11 @@ class WandbLogger(ServiceLogger):
         Args:
             key: Name.
             audios: Paths or arrays of samples.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
             kwargs: For `wandb.Audio`, each a list with one entry per sound: sample_rate, caption, ...
 
         Raises:
-            ConfigError: It is no list, or a list has another length.
+            ConfigError: The argument is not a list, or a list has another length.
         """
         if not self.is_silent:
             import wandb
@@ -158,11 +156,11 @@ class WandbLogger(ServiceLogger):
         Args:
             key: Name.
             videos: Paths or arrays.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
             kwargs: For `wandb.Video`, each a list with one entry per video: caption, fps, format, ...
 
         Raises:
-            ConfigError: It is no list, or a list has another length.
+            ConfigError: The argument is not a list, or a list has another length.
         """
         if not self.is_silent:
             import wandb
@@ -184,7 +182,7 @@ class WandbLogger(ServiceLogger):
             columns: Names of the columns.
             data: Rows.
             dataframe: A `pandas.DataFrame` instead of both.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
             import wandb
@@ -208,7 +206,7 @@ class WandbLogger(ServiceLogger):
             text: The text; or, where `data` is given, the names of its columns.
             data: Rows.
             dataframe: A `pandas.DataFrame` instead of both.
-            step: None takes the last recorded step.
+            step: The x value; None: the last recorded step.
             columns: Names of the columns.
         """
         if isinstance(text, str):
@@ -232,7 +230,7 @@ class WandbLogger(ServiceLogger):
         Args:
             model: The module.
             log: "gradients", "parameters", "all" or None.
-            log_freq: Every so many batches.
+            log_freq: Number of batches between histograms.
             log_graph: Whether the layers are recorded.
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
@@ -242,11 +240,11 @@ class WandbLogger(ServiceLogger):
         self.experiment.unwatch(model)
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> wandb.Artifact:
-        """Note that the run uses an artifact, and return it.
+        """Record that the run uses an artifact, and return the artifact.
 
         Args:
-            artifact: Its name, "project/name:alias".
-            artifact_type: Its type, if it is to be checked.
+            artifact: Name of the artifact, "project/name:alias".
+            artifact_type: Expected type; None: not checked.
         """
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
@@ -257,13 +255,13 @@ class WandbLogger(ServiceLogger):
         artifact_type: str | None = None,
         use_artifact: bool = True,
     ) -> str:
-        """Download an artifact and return the folder where it lies.
+        """Download an artifact and return its directory.
 
         Args:
-            artifact: Its name, "entity/project/name:alias".
-            save_dir: Folder for it; None leaves it to wandb.
-            artifact_type: Its type, if it is to be checked.
-            use_artifact: Note, where a run is active, that it uses the artifact.
+            artifact: Name of the artifact, "entity/project/name:alias".
+            save_dir: Target directory; None: chosen by wandb.
+            artifact_type: Expected type; None: not checked.
+            use_artifact: Whether an active run records that it uses the artifact.
         """
         import wandb
 
@@ -274,17 +272,15 @@ class WandbLogger(ServiceLogger):
         return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the run out: the process that unpickles takes it up under its id."""
+        """Leave the run out: the process that unpickles reopens it by its id."""
         run_id = self.version
         return {**self.__dict__, "_id": run_id, "_experiment": None, "_is_own": True}
 
     def _begin(self) -> wandb.Run:
         import wandb
 
-        if wandb.run is not None and self._asked_id in (None, wandb.run.id):
-            _log.info(
-                "WandbLogger uses the run %s, which the program has begun already, and does not end it", wandb.run.id
-            )
+        if wandb.run is not None and self._requested_id in (None, wandb.run.id):
+            _log.info("WandbLogger uses the run %s, which the program has begun, and does not end it", wandb.run.id)
             self._is_own = False
             if self._id not in (None, wandb.run.id):
                 self._sent, self._sent_before = {}, {}
@@ -310,7 +306,7 @@ class WandbLogger(ServiceLogger):
     def _sent_file(self) -> str | None:
         return None if self._id is None else os.path.join(self._save_dir, "wandb", f"{self._id}.sent.json")
 
-    def _place_of_run(self) -> dict[str, Plain]:
+    def _location_of_run(self) -> dict[str, Plain]:
         return {"project": self._project}
 
     def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
@@ -342,7 +338,7 @@ class WandbLogger(ServiceLogger):
 
 
 def _wait_for_a_new_folder(folder: str, run_id: str) -> None:
-    """Return when the folder that wandb names after the second and the id is not there yet: it would be overwritten."""
+    """Wait until wandb's next folder, named after the second and the id, is a new one."""
     while glob.glob(os.path.join(glob.escape(folder), f"*run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
         time.sleep(1.0 - time.time() % 1.0)
 

@@ -1,4 +1,4 @@
-"""Queues of what a logger is to write, which lose nothing while it fails or hangs, and say so.
+"""Queues of a logger's writes, which lose nothing while it fails or hangs, and report it.
 
 The Trainer has a `WriteBehind` for each logger with `writes_behind`, whose thread keeps a slow disk or service from
 holding a step, and a `WriteInPlace` for any other logger that has failed.
@@ -22,7 +22,7 @@ __all__ = ["WriteBehind", "WriteInPlace", "WriteQueue"]
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 _MOST_TRIES = 4
 _LAST_PAUSES_S = (0.1, 0.5, 1.0)
-# What does not pass by itself: trying again would hold up all that comes behind.
+# Lasting errors: trying again would block all later writes.
 _LASTING = (
     LoopwrightError, TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, ImportError,
     NotImplementedError,
@@ -43,12 +43,12 @@ class WriteQueue(ABC):
 
     Args:
         capacity: Writes kept in memory; more wait in a temporary file, if `perform` is given and they can be pickled.
-        patience_s: After so many seconds a write counts as hanging.
-        perform: Does a write; None: writes are functions, which are called.
-        pauses_s: Between one try and the next; the last one is repeated.
+        patience_s: Seconds after which a write counts as hanging.
+        perform: Function that performs a write; by default writes are functions, which are called.
+        pauses_s: Seconds between tries; the last one is repeated.
 
     Raises:
-        ConfigError: `capacity` is not a whole number from 1, or `patience_s` is not above 0.
+        ConfigError: `capacity` is not an integer from 1, or `patience_s` is not above 0.
     """
 
     _caught: type[BaseException] = Exception
@@ -63,8 +63,8 @@ class WriteQueue(ABC):
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1 or not patience_s > 0:
             raise ConfigError(
-                f"{type(self).__name__} got capacity={capacity!r} and patience_s={patience_s!r}; expected a whole "
-                "number from 1 and seconds above 0.",
+                f"{type(self).__name__} got capacity={capacity!r} and patience_s={patience_s!r}; expected an "
+                "integer from 1 and seconds above 0.",
                 fix="leave both out, or pass for example capacity=1024, patience_s=60.",
             )
         self.capacity = capacity
@@ -110,10 +110,10 @@ class WriteQueue(ABC):
         self.settle()
 
     def news(self) -> list[tuple[bool, str]]:
-        """Return what is worth saying and was not returned before: whether it is about a failure, and the text."""
+        """Return news since the last call: whether each is about a failure, and its text."""
         with self._here():
-            told, self._news = self._news, []
-        return told
+            news, self._news = self._news, []
+        return news
 
     def try_now(self, action: Callable[[], object]) -> BaseException | None:
         """Call a function on this thread, where nothing waits.
@@ -124,7 +124,7 @@ class WriteQueue(ABC):
         failure = self._do(action)
         if failure is not None and _is_lasting(failure):
             with self._here():
-                self._tell(True, f"failed: {_named(failure)}")
+                self._report(True, f"failed: {_named(failure)}")
             return None
         return failure
 
@@ -142,7 +142,7 @@ class WriteQueue(ABC):
         if failure is None:
             self._waiting.pop()
             if self._failures:
-                self._tell(False, f"works again after {self._failures} failed tries; nothing was lost")
+                self._report(False, f"works again after {self._failures} failed tries; nothing was lost")
             self._failures = 0
             return True
         if _is_lasting(failure):
@@ -150,22 +150,22 @@ class WriteQueue(ABC):
             self._failures = 0
             if not self._has_rejected:
                 self._has_rejected = True
-                self._tell(True, f"failed, and what it did not take is set aside: {_named(failure)}")
+                self._report(True, f"failed, and what it did not take is set aside: {_named(failure)}")
             return True
         self._failures += 1
         if self._failures == _MOST_TRIES and callable(self._waiting.first()):
             # A picture, say: rows do not wait for it any longer.
             self._waiting.pop()
-            self._tell(
+            self._report(
                 True, f"failed {self._failures} times, and something else than a row is left out: {_named(failure)}"
             )
             self._failures = 0
             return True
         if self._failures == 1:
-            self._tell(True, f"failed, and is tried again while its rows wait: {_named(failure)}")
+            self._report(True, f"failed, and is tried again while its rows wait: {_named(failure)}")
         return False
 
-    def _tell(self, is_failure: bool, text: str) -> None:
+    def _report(self, is_failure: bool, text: str) -> None:
         self._news.append((is_failure, text))
 
     def _pause_s(self) -> float:
@@ -179,7 +179,7 @@ class WriteQueue(ABC):
         return undone
 
     def _here(self) -> threading.Condition:
-        # A fork copies the queue, and not the thread, which may have held the lock at that moment: it begins anew.
+        # A fork copies the queue, and not the thread, which may have held the lock at that moment: it starts again.
         # What waits is written by the process that put it in.
         if self._process != os.getpid():
             self._process = os.getpid()
@@ -214,7 +214,7 @@ class WriteBehind(WriteQueue):
     The thread starts with the first write and ends with `close`; a later `put` starts another.
     """
 
-    _caught = BaseException  # in the thread nobody else would see it
+    _caught = BaseException  # in the thread no other code would see it
 
     def _reset(self) -> None:
         super()._reset()
@@ -301,12 +301,12 @@ class WriteBehind(WriteQueue):
                 self._busy_since = time.monotonic()
             failure = self._do(write)
             with self._changed:
-                if self._thread is not mine:  # abandoned meanwhile: what waits is somebody else's
+                if self._thread is not mine:  # abandoned meanwhile: the waiting writes belong to another thread
                     return
                 self._busy_since = None
                 if self._is_hanging:
                     self._is_hanging = False
-                    self._tell(False, "has ended the write that took long; nothing was lost")
+                    self._report(False, "has ended the write that took long; nothing was lost")
                 self._tries += 1
                 self._done += self._note(failure)
                 self._changed.notify_all()
@@ -323,7 +323,7 @@ class WriteBehind(WriteQueue):
         since = self._busy_since
         if since is not None and not self._is_hanging and time.monotonic() - since >= self.patience_s:
             self._is_hanging = True
-            self._tell(True, f"has not ended a write within {self.patience_s:g} s; its rows wait meanwhile")
+            self._report(True, f"has not ended a write within {self.patience_s:g} s; its rows wait meanwhile")
 
     def _close_at_exit(self) -> None:
         if self._process == os.getpid():

@@ -246,7 +246,7 @@ def test_a_missing_directory_is_said_and_a_fresh_one_taken(tmp_path: Path) -> No
     state = before.state_dict()
     shutil.rmtree(before.log_dir)
     after = CSVLogger(tmp_path)
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts a new run"):
         after.load_state_dict(state)
     after.log_metrics({"a": 1.0})
     assert text_of(after) == "a,step\n1.0,0\n"
@@ -259,7 +259,7 @@ def test_another_runs_file_at_that_place_is_left_alone(tmp_path: Path) -> None:
     other = "loss,step\n" + "9.0,9\n" * 9
     (Path(before.log_dir) / "metrics.csv").write_text(other)
     after = CSVLogger(tmp_path)
-    with pytest.warns(UserWarning, match="does not hold what was logged"):
+    with pytest.warns(UserWarning, match="does not contain what was logged"):
         after.load_state_dict(state)
     after.log_metrics({"a": 1.0}, 5)
     assert (after.version, text_of(before)) == (1, other)

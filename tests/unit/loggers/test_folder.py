@@ -178,6 +178,6 @@ def test_a_logger_whose_file_is_gone_leaves_the_shared_folder(tmp_path: Path) ->
     after: list[FolderLogger] = [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]
     share_version(after)
     after[0].load_state_dict(states[0])
-    with pytest.warns(UserWarning, match="CSVLogger starts anew"):
+    with pytest.warns(UserWarning, match="CSVLogger starts a new run"):
         after[1].load_state_dict(states[1])
     assert [logger.version for logger in after] == [0, 1]

@@ -310,7 +310,7 @@ def test_a_missing_directory_is_said_and_a_fresh_one_taken(tmp_path: Path) -> No
     before.finalize("failed")
     shutil.rmtree(before.log_dir)
     after = TensorBoardLogger(tmp_path)
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts a new run"):
         after.load_state_dict(state)
     after.log_metrics({"a": 1.0}, 3)
     after.finalize("success")
