@@ -31,6 +31,7 @@ SOURCES: tuple[str, ...] = (
     "docs/check_docs.py",
     "docs/make_pictures.py",
     "examples",
+    "loggers",
     "strategies/construction",
     "strategies/ddp",
     "strategies/distributed",
