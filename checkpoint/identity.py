@@ -9,7 +9,7 @@ from typing import IO
 from ..protocols import StorageOptions
 from .file.digest import read_file_digest
 from .file.remote import Remote, as_local
-from .verified import is_folder_checkpoint
+from .formats import find_format
 
 __all__ = ["identify"]
 
@@ -26,12 +26,9 @@ def identify(path: str | Path, storage_options: StorageOptions | None = None) ->
         if it cannot be read; then loading raises the error.
     """
     try:
-        if is_folder_checkpoint(path, storage_options):
-            from .sharded.backends import backend_of
-            from .sharded.manifest import MANIFEST, read_digest
-
-            with closing(backend_of(path, storage_options).open(MANIFEST)) as file:
-                return read_digest(file)
+        found = find_format(path, storage_options)
+        if found is not None:
+            return found.reader.identify(path, storage_options)
         with closing(_open(path, storage_options)) as file:
             return read_file_digest(file)
     except OSError:

@@ -26,6 +26,7 @@ from .file import digest, disk
 from .file.archive import Damaged
 from .file.disk import cannot_remove, cannot_write
 from .file.remote import Remote, as_local
+from .formats import find_format
 from .plain import require_plain, tensors
 from .verified import CheckpointNotFound, Verified, newest_valid, verify
 
@@ -109,11 +110,9 @@ def load(
         CheckpointNotFound: There is no such file; it is a FileNotFoundError too.
         CheckpointError: The file is damaged, or cannot be read safely; names the entry.
     """
-    local = as_local(path)
-    if verified.is_folder_checkpoint(path, storage_options):
-        from . import sharded
-
-        return sharded.load(
+    found = find_format(path, storage_options)
+    if found is not None:
+        return found.reader.load(
             path,
             lazy=lazy,
             map_location=map_location,
@@ -121,16 +120,9 @@ def load(
             verify=verify,
             storage_options=storage_options,
         )
-    if local is not None and local.is_dir():
-        from .deepspeed import files as deepspeed_files
-        from .deepspeed import folder as deepspeed_folder
-
-        if deepspeed_files.is_deepspeed_folder(local):
-            return deepspeed_folder.load(
-                local, map_location=map_location, lazy=lazy, is_safe=weights_only is not False, verify=verify
-            )
     from .file.reading import read_file  # not imported where nothing is resumed
 
+    local = as_local(path)
     mmap = mmap or lazy
     if local is not None:
         return read_file(local, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
@@ -164,16 +156,10 @@ def verify_share(
         CheckpointNotFound: There is no such file.
         CheckpointError: A file of this share is damaged; see `verify`.
     """
-    if verified.is_folder_checkpoint(path, storage_options):
-        from . import sharded
-
-        sharded.verify_share(path, rank, size, storage_options)
-        return
-    local = as_local(path)
-    files = verified.files_of_deepspeed(local) if local is not None else []
-    for file in files[rank::size]:
-        verified.verify_as(file, str(file))
-    if not files and rank == 0:
+    found = find_format(path, storage_options)
+    if found is not None:
+        found.reader.verify_share(path, rank, size, storage_options)
+    elif rank == 0:
         verify(path, storage_options)
 
 
@@ -185,10 +171,9 @@ def remove(path: str | Path, storage_options: StorageOptions | None = None) -> N
     """
     local = as_local(path)
     try:
-        if verified.is_folder_checkpoint(path, storage_options):
-            from . import sharded
-
-            sharded.remove(path, storage_options)
+        found = find_format(path, storage_options)
+        if found is not None:
+            found.reader.remove(path, storage_options)
             return
         if local is None:
             remote = Remote(str(path), storage_options)

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from ..errors import CheckpointError, nearest
 from ..protocols import StorageOptions
 from .file.archive import LOCAL_SIGNATURE, Damaged, Record, payloads
 from .file.digest import FORMAT, FORMAT_VERSION, Verification, compare_checksums, has_digest
-from .file.record_names import Storage, read_storages, read_storages_from_front
 from .file.remote import Remote, as_local
+from .formats import find_format
+
+if TYPE_CHECKING:
+    from .file.record_names import Storage
 
 __all__ = ["CheckpointNotFound", "Verified", "newest_valid", "verify"]
 
@@ -68,16 +71,11 @@ def verify(
         CheckpointNotFound: There is no such file.
         CheckpointError: It is truncated or altered, or is not a checkpoint; names the record and the tensor.
     """
-    if is_folder_checkpoint(path, storage_options):
-        from . import sharded
-
-        return sharded.verify(path, storage_options, advance=advance)
+    found = find_format(path, storage_options)
+    if found is not None:
+        return found.reader.verify(path, storage_options, advance=advance)
     local = as_local(path)
     if local is not None:
-        files = files_of_deepspeed(local)
-        if files:
-            found = [verify_as(file, str(file), advance) for file in files]
-            return Verified(False, sum(one.size_bytes for one in found), sum(one.entries for one in found))
         return verify_as(local, str(path), advance)
     remote = Remote(str(path), storage_options)
     if not remote.exists():
@@ -88,22 +86,9 @@ def verify(
 
 
 def is_folder_checkpoint(path: str | Path, storage_options: StorageOptions | None = None) -> bool:
-    """Return whether a path or URL is the folder of a sharded checkpoint; costs a single-file one next to nothing."""
-    local = as_local(path)
-    if not local.is_dir() if local is not None else Remote(str(path), storage_options).exists():
-        return False
-    from . import sharded
-
-    return sharded.is_folder_checkpoint(path, storage_options)
-
-
-def files_of_deepspeed(path: Path) -> list[Path]:
-    """Return the files of a folder that DeepSpeed has saved; none if it is another, or no folder."""
-    if not path.is_dir():
-        return []
-    from .deepspeed.files import checkpoint_files, is_deepspeed_folder
-
-    return checkpoint_files(path) if is_deepspeed_folder(path) else []
+    """Return whether a path or URL is the folder of a sharded checkpoint."""
+    found = find_format(path, storage_options)
+    return found is not None and found.name == "sharded"
 
 
 def verify_as(path: Path, shown: str, advance: Callable[[int], object] | None = None) -> Verified:
@@ -210,6 +195,8 @@ def _problems(file: IO[bytes], result: Verification) -> list[str]:
 
 
 def _name_records(file: IO[bytes], result: Verification) -> str:
+    from .file.record_names import read_storages  # only a damaged file needs names
+
     storages = {}
     if all(record.name != "data.pkl" for record in result.altered):
         for record, _ in payloads(file, result.directory):
@@ -230,6 +217,8 @@ def _name_record(record: Record, storages: dict[str, Storage]) -> str:
 
 
 def _explain_structure(file: IO[bytes], size: int, error: Damaged) -> str:
+    from .file.record_names import read_storages_from_front  # only a damaged file needs names
+
     needed = sum(storage.size_bytes for storage in read_storages_from_front(file, size).values())
     if needed > size:
         return f"it is truncated: it has {size} bytes, and its tensors alone are {needed} bytes"

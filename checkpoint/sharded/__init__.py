@@ -16,7 +16,7 @@ from typing import Any
 
 from ...protocols import StateDict, StorageOptions
 from ..tensors import StoredTensor
-from .backends import is_folder_checkpoint, remove
+from .backends import identify, is_folder_checkpoint, remove
 from .manifest import FileEntry, Manifest, TensorEntry
 from .reader import load, read_manifest, verify, verify_share
 from .tree import holds_sharded
@@ -27,6 +27,7 @@ __all__ = [
     "StoredTensor",
     "TensorEntry",
     "holds_sharded",
+    "identify",
     "is_folder_checkpoint",
     "load",
     "read_manifest",

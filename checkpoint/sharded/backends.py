@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +18,19 @@ from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_remove
 from ..file.remote import Remote, as_local
-from .manifest import FILE_DIGEST_SIZE, MANIFEST, FileEntry
+from .manifest import FILE_DIGEST_SIZE, MANIFEST, FileEntry, read_digest
 from .shard_file import Sink
 
-__all__ = ["OWN_NAME", "LocalBackend", "RemoteBackend", "backend_of", "is_folder_checkpoint", "remove", "state_entry"]
+__all__ = [
+    "OWN_NAME",
+    "LocalBackend",
+    "RemoteBackend",
+    "backend_of",
+    "identify",
+    "is_folder_checkpoint",
+    "remove",
+    "state_entry",
+]
 
 # A file of a save; its token tells of which.
 OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.(?:ckpt|safetensors)")
@@ -209,6 +218,12 @@ def is_folder_checkpoint(path: str | Path, storage_options: StorageOptions | Non
     if local is not None:
         return (local / MANIFEST).is_file()
     return Remote(f"{str(path).rstrip('/')}/{MANIFEST}", storage_options).exists()
+
+
+def identify(path: str | Path, storage_options: StorageOptions | None = None) -> str | None:
+    """Return the digest at the end of the manifest of a checkpoint folder; see `identity.identify`."""
+    with closing(backend_of(path, storage_options).open(MANIFEST)) as file:
+        return read_digest(file)
 
 
 def remove(path: str | Path, storage_options: StorageOptions | None = None) -> None:

@@ -18,18 +18,26 @@ import torch
 
 from ...errors import CheckpointError
 from ...protocols import StateDict
-from .. import sharded, storage
+from .. import storage
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY
-from ..deepspeed.files import is_deepspeed_folder
 from ..deepspeed.folder import read_folder
 from ..file.remote import as_local
 from ..file.restricted import load_replacing
 from ..file.safetensors_file import read_weights
+from ..formats import find_format
 from ..tensors import is_tensor, tensors_in
 from ..to_plain import to_plain
 from .dcp_folder import METADATA, DcpFolder
 
-__all__ = ["Opened", "Reading", "find_checkpoints", "is_dcp_folder", "is_safetensors", "open_checkpoint"]
+__all__ = [
+    "Opened",
+    "Reading",
+    "find_checkpoints",
+    "is_checkpoint_folder",
+    "is_dcp_folder",
+    "is_safetensors",
+    "open_checkpoint",
+]
 
 LIGHTNING_EXTRA = "meta.pt"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")
@@ -86,14 +94,17 @@ def open_checkpoint(path: str | Path, how: Reading) -> Opened:
         CheckpointError: It is damaged, unknown, or cannot be read safely.
     """
     local = as_local(path)
-    if local is not None and local.is_dir() and not sharded.is_folder_checkpoint(local):
-        return _open_deepspeed(local, how) if is_deepspeed_folder(local) else _open_dcp(local, how)
+    found = find_format(path)
+    if found is not None and found.name == "deepspeed":
+        return _open_deepspeed(Path(path) if local is None else local, how)
+    if found is not None:
+        loaded = found.reader.load(path, lazy=True, verify=how.verify)
+        return _classified(Opened(str(path), f"{found.name} checkpoint", loaded), how)
+    if local is not None and local.is_dir():
+        return _open_dcp(local, how)
     if local is not None and is_safetensors(local):
         weights, metadata = read_weights(local)
         return Opened(str(path), "safetensors", {"state_dict": weights}, is_bare=True, metadata=metadata)
-    if sharded.is_folder_checkpoint(path):
-        loaded = storage.load(path, lazy=True, verify=how.verify)
-        return _classified(Opened(str(path), "sharded checkpoint", loaded), how)
     if local is None and str(path).endswith(".safetensors"):
         raise CheckpointError(f"{str(path)!r}: safetensors are read from local files only.", fix="copy it here first.")
     dropped: list[str] = []
@@ -108,19 +119,18 @@ def find_checkpoints(folder: Path) -> list[Path]:
         entry
         for entry in folder.iterdir()
         if not entry.name.startswith(".")
-        and (
-            (entry.is_file() and entry.suffix in SUFFIXES)
-            or (entry.is_dir() and any(is_one(entry) for is_one in FOLDERS))
-        )
+        and ((entry.is_file() and entry.suffix in SUFFIXES) or is_checkpoint_folder(entry))
     )
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Return whether a path is a folder of a format that `open_checkpoint` reads."""
+    return path.is_dir() and (find_format(path) is not None or is_dcp_folder(path))
 
 
 def is_dcp_folder(path: Path) -> bool:
     """Return whether a path is a folder of torch.distributed.checkpoint."""
     return (path / METADATA).is_file()
-
-
-FOLDERS = (sharded.is_folder_checkpoint, is_dcp_folder, is_deepspeed_folder)
 
 
 def is_safetensors(path: Path) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .. import sharded, storage
-from ..deepspeed.files import is_deepspeed_folder
+from .. import storage
 from ..deepspeed.folder import read_folder
 from ..file.remote import as_local
 from ..file.safetensors_file import read_weights
+from ..formats import find_format
 from .dcp_folder import DcpFolder
 from .formats import LIGHTNING_EXTRA, is_dcp_folder, is_safetensors
 
@@ -31,19 +31,20 @@ def check(path: str | Path, advance: Callable[[int], object] | None = None) -> s
         CheckpointError: It is damaged, or not a checkpoint; names files and tensors.
     """
     local = as_local(path)
-    if local is not None and is_dcp_folder(local) and not sharded.is_folder_checkpoint(local):
+    found = find_format(path)
+    if found is None and local is not None and is_dcp_folder(local):
         return _check_dcp(local, advance)
     if local is not None and is_safetensors(local):
         weights, _ = read_weights(local)
         return f"{len(weights)} tensors (safetensors has no checksums: only sizes and places were compared)"
-    if local is not None and is_deepspeed_folder(local):
+    if local is not None and found is not None and found.name == "deepspeed":
         read_folder(local)  # whether the files of all ranks are there, and fit together
-    found = storage.verify(path, advance=advance)
-    if found.sealed:
-        return f"every byte matches its checksum ({found.entries} records, {found.size_bytes:,} bytes)"
-    if not found.entries:
-        return f"it can be opened (torch's old format has no checksums; {found.size_bytes:,} bytes)"
-    return f"{found.entries} records match their checksums, {found.size_bytes:,} bytes (no digest: headers have none)"
+    result = storage.verify(path, advance=advance)
+    if result.sealed:
+        return f"every byte matches its checksum ({result.entries} records, {result.size_bytes:,} bytes)"
+    if not result.entries:
+        return f"it can be opened (torch's old format has no checksums; {result.size_bytes:,} bytes)"
+    return f"{result.entries} records match their checksums, {result.size_bytes:,} bytes (no digest: headers have none)"
 
 
 def _check_dcp(path: Path, advance: Callable[[int], object] | None) -> str:

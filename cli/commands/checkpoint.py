@@ -180,12 +180,12 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _each(path: str) -> Sequence[str | Path]:
     from ...checkpoint.file.remote import Remote, as_local
-    from ...checkpoint.tools.formats import FOLDERS, find_checkpoints
+    from ...checkpoint.tools.formats import find_checkpoints, is_checkpoint_folder
 
     local = as_local(path)
     if local is None:
         Remote(path)  # an invalid address is not a damaged checkpoint
-    if local is None or not local.is_dir() or any(is_one(local) for is_one in FOLDERS):
+    if local is None or not local.is_dir() or is_checkpoint_folder(local):
         return [path]
     return find_checkpoints(local)
 
