@@ -1,4 +1,4 @@
-"""What a device is: the interface of an accelerator, and the grammar of `devices=`."""
+"""The interface of an accelerator, and the grammar of `devices=`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Accelerator", "parse_device_count", "parse_device_indices"]
 
 
 class Accelerator:
-    """A kind of device: which of them exist, and how one is made ready.
+    """A kind of device: which devices exist, and how one is set up.
 
-    What concerns the kind is static; what concerns one device takes it as an argument. Subclasses implement the
-    static methods, and register themselves in `ACCELERATOR_REGISTRY`.
+    Methods of the kind are static; methods of one device take it as an argument. Subclasses implement the static
+    methods, and register themselves in `ACCELERATOR_REGISTRY`.
     """
 
     auto_priority: int = -1
-    """`accelerator="auto"` takes the available kind with the highest priority; below 0: never by itself."""
+    """`accelerator="auto"` selects the available kind with the highest priority; below 0: never automatically."""
 
     is_gpu: bool = False
     """Whether `accelerator="gpu"` may choose this kind."""
@@ -32,7 +32,7 @@ class Accelerator:
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether this machine has at least one such device. Must not initialise the device."""
+        """Return whether this machine has at least one such device. Must not initialize the device."""
         raise NotImplementedError
 
     @classmethod
@@ -45,7 +45,7 @@ class Accelerator:
         """Return (what, fix) for the error where `is_available` is False; None: this machine has no such device.
 
         Args:
-            needed_for: What the user asked for, as it was typed: "accelerator='xla'".
+            needed_for: The user's request as typed: "accelerator='xla'".
         """
         return None
 
@@ -55,7 +55,7 @@ class Accelerator:
         raise NotImplementedError
 
     @staticmethod
-    def parse_devices(devices: Any) -> Any:  # Any: whatever the user typed; an int or indices come back
+    def parse_devices(devices: Any) -> Any:  # Any: the user's value; an int or indices are returned
         """Check the user's `devices=` and return what `get_parallel_devices` takes.
 
         Raises:
@@ -72,10 +72,10 @@ class Accelerator:
         """Make a device current for this process. Called once, before a module is moved to it."""
 
     def teardown(self) -> None:
-        """Give back what can be given back after a run."""
+        """Release what a run has cached."""
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
-        """Return numbers on the use of a device, read on the host; the keys and units are the kind's own."""
+        """Return statistics of a device, read on the host; keys and units depend on the kind."""
         return {}
 
 
@@ -100,41 +100,41 @@ def parse_device_indices(devices: object, kind: str, visible: Sequence[int]) -> 
     """Return device indices from any accepted form: n, -1, "n", "-1", "auto", "0,1", "1,", [0, 1].
 
     Args:
-        devices: What the user typed.
+        devices: The user's value.
         kind: Name of the accelerator, for messages.
         visible: Indices that exist.
 
     Raises:
-        ConfigError: The form is wrong, no device or too many are asked for, one is named twice or does not exist.
+        ConfigError: The form is wrong, the number is 0 or too large, or a device is named twice or does not exist.
     """
     if not visible:
         raise ConfigError(
-            f"devices={devices!r} asks for {kind} devices, but this machine shows none.",
+            f"devices={devices!r} requests {kind} devices, but this machine has none.",
             fix='pass accelerator="cpu", or make the devices visible to this process.',
         )
-    asked = _indices_or_count(devices, kind)
-    if isinstance(asked, int):
-        if asked == -1:
+    requested = _indices_or_count(devices, kind)
+    if isinstance(requested, int):
+        if requested == -1:
             return list(visible)
-        if asked > len(visible):
+        if requested > len(visible):
             raise ConfigError(
-                f"devices={devices!r} asks for {asked} {kind} devices, but this machine shows {len(visible)}.",
+                f"devices={devices!r} requests {requested} {kind} devices, but this machine has {len(visible)}.",
                 fix=f"pass devices={len(visible)} or fewer.",
             )
-        return list(visible[:asked])
-    twice = sorted({index for index in asked if asked.count(index) > 1})
+        return list(visible[:requested])
+    twice = sorted({index for index in requested if requested.count(index) > 1})
     if twice:
         raise ConfigError(
             f"devices={devices!r} names {', '.join(map(str, twice))} more than once.",
             fix="name each device once.",
         )
-    missing = [index for index in asked if index not in visible]
+    missing = [index for index in requested if index not in visible]
     if missing:
         raise ConfigError(
             f"devices={devices!r} names {kind} devices that do not exist: {', '.join(map(str, missing))}.",
             fix=f"choose among the visible ones: {', '.join(map(str, visible))}.",
         )
-    return asked
+    return requested
 
 
 def _indices_or_count(devices: object, kind: str) -> int | list[int]:

@@ -1,4 +1,4 @@
-"""The CPU as an accelerator. Called through the registry by fabric/resolve.py."""
+"""The CPU as an accelerator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CPUAccelerator(Accelerator):
         return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
-        """Return the use of processor, memory and swap of the whole machine, in percent.
+        """Return the use of processor, memory and swap of the machine, in percent.
 
         Raises:
             MissingDependency: psutil is not installed.

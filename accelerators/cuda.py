@@ -1,4 +1,4 @@
-"""NVIDIA (and AMD ROCm) cards as an accelerator. Called through the registry by fabric/resolve.py."""
+"""NVIDIA (and AMD ROCm) cards as an accelerator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether torch sees at least one card; asks the driver, makes no context."""
+        """Return whether torch sees at least one card; queries the driver without making a context."""
         return torch.cuda.device_count() > 0
 
     @staticmethod
@@ -41,7 +41,7 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:  # Any: whatever the user typed
-        """Return the indices of the cards, in the order asked for; see `parse_device_indices`."""
+        """Return the indices of the cards, in the requested order; see `parse_device_indices`."""
         return parse_device_indices(devices, "cuda", range(torch.cuda.device_count()))
 
     @staticmethod
@@ -56,15 +56,13 @@ class CUDAAccelerator(Accelerator):
             ConfigError: The device is not a CUDA device.
         """
         if device.type != "cuda":
-            raise ConfigError(
-                f"the CUDA accelerator was asked to set up {device}.", fix='pass accelerator="auto" or a cuda device.'
-            )
+            raise ConfigError(f"Expected a CUDA device, got {device}.", fix='pass accelerator="auto" or a cuda device.')
         torch.cuda.set_device(device)
         if torch.cuda.get_device_capability(device) >= (8, 0) and get_matmul_precision() == "highest":
             log.info("%s has tensor cores, which Trainer(matmul_precision='high') or Fabric's would use.", device)
 
     def teardown(self) -> None:
-        """Give cached memory back to the driver."""
+        """Release cached memory to the driver."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -87,7 +85,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     visible = torch.cuda.device_count()
     if visible == 0 or num_devices > visible or num_devices < -1:
         raise ConfigError(
-            f"find_usable_cuda_devices({num_devices}) was asked on a machine that shows {visible} CUDA devices.",
+            f"find_usable_cuda_devices({num_devices}) was called on a machine with {visible} CUDA devices.",
             fix="ask for -1 or at most the number of visible devices; set CUDA_VISIBLE_DEVICES to show more.",
         )
     usable: list[int] = []
@@ -102,7 +100,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             break
     if len(usable) < num_devices or not usable:
         raise ConfigError(
-            f"{num_devices} CUDA devices were asked for; of {visible}, these can be used now: {usable}.",
+            f"{num_devices} CUDA devices were requested; of {visible}, these are usable: {usable}.",
             fix="wait for another process to end, or ask for fewer devices.",
         )
     return usable

@@ -1,4 +1,4 @@
-"""How exactly float32 matrices are multiplied, asked and set without torch 2.9's warning.
+"""The precision of float32 matrix products, read and set without torch 2.9's warning.
 
 The workaround ends with torch 2.9.
 """
@@ -26,14 +26,14 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 _OF_BACKENDS = {"tf32": "high", "bf16": "medium"}
 
 State = tuple[str | None, dict[str, str]]
-"""What torch's older function says, None where it refuses; and its setting of each backend."""
+"""Result of torch's older function, None if it raises; and the setting of each backend."""
 
 
 def get_matmul_precision() -> str:
     """Return "highest", "high" (tf32) or "medium" (bfloat16): torch.get_float32_matmul_precision.
 
-    Where somebody has set a backend alone (`torch.backends.cuda.matmul.fp32_precision`), that function refuses to
-    answer; then it is what the setting for CUDA devices means.
+    That function raises if a single backend is set (`torch.backends.cuda.matmul.fp32_precision`); then the result
+    follows from the setting for CUDA devices.
     """
     legacy, of_backends = capture_matmul_precision()
     return legacy if legacy is not None else _OF_BACKENDS.get(of_backends["cuda"], "highest")
@@ -53,15 +53,15 @@ def capture_matmul_precision() -> State:
 
 
 def restore_matmul_precision(state: State) -> None:
-    """Put back what `capture_matmul_precision` returned."""
+    """Restore what `capture_matmul_precision` returned."""
     legacy, of_backends = state
-    set_matmul_precision(legacy or "highest")  # where it refused to answer, only backends had been set
+    set_matmul_precision(legacy or "highest")  # None: only backends had been set
     for name, backend in _backends():
         if name in of_backends:
             backend.matmul.fp32_precision = of_backends[name]
 
 
-def _backends() -> tuple[tuple[str, Any], ...]:  # Any: modules that torch gives attributes of its own
+def _backends() -> tuple[tuple[str, Any], ...]:  # Any: torch's modules of backends
     return ("cuda", torch.backends.cuda), ("mkldnn", torch.backends.mkldnn)
 
 
@@ -93,7 +93,7 @@ class BackendModes:
     def set(
         self, *, deterministic: bool | str | None, benchmark: bool | None, matmul_precision: str | None = None
     ) -> None:
-        """Set the switches that the arguments name; those that they leave open are not touched."""
+        """Set the switches of the arguments that are not None."""
         if matmul_precision is not None:
             self._matmul = capture_matmul_precision()
             set_matmul_precision(matmul_precision)
@@ -111,7 +111,7 @@ class BackendModes:
             torch.backends.cudnn.benchmark = bool(benchmark)
 
     def put_back(self) -> None:
-        """Set the switches to what they were; nothing where none was set."""
+        """Restore the switches that `set` has changed."""
         if self._algorithms is not None:
             enabled, warn_only = self._algorithms
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

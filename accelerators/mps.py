@@ -1,4 +1,4 @@
-"""Apple's graphics processor as an accelerator. Called through the registry by fabric/resolve.py."""
+"""Apple's graphics processor as an accelerator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MPSAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:  # Any: whatever the user typed
-        """Return [0]; anything that asks for another device is a ConfigError."""
+        """Return [0]; any other device is a ConfigError."""
         return parse_device_indices(devices, "mps", [0] if MPSAccelerator.is_available() else [])
 
     @staticmethod
@@ -47,7 +47,7 @@ class MPSAccelerator(Accelerator):
         return [torch.device("mps", index) for index in devices]
 
     def teardown(self) -> None:
-        """Give cached memory back to the system."""
+        """Release cached memory to the system."""
         if self.is_available():
             torch.mps.empty_cache()
 

@@ -1,4 +1,4 @@
-"""A registry of named classes: how a name that a user types becomes an accelerator or a strategy."""
+"""A registry of named classes, for accelerators and strategies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    target: type[T] | str  # a class, or where it is: "package.module:Class"
+    target: type[T] | str  # a class, or its location: "package.module:Class"
     description: str
     init_params: dict[str, Any] = field(default_factory=dict)  # Any: arguments of the user's own class
 
@@ -36,10 +36,10 @@ class _Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Names (any case) and the classes that they stand for, in the order in which they were registered.
+    """Names, in any case, and their classes, in the order of registration.
 
     Args:
-        kind: What is registered, for error messages ("accelerator").
+        kind: Kind of the classes, for error messages ("accelerator").
     """
 
     def __init__(self, kind: str) -> None:
@@ -67,24 +67,24 @@ class Registry(Generic[T]):
         """Give a class a name, either at once or as a decorator (``@registry.register("name")``).
 
         Args:
-            name: What users will type; upper and lower case are the same.
+            name: Name for users, in any case.
             cls: The class; None to use the result as a decorator.
             description: One line for listings; None means none.
-            override: Replace an earlier class of that name.
+            override: Whether an earlier class of that name is replaced.
             init_params: Keyword arguments for `create`, so that one class can have several names.
 
         Returns:
             The class, or the decorator.
 
         Raises:
-            ConfigError: The name is no string or is taken, or what is registered is no class.
+            ConfigError: The name is not a string or is taken, or the target is not a class.
         """
         key = self._key(name) if override else self._free_key(name)
 
         def add(target: type[T]) -> type[T]:
             if not isinstance(target, type):
                 raise ConfigError(
-                    f"the {self.kind} {name!r} must be registered as a class, but {target!r} was given.",
+                    f"Expected a class for the {self.kind} {name!r}, got {target!r}.",
                     fix=f"pass the class itself, as in register({name!r}, MyClass).",
                 )
             self._entries[key] = _Entry(target, description or "", init_params)
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
 
         Args:
             name: As in `register`.
-            target: Where the class is, "package.module:Class".
+            target: Location of the class, "package.module:Class".
             description: As in `register`.
             init_params: As in `register`.
 
@@ -139,7 +139,7 @@ class Registry(Generic[T]):
         return entry.cls(**{**entry.init_params, **init_params})
 
     def remove(self, name: str) -> None:
-        """Forget a name; a ConfigError lists the known ones if it is unknown."""
+        """Remove a name; an unknown one is a ConfigError with the known ones."""
         if self._entries.pop(self._key(name), None) is None:
             raise self._unknown(name)
 
@@ -164,7 +164,7 @@ class Registry(Generic[T]):
     def _key(self, name: object) -> str:
         if not isinstance(name, str) or not name:
             raise ConfigError(
-                f"the name of a {self.kind} must be a string that is not empty, but {name!r} was given.",
+                f"Expected a string that is not empty for the name of a {self.kind}, got {name!r}.",
                 fix=f"name the {self.kind} with a string, such as {'cpu' if self.kind == 'accelerator' else 'ddp'!r}.",
             )
         return name.lower()
@@ -189,7 +189,7 @@ class AcceleratorRegistry(Registry[Accelerator]):
     """The accelerators that `Trainer(accelerator="name")` knows.
 
     A new kind of device is one class with `auto_priority` and, if it is a graphics card, `is_gpu`, and one call of
-    `register`: "auto" and "gpu" find it by themselves.
+    `register`: "auto" and "gpu" find it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,4 @@
-"""Devices that torch_xla drives: TPUs, and for tests the CPU. Called through the registry by fabric/resolve.py.
-
-The strategies of XLA take torch_xla from here: `import_xla` says what is wrong where it cannot be imported.
-"""
+"""Devices of torch_xla: TPUs, and for tests the CPU; and the import of torch_xla with its errors."""
 
 from __future__ import annotations
 
@@ -22,18 +19,17 @@ from .registry import ACCELERATOR_REGISTRY
 __all__ = ["XLAAccelerator", "import_xla", "is_runtime_started", "why_xla_is_missing"]
 
 _MEGABYTE = 1 << 20
-# What torch_xla put into PJRT_DEVICE when we imported it, where nobody had chosen.
+# Value of PJRT_DEVICE that torch_xla has set at its import.
 _chosen_by_torch_xla: set[str] = set()
 
 
 def why_xla_is_missing(needed_for: str) -> tuple[str, str] | None:
-    """Return (what, fix) where torch_xla cannot be imported; None where it can.
+    """Return (what, fix) if torch_xla cannot be imported, else None.
 
     Args:
-        needed_for: What the user asked for, as it was typed.
+        needed_for: The user's request as typed.
     """
-    # Asked by every listing of accelerators, also in programs that have nothing to do with XLA: no import where there
-    # is nothing to import.
+    # Every listing of accelerators calls this, also in programs without XLA: avoid the import if it is missing.
     if "torch_xla" in sys.modules:
         return None
     if find_spec("torch_xla") is None:
@@ -72,10 +68,10 @@ def import_xla(name: str = "torch_xla", *, needed_for: str = "accelerator='xla'"
 
     Args:
         name: Name of the module.
-        needed_for: What the user asked for, as it was typed.
+        needed_for: The user's request as typed.
 
     Raises:
-        ConfigError: torch_xla is not installed, or does not go with this torch.
+        ConfigError: torch_xla is not installed, or was built for another torch.
     """
     problem = why_xla_is_missing(needed_for)
     if problem is not None:
@@ -111,22 +107,22 @@ class XLAAccelerator(Accelerator):
 
     @classmethod
     def is_auto_choice(cls) -> bool:
-        """Return whether this machine's runtime is a TPU: XLA on a CPU is for those who ask for it."""
+        """Return whether this machine's runtime is a TPU: XLA on a CPU must be requested."""
         chosen = os.environ.get("PJRT_DEVICE", "").upper()
         has_tpu = chosen == "TPU" or (not chosen and Path("/dev/accel0").exists())
         return has_tpu and find_spec("torch_xla") is not None and cls.is_available()
 
     @staticmethod
     def explain_missing(needed_for: str) -> tuple[str, str] | None:
-        """Return (what, fix) where torch_xla cannot be imported, or finds no TPU for who asked for one.
+        """Return (what, fix) if torch_xla cannot be imported, or finds no TPU where one was requested.
 
-        With PJRT_DEVICE=CPU in the environment, "tpu" trains on the CPU: its user wants to try a program.
+        With PJRT_DEVICE=CPU in the environment, "tpu" trains on the CPU, to try a program.
         """
         missing = why_xla_is_missing(needed_for)
         if missing is None and needed_for.lower() == "accelerator='tpu'" and "CPU" in _chosen_by_torch_xla:
             return (
-                f"{needed_for}, but torch_xla finds no TPU on this machine: it would compute on the CPU.",
-                "run it where a TPU is; to try a program without one, set PJRT_DEVICE=CPU before it starts.",
+                f"{needed_for}, but torch_xla finds no TPU on this machine and would compute on the CPU.",
+                "run it on a machine with a TPU; to try a program without one, set PJRT_DEVICE=CPU before it starts.",
             )
         return missing
 
@@ -134,7 +130,7 @@ class XLAAccelerator(Accelerator):
     def auto_device_count() -> int:
         """Return the number of devices of the runtime, or of this host's replicas; on a CPU CPU_NUM_DEVICES, else 1.
 
-        A TPU's runtime is not started for it: the processes that will use its chips may still have to be.
+        A TPU's runtime is not started here: the processes that will use its chips may start later.
         """
         if not is_runtime_started() and _is_cpu():
             count = os.environ.get("CPU_NUM_DEVICES", "1")
@@ -148,11 +144,11 @@ class XLAAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:  # Any: whatever the user typed
-        """Return indices of devices. A CPU has as many as are asked for, until the runtime is started."""
+        """Return indices of devices. A CPU has as many as are requested, until the runtime is started."""
         count = XLAAccelerator.auto_device_count()
-        asked = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
-        if isinstance(asked, int) and not isinstance(asked, bool) and not is_runtime_started() and _is_cpu():
-            count = max(count, asked)
+        requested = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
+        if isinstance(requested, int) and not isinstance(requested, bool) and not is_runtime_started() and _is_cpu():
+            count = max(count, requested)
         return parse_device_indices(devices, "xla", range(count))
 
     @staticmethod
@@ -161,11 +157,11 @@ class XLAAccelerator(Accelerator):
         return [torch.device("xla", index) for index in devices]
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
-        """Return the memory in use and the limit, in megabytes, where the runtime tells them."""
+        """Return the memory in use and the limit, in megabytes, if the runtime reports them."""
         try:
             info = import_xla("torch_xla.core.xla_model").get_memory_info(device)
         except RuntimeError as error:
-            # A CPU's runtime, and the one device that stands for all of them, have no such numbers.
+            # A CPU's runtime, and SPMD's virtual device, have no such statistics.
             if "UNIMPLEMENTED" not in str(error) and "not supported" not in str(error):
                 raise
             return {}

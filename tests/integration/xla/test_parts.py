@@ -47,7 +47,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     for message, part in zip(
         found,
         [
-            "asks for 3 xla devices, but this machine shows 2",
+            "requests 3 xla devices, but this machine has 2",
             "strategy='single_device' cannot be used with accelerator='xla'",
             "strategy='ddp' cannot be used with accelerator='xla'",
             "strategy='xla' cannot be used with accelerator='cpu'",

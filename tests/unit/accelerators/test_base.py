@@ -61,7 +61,7 @@ def test_a_wrong_form_of_indices_is_an_error_that_shows_it(devices: Any) -> None
 
 
 def test_too_many_devices_says_how_many_there_are() -> None:
-    with pytest.raises(ConfigError, match="asks for 5 cuda devices, but this machine shows 4"):
+    with pytest.raises(ConfigError, match="requests 5 cuda devices, but this machine has 4"):
         parse_device_indices(5, "cuda", range(4))
 
 
@@ -76,7 +76,7 @@ def test_an_index_named_twice_is_an_error() -> None:
 
 
 def test_no_visible_device_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="shows none"):
+    with pytest.raises(ConfigError, match="has none"):
         parse_device_indices(1, "cuda", [])
 
 

@@ -135,7 +135,7 @@ def test_all_cards_are_used_except_in_a_notebook() -> None:
 
 @pytest.mark.usefixtures("cards")
 def test_too_few_cards_are_an_error_with_advice() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)asks for 3 meta devices, but this machine shows 2.*devices=2 or fewer"):
+    with pytest.raises(ConfigError, match=r"(?s)requests 3 meta devices, but this machine has 2.*devices=2 or fewer"):
         find(accelerator="meta", devices=3)
 
 
@@ -221,7 +221,7 @@ def test_each_process_that_sees_one_card_uses_it(cards: type[Cards], devices: An
 
 
 def test_fewer_cards_than_processes_are_an_error(cards: type[Cards]) -> None:
-    with pytest.raises(ConfigError, match="asks for 4 meta devices, but this machine shows 2"):
+    with pytest.raises(ConfigError, match="requests 4 meta devices, but this machine has 2"):
         find(TORCHRUN, accelerator="meta")
 
 
