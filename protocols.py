@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ __all__ = [
     "MapLocation",
     "StateDict",
     "Stateful",
+    "StepFunction",
     "StepOutput",
     "StorageOptions",
     "StoredTensor",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 Batch: TypeAlias = Any  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
+StepFunction: TypeAlias = Callable[..., Any]  # a step of a module: takes what the user declared, returns a StepOutput
 StepOutput: TypeAlias = Any  # what a step returns: a loss, a mapping that holds one, predictions, or None
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
 Tree: TypeAlias = Any  # tensors and plain values, nested in dicts, lists, tuples and sets

@@ -18,10 +18,12 @@ from ..precision import Precision
 from .capabilities import Capabilities, Given, Launcher, TrainerConfig
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
-    from ..protocols import StateDict
+    from ..protocols import StateDict, StepFunction
 
 __all__ = ["Given", "Launcher", "NoLoss", "RunWindow", "Strategy", "Topology", "TrainerConfig"]
 
@@ -337,7 +339,7 @@ class Strategy(Capabilities):
         """Set up a module and its optimizers in one call, for engines that need both."""
         return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return what runs `module.<name>` so that the strategy's forward hooks fire.
 
         Args:
@@ -345,7 +347,7 @@ class Strategy(Capabilities):
             name: Name of a method of the user's module, such as "training_step"; "forward" calls the module itself, so
                 that its forward hooks run.
         """
-        step: Callable[..., Any] = module if name == "forward" else getattr(module, name)
+        step: StepFunction = module if name == "forward" else getattr(module, name)
         return step
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -501,14 +503,13 @@ class Strategy(Capabilities):
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    # Any: process groups are of the backend's own type.
-    def all_reduce(self, tensor: object, group: object = None, reduce_op: str = "mean") -> Any:
+    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: str = "mean") -> Any:
         """Return a tensor (or collection) reduced over ranks, with "mean", "sum", "min" or "max"."""
         return tensor
 
     reduce = all_reduce
 
-    def reduce_scatter(self, tensor: Any, group: object = None, reduce_op: Any = "mean") -> Any:
+    def reduce_scatter(self, tensor: Any, group: ProcessGroup | str | None = None, reduce_op: Any = "mean") -> Any:
         """Return this rank's chunk of a reduction over ranks: rank `i` gets chunk `i` of dimension 0.
 
         Nothing is changed in place, and no gradient flows back. With one rank that is the tensor itself.
@@ -536,7 +537,7 @@ class Strategy(Capabilities):
         reduced = self.all_reduce(tensor, reduce_op=reduce_op)
         return map_leaves(reduced, lambda leaf: leaf.chunk(size)[rank].clone() if isinstance(leaf, Tensor) else leaf)
 
-    def all_gather(self, tensor: object, group: object = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return tensors of all ranks stacked along a new first dimension; with one rank, the tensor itself.
 
         Args:
@@ -609,7 +610,7 @@ class Strategy(Capabilities):
         """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
         return self.module_state_dict(module)
 
-    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Put back what `module_state_dict` returned, into a compiled or a plain module.
 
         Returns:

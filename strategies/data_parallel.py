@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,11 @@ from .parallel import ParallelStrategy
 from .tree import leaves, map_leaves
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ..accelerators import Accelerator
     from ..precision import Precision
+    from ..protocols import StepFunction
 
 __all__ = ["DataParallelStrategy"]
 
@@ -85,9 +88,9 @@ class DataParallelStrategy(ParallelStrategy):
         """Refuse: torch sums the gradients of the devices."""
         return "torch adds up the gradients of its devices", "pass strategy='ddp'"
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return what runs `module.<name>`: "training_step" and "forward" split over the devices, others on one."""
-        step: Callable[..., Any] = module if name == "forward" else getattr(module, name)
+        step: StepFunction = module if name == "forward" else getattr(module, name)
         devices = self.devices
         if name not in ("training_step", "forward") or len(devices) == 1:
             return step
@@ -108,7 +111,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     # -- collectives: there is one process, whatever else this program connected -----------------------------------
 
-    def all_reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
+    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
         """Return the mean (or sum, min, max, product) of each tensor's elements: what the devices gave, as one value.
 
         The mean of integers is a float64.

@@ -6,16 +6,19 @@ It stands below checkpoint/, which may import it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
+
 __all__ = ["load_weights"]
 
 
-def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool) -> Any:
+def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool) -> LoadedKeys:
     """Call torch's `load_state_dict`, and return what it returns: missing and unexpected keys.
 
     Args:
@@ -27,7 +30,8 @@ def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool
         CheckpointError: Names all missing and unexpected keys and wrong shapes at once.
     """
     try:
-        return module.load_state_dict(state, strict=strict)
+        keys: LoadedKeys = module.load_state_dict(state, strict=strict)
+        return keys
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise

@@ -15,6 +15,8 @@ from ..errors import ConfigError
 from .base import ALONE, CPU, Given, Strategy, Topology
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ..accelerators import Accelerator
     from ..precision import Precision
 
@@ -151,8 +153,7 @@ class ParallelStrategy(Strategy):
 
     # -- collectives; on every rank, in the same order -------------------------------------------------------------
 
-    # Any: process groups are of the backend's own type.
-    def all_reduce(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
+    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
         """Return a tensor, number, or structure of them, reduced over ranks; nothing is changed in place.
 
         Args:
@@ -173,7 +174,9 @@ class ParallelStrategy(Strategy):
 
     reduce = all_reduce
 
-    def reduce_scatter(self, tensor: object, group: object = None, reduce_op: object = "mean") -> Any:
+    def reduce_scatter(
+        self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean"
+    ) -> Any:
         """Return this rank's chunk of a reduction over ranks; see `Strategy.reduce_scatter`.
 
         Raises:
@@ -190,7 +193,7 @@ class ParallelStrategy(Strategy):
             return tensor
         return reduce_scatter(tensor, group=group, reduce_op=reduce_op, device=self.device)
 
-    def all_gather(self, tensor: object, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
 
         Args:
@@ -202,7 +205,7 @@ class ParallelStrategy(Strategy):
             RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
         """
         if isinstance(group, bool):  # all_gather(tensor, True)
-            group, sync_grads = None, group
+            sync_grads, group = group, None
         if not self.is_connected:
             return tensor
         from .distributed.collectives import all_gather

@@ -6,7 +6,7 @@ Values come from the operations that deferred.py recorded, from the module's own
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from ...errors import ModuleError
 from ..distributed.shards import is_sharded
 from .deferred import changed_names, forget_marks, own_tensors
 from .operator_replay import is_deferred, is_empty, replay, view_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "check_materializable",
@@ -132,7 +135,7 @@ def materialize_from_rank_zero(
     device: torch.device,
     inner: Collection[nn.Module] = (),
     root: nn.Module | None = None,
-    group: Any = None,
+    group: ProcessGroup | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Do on the group's first rank what `materialize` does, and give its parameters and buffers to the other ranks.
@@ -245,7 +248,9 @@ def _fills_itself(module: nn.Module) -> bool:
     return own is not None and ("reset_parameters" in module.__dict__ or not is_torchs)
 
 
-def _check_alike(root: nn.Module, modules: Sequence[nn.Module], problems: Sequence[str], group: Any) -> None:
+def _check_alike(
+    root: nn.Module, modules: Sequence[nn.Module], problems: Sequence[str], group: ProcessGroup | None
+) -> None:
     import torch.distributed as dist
 
     layout = _layout(root, modules)
@@ -385,7 +390,7 @@ def _distinct(modules: Iterable[nn.Module]) -> list[Tensor]:
 # --- tensors in attributes --------------------------------------------------------------------------------------------
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
     return ((name, value) for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE)
 
 

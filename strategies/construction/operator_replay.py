@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,10 +24,14 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 __all__ = [
     "CPU",
     "META",
     "Constant",
+    "Kwargs",
     "Memory",
     "Operation",
     "View",
@@ -46,6 +50,8 @@ __all__ = [
     "views_in",
     "writes_needed",
 ]
+
+Kwargs: TypeAlias = dict[str, Any]
 
 # Any in this file: operations of torch, their arguments and results.
 
@@ -90,9 +96,9 @@ class Operation:
     """One call of an operation of torch."""
 
     time: int
-    func: Any
+    func: OpOverload
     args: Any  # Views in the place of deferred tensors
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     made: tuple[tuple[int, View], ...]  # which of its results lie in new memories
     read: tuple[View, ...]
     rng_state: Tensor | None
@@ -294,7 +300,7 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
     return moved
 
 
-def _set_rng_state(kwargs: dict[str, Any], state: Tensor) -> None:
+def _set_rng_state(kwargs: Kwargs, state: Tensor) -> None:
     """Let an operation draw from where it drew before; one that was given a generator gets another one like it."""
     if kwargs.get("generator") is None:
         torch.set_rng_state(state)

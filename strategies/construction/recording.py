@@ -21,6 +21,7 @@ from .operator_replay import (
     CPU,
     META,
     Constant,
+    Kwargs,
     Operation,
     View,
     constant_of,
@@ -39,6 +40,8 @@ from .operator_replay import (
 )
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
     from .deferred import DeferredInit
 
 __all__ = ["Functions", "Operations"]
@@ -66,7 +69,7 @@ class Operations(TorchDispatchMode):
         self._context = context
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run an operation, or write it down if it makes a new tensor or takes a deferred one."""
         kwargs = kwargs or {}
@@ -82,7 +85,7 @@ class Operations(TorchDispatchMode):
         keep_constants(_written(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+    def _defer(self, func: OpOverload, args: Any, kwargs: Kwargs) -> object:
         written = _written(func, args, kwargs)
         if any(not is_deferred(tensor) for tensor in written):
             keep_constants(written)
@@ -111,8 +114,8 @@ class Operations(TorchDispatchMode):
 
     def _write_down(
         self,
-        func: Any,
-        views: tuple[object, dict[str, Any]],
+        func: OpOverload,
+        views: tuple[object, Kwargs],
         written: Sequence[Tensor],
         results: Sequence[Tensor],
         rng_state: Tensor | None,
@@ -141,7 +144,7 @@ class Operations(TorchDispatchMode):
             view.memory.last_write = operation
 
 
-def _draw(func: Any, views: tuple[Any, dict[str, Any]], args: Any, kwargs: dict[str, Any]) -> None:
+def _draw(func: OpOverload, views: tuple[Any, Kwargs], args: Any, kwargs: Kwargs) -> None:
     """Advance the generator as the operation does."""
     if _name(func) in _BLIND and len(list(views_in(views))) == 1:
         func(*map_leaves(_throwaway, views[0]), **map_leaves(_throwaway, views[1]))
@@ -161,7 +164,7 @@ class Functions(TorchFunctionMode):
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Kwargs | None = None,
     ) -> object:
         """Answer for a deferred tensor as if it lay on the CPU."""
         kwargs = kwargs or {}
@@ -215,7 +218,7 @@ def _index_of(index: object) -> object:
     return index
 
 
-def _is_given_tensor(args: Sequence[object], kwargs: dict[str, Any]) -> bool:
+def _is_given_tensor(args: Sequence[object], kwargs: Kwargs) -> bool:
     return isinstance(next(iter((*args, *kwargs.values())), None), Tensor)
 
 
@@ -255,7 +258,7 @@ def _throwaway(value: object) -> object:
     return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=CPU)
 
 
-def _without_past(views: tuple[object, dict[str, Any]], target: Tensor) -> tuple[Any, dict[str, Any]]:
+def _without_past(views: tuple[object, Kwargs], target: Tensor) -> tuple[Any, Kwargs]:
     """Let the written tensor's view forget its past, if all of its memory is overwritten and nothing else reads it."""
     written = view_of(target)
     covers = target.is_contiguous() and target.numel() * target.element_size() == written.memory.num_bytes
@@ -269,7 +272,7 @@ def _without_past(views: tuple[object, dict[str, Any]], target: Tensor) -> tuple
     return map_leaves(forget, views[0]), map_leaves(forget, views[1])
 
 
-def _result_like(func: Any, real: object, args: object, kwargs: dict[str, Any]) -> object:
+def _result_like(func: OpOverload, real: object, args: object, kwargs: Kwargs) -> object:
     """Return deferred tensors of the shapes of real results; a result that is an argument is that argument."""
     if not isinstance(real, (Tensor, list, tuple)):
         return real
@@ -285,19 +288,19 @@ def _result_like(func: Any, real: object, args: object, kwargs: dict[str, Any]) 
     return like[0] if isinstance(real, Tensor) else type(real)(like)
 
 
-def _rng_state(kwargs: dict[str, Any]) -> Tensor:
+def _rng_state(kwargs: Kwargs) -> Tensor:
     generator = kwargs.get("generator")
     return torch.get_rng_state() if generator is None else generator.get_state()
 
 
-def _device_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _device_of(kwargs: Kwargs) -> Kwargs:
     return {"device": kwargs["device"]} if "device" in kwargs else {}
 
 
 # --- about operations -------------------------------------------------------------------------------------------------
 
 
-def _makes_tensor(func: Any, tensors: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+def _makes_tensor(func: OpOverload, tensors: Sequence[Tensor], args: Any, kwargs: Kwargs) -> bool:
     """Return whether this makes a new tensor out of nothing, or in the shape of one that has no values."""
     device = kwargs.get("device")
     if not _takes_device(func) or (device is not None and device.type == "meta"):
@@ -334,22 +337,22 @@ def _refuse_storage(func: object, args: Any) -> None:
 
 
 @cache
-def _name(func: Any) -> str:
+def _name(func: OpOverload) -> str:
     name: str = func._schema.name.rpartition("::")[2]
     return name
 
 
 @cache
-def _takes_device(func: Any) -> bool:
+def _takes_device(func: OpOverload) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 @cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(func._schema.arguments)
     return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def _written(func: OpOverload, args: Any, kwargs: Kwargs) -> list[Tensor]:
     values = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)]
     return list(tensors_in(values))

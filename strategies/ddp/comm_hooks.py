@@ -13,6 +13,8 @@ from torch import Tensor
 from ...errors import ConfigError, MissingDependency, nearest
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ...protocols import StateDict
     from ..parallel import ParallelStrategy
     from .replica import Replica
@@ -109,7 +111,7 @@ class CommHook:
         MissingDependency: PowerSGD needs numpy.
     """
 
-    def __init__(self, hook: Any, state: Any, wrapper: Any, strategy: ParallelStrategy) -> None:
+    def __init__(self, hook: object, state: object, wrapper: Any, strategy: ParallelStrategy) -> None:
         self.name = hook_name(hook)
         self.state = _make_state(self.name, hook, state, strategy)
         run = _make_hook(self.name, hook)
@@ -176,13 +178,13 @@ def _make_hook(name: str | None, hook: Any) -> Hook:
     return chosen
 
 
-def _average(buffer: Tensor, group: Any) -> Any:
+def _average(buffer: Tensor, group: ProcessGroup | None) -> Any:
     buffer.div_(dist.get_world_size(group))
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 
-def _all_reduce_as(bucket: Any, dtype: torch.dtype, group: Any) -> Any:
+def _all_reduce_as(bucket: Any, dtype: torch.dtype, group: ProcessGroup | None) -> Any:
     """Average a bucket in a shorter dtype; divided before it is rounded, so that float16 does not overflow."""
     buffer = bucket.buffer()
     short = (buffer / dist.get_world_size(group)).to(dtype)
@@ -273,7 +275,7 @@ def _post_local_state(state: object, strategy: ParallelStrategy) -> Any:
     return made
 
 
-def _subgroup(size: int | None, strategy: ParallelStrategy) -> Any:
+def _subgroup(size: int | None, strategy: ParallelStrategy) -> ProcessGroup | None:
     """Return the group of this rank: the processes of its node, or `size` neighbors. Every rank makes every group."""
     count = strategy.world_size
     if size is not None and (size < 1 or count % size):

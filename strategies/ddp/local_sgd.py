@@ -52,7 +52,7 @@ class ModelAveraging:
 @torch.no_grad()
 def average(tensors: list[torch.Tensor]) -> None:
     """Replace tensors by their mean over ranks, in place; one message per dtype and device."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
+    kinds: dict[object, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for alike in kinds.values():

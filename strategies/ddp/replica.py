@@ -7,7 +7,7 @@ hooks that average gradients, and no method of the user's module is swapped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from ...protocols import StepFunction
     from .comm_hooks import CommHook
 
 __all__ = ["NOTHING", "Call", "Replica", "inside_a_replica", "loss_tensor", "replace_loss"]
@@ -36,7 +37,7 @@ class Call:
 
     __slots__ = ("is_training", "step")
 
-    def __init__(self, step: Callable[..., Any], *, is_training: bool) -> None:
+    def __init__(self, step: StepFunction, *, is_training: bool) -> None:
         self.step = step
         self.is_training = is_training
 
@@ -89,7 +90,7 @@ class _Zero(torch.autograd.Function):
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(_zeros(one, is_sparse=id(one) in ctx.sparse) for one in ctx.parameters)
 
 

@@ -22,11 +22,12 @@ from .local_sgd import ModelAveraging
 from .replica import NOTHING, Call, Replica, inside_a_replica, loss_tensor, replace_loss
 
 if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import StateDict
+    from ...protocols import StateDict, StepFunction
 
 __all__ = ["DDPStrategy"]
 
@@ -211,7 +212,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return what runs `module.<name>` so that the backward pass after it averages gradients.
 
         Evaluation steps run on the user's module itself and never communicate, so ranks may have unequally many
@@ -224,7 +225,7 @@ class DDPStrategy(ProcessGroupStrategy):
             return step
         return self._bound_training(module, step) if name == "training_step" else _bound(module, step)
 
-    def _bound_training(self, replica: Replica, step: Callable[..., object]) -> Callable[..., Any]:
+    def _bound_training(self, replica: Replica, step: StepFunction) -> StepFunction:
         call = Call(step, is_training=True)
 
         def run(*args: object, **kwargs: object) -> object:
@@ -268,7 +269,7 @@ class DDPStrategy(ProcessGroupStrategy):
         graph the very first pass averages too, which affects only its cost.
         """
         if enabled and isinstance(module, Replica) and not module.is_recording:
-            context: AbstractContextManager[Any] = module.no_sync()
+            context: AbstractContextManager[object] = module.no_sync()
             return context
         return nullcontext()
 
@@ -344,7 +345,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     get_module_state_dict = module_state_dict
 
-    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Put back what `module_state_dict` returned; see `Strategy.load_module_state_dict`."""
         return super().load_module_state_dict(self.unwrap(module), state, strict)
 
@@ -372,7 +373,7 @@ class DDPStrategy(ProcessGroupStrategy):
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _bound(replica: Replica, step: Callable[..., object]) -> Callable[..., Any]:
+def _bound(replica: Replica, step: StepFunction) -> StepFunction:
     call = Call(step, is_training=False)
 
     def run(*args: object, **kwargs: object) -> object:

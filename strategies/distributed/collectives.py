@@ -31,7 +31,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Any in this file: data of any structure, and process groups, which are of the backend's own type.
+# Any in this file: data of any structure.
 
 _OPS = {
     "mean": "mean",
@@ -64,7 +64,7 @@ def op_name(reduce_op: object) -> str:
     )
 
 
-def all_reduce(data: object, *, group: object, reduce_op: object, device: torch.device) -> Any:
+def all_reduce(data: object, *, group: dist.ProcessGroup | None, reduce_op: object, device: torch.device) -> Any:
     """Return the data with every tensor and number reduced over the ranks; nothing is changed in place.
 
     Args:
@@ -84,7 +84,7 @@ def all_reduce(data: object, *, group: object, reduce_op: object, device: torch.
     return map_leaves(data, lambda leaf: _reduced(leaf, op, group) if isinstance(leaf, Tensor) else leaf)
 
 
-def _reduced(tensor: Tensor, op: str, group: Any) -> Tensor:
+def _reduced(tensor: Tensor, op: str, group: dist.ProcessGroup | None) -> Tensor:
     result = _widened(tensor, op)
     dist.all_reduce(result, _operation(op), group=group)
     return _narrowed(result, tensor.dtype, op, dist.get_world_size(group))
@@ -117,7 +117,7 @@ def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
     return result.to(dtype)
 
 
-def reduce_scatter(data: object, *, group: Any, reduce_op: Any, device: torch.device) -> Any:
+def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: Any, device: torch.device) -> Any:
     """Return this rank's part of a reduction: of `n` ranks, rank `i` gets the i-th n-th of dimension 0.
 
     Args:
@@ -168,7 +168,7 @@ def check_divides(data: object, size: int) -> None:
         )
 
 
-def all_gather(data: object, *, group: object, sync_grads: bool, device: torch.device) -> Any:
+def all_gather(data: object, *, group: dist.ProcessGroup | None, sync_grads: bool, device: torch.device) -> Any:
     """Return the data with every tensor and number of all ranks stacked along a new first dimension, in rank order.
 
     Args:
@@ -195,7 +195,7 @@ def all_gather(data: object, *, group: object, sync_grads: bool, device: torch.d
     return map_leaves(data, gather)
 
 
-def _gathered(tensor: Tensor, group: Any) -> Tensor:
+def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
@@ -206,7 +206,7 @@ class _AllGather(torch.autograd.Function):
     """Stack the tensors of all ranks; backward sums over the ranks and takes this rank's share."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
@@ -268,7 +268,7 @@ def host_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
 
 
-def same_everywhere(fact: str, *, group: object = None, device: torch.device | None = None) -> bool:
+def same_everywhere(fact: str, *, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> bool:
     """Return whether all ranks gave the same string; one message of 16 bytes on `device` (None: the CPU)."""
     digest = int.from_bytes(hashlib.blake2b(fact.encode(), digest_size=8).digest(), "big") >> 1
     # The largest of d and of -d: equal on all ranks exactly if every rank has the same d.
@@ -278,7 +278,7 @@ def same_everywhere(fact: str, *, group: object = None, device: torch.device | N
     return bool(largest == -smallest)
 
 
-def _check(call: str, data: object, group: Any) -> None:
+def _check(call: str, data: object, group: dist.ProcessGroup | None) -> None:
     """Compare what the ranks are about to do, where the backend would not survive a difference."""
     described = [(path, leaf) for path, leaf in leaves(data) if isinstance(leaf, Tensor)]
     if not all(leaf.device.type == "cpu" for _, leaf in described):

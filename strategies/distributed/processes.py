@@ -13,6 +13,8 @@ from ...errors import ConfigError, LaunchError, ModuleError, nearest
 from ..parallel import ParallelStrategy
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ...accelerators import Accelerator
     from ...precision import Precision
 
@@ -160,7 +162,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         return f"{type(self).__name__}(device={str(self.device)!r}, world_size={self.world_size})"
 
 
-def broadcast_tensors(tensors: Sequence[Tensor], group: Any = None) -> None:  # Any: a process group
+def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Overwrite tensors with rank 0's, in place. On every rank, with the same shapes and dtypes."""
     import torch.distributed as dist
 

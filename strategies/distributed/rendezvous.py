@@ -379,7 +379,7 @@ def _store_of_group() -> Store:
     from torch.distributed import distributed_c10d
 
     # The only way to it; the name has been there since torch 1.8.
-    default: Any = distributed_c10d._get_default_store()
+    default: Store = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore("loopwright", default)
 
 

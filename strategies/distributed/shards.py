@@ -123,7 +123,7 @@ def gather_full(tree: object, *, keep: bool) -> Any:
         keep: Whether this rank wants them; where not, None stands in their place.
     """
     # The sharded tensors are kept beside the full ones: else their memory, and with it the key, could be used again.
-    done: dict[tuple[Any, ...], tuple[DTensor, Tensor]] = {}
+    done: dict[tuple[object, ...], tuple[DTensor, Tensor]] = {}
 
     def gather(value: object) -> object:
         if not is_sharded(value):

@@ -6,7 +6,7 @@ They wait in torch's objects beside the parameters, where neither an optimizer n
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from ..distributed.shards import as_shards, full_tensor, is_sharded
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
 __all__ = ["average", "forget", "holds_gradient"]
 
-# Any in this file: torch's FSDPParam, without a public name.
 
-
-def holds_gradient(one: Any) -> bool:
+def holds_gradient(one: FSDPParam) -> bool:
     """Return whether a gradient of this parameter waits on this rank."""
     return one.unsharded_accumulated_grad is not None or _latest(one) is not None
 
 
-def forget(members: Collection[Any]) -> None:
+def forget(members: Collection[FSDPParam]) -> None:
     """Drop the gradients that wait on this rank."""
     for one in members:
         one.unsharded_accumulated_grad = None
@@ -33,7 +34,7 @@ def forget(members: Collection[Any]) -> None:
             full.grad = None
 
 
-def average(members: Sequence[Any]) -> None:
+def average(members: Sequence[FSDPParam]) -> None:
     """Do what a synchronized backward pass does: add the local shard of the average to the sharded gradients.
 
     On every rank: it communicates. One gradient at a time has a second full copy. One that only some ranks have counts
@@ -54,9 +55,9 @@ def average(members: Sequence[Any]) -> None:
     forget(members)
 
 
-def _average_one(one: Any) -> None:
-    parameter = one.sharded_param
-    gradient = _whole_gradient(one)
+def _average_one(one: FSDPParam) -> None:
+    parameter: Any = one.sharded_param  # Any: a parameter and a DTensor
+    gradient = _full_gradient(one)
     dist.all_reduce(gradient.div_(dist.get_world_size()))
     part = as_shards(gradient.to(parameter.dtype), parameter)
     if parameter.grad is None:
@@ -65,7 +66,7 @@ def _average_one(one: Any) -> None:
         parameter.grad += part
 
 
-def _whole_gradient(one: Any) -> Tensor:
+def _full_gradient(one: FSDPParam) -> Tensor:
     """Return what waits, with memory of its own; zeros where other ranks have something and this one has nothing."""
     waiting = [gradient for gradient in (one.unsharded_accumulated_grad, _latest(one)) if gradient is not None]
     if not waiting:

@@ -24,6 +24,7 @@ from .deferred_reduction import average, forget, holds_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = ["ROOT", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
 
@@ -171,7 +172,7 @@ class ShardedRoot(nn.Module):
         self.has_deferred = parameters is not None and self.waits_for_average()
         reshard(self)
 
-    def _members(self, parameters: Iterable[Tensor] | None) -> list[Any]:
+    def _members(self, parameters: Iterable[Tensor] | None) -> list[FSDPParam]:
         """Return torch's objects for these sharded parameters, None: for all, in the order of the units."""
         members = [one for unit in units_of(self) for group in groups_of(unit) for one in group.fsdp_params]
         if parameters is None:
@@ -179,7 +180,7 @@ class ShardedRoot(nn.Module):
         wanted = {id(parameter) for parameter in parameters}
         return [one for one in members if id(one.sharded_param) in wanted]
 
-    def communication_calls(self) -> list[tuple[Any, str]]:
+    def communication_calls(self) -> list[tuple[object, str]]:
         """Return the methods in which a step gathers parameters, averages gradients, or waits for either.
 
         The timeline measures them in some steps: each as the object that looks it up, and its name. On a GPU, where

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..ddp.replica import Call, loss_tensor
 from .root import ShardedRoot, reshard
 
 if TYPE_CHECKING:
+    from ...protocols import StepFunction
     from .strategy import FSDPStrategy
 
 __all__ = ["bound", "bound_training", "explain"]
@@ -21,7 +21,7 @@ __all__ = ["bound", "bound_training", "explain"]
 # Any in this file: what the user's steps take and return.
 
 
-def bound_training(root: ShardedRoot, step: Callable[..., object], strategy: FSDPStrategy) -> Callable[..., Any]:
+def bound_training(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> StepFunction:
     """Return what runs a training step in the forward of the root, and gives back all that the step returned."""
     call = Call(step, is_training=True)
 
@@ -51,7 +51,7 @@ def _check_loss(output: object, strategy: str) -> None:
         )
 
 
-def bound(root: ShardedRoot, step: Callable[..., object]) -> Callable[..., Any]:
+def bound(root: ShardedRoot, step: StepFunction) -> StepFunction:
     """Return what runs any other step, or the forward; a pass without gradients leaves no parameter gathered."""
     call = Call(step, is_training=False)
     has_order = False

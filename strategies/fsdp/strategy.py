@@ -27,11 +27,12 @@ from .plan import ShardingPlan, check_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import StateDict
+    from ...protocols import StateDict, StepFunction
     from .root import ShardedRoot
 
 __all__ = ["FSDPStrategy"]
@@ -378,7 +379,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return what runs `module.<name>` while parameters are gathered, on every rank at the same time.
 
         A pass without gradients leaves no parameter gathered.
@@ -386,7 +387,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         from .root import ShardedRoot
 
         original = self.unwrap(module)
-        step: Callable[..., Any] = original if name == "forward" else getattr(original, name)
+        step: StepFunction = original if name == "forward" else getattr(original, name)
         if not isinstance(module, ShardedRoot):
             return step
         from .steps import bound, bound_training
@@ -521,7 +522,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     get_module_state_dict = module_state_dict
 
-    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         original = self.unwrap(module)
         return super().load_module_state_dict(
