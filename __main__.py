@@ -1,4 +1,4 @@
-"""`python -m loopwright` and the `loopwright` command: hands the arguments to cli/."""
+"""`python -m loopwright` and the `loopwright` command."""
 
 from __future__ import annotations
 

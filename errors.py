@@ -1,17 +1,17 @@
-"""Every error that Loopwright raises for its user, as one tree.
+"""The exceptions that Loopwright raises.
 
-    LoopwrightError                what happened, and what to do
-    ├── ConfigError (ValueError)            an argument, or a pair of arguments, cannot work
-    ├── ModuleError (TypeError)             the user's module, callback or data breaks its contract
-    ├── LaunchError (RuntimeError)          processes could not be started
-    ├── RankFailure (RuntimeError)          a rank failed: names rank, host, step and hook
-    ├── CheckpointError (RuntimeError)      a checkpoint cannot be written, or is damaged
-    ├── DataError (RuntimeError)            a loader gave something that training cannot go on with
+    LoopwrightError                what happened, and how to fix it
+    ├── ConfigError (ValueError)            an invalid argument or combination of arguments
+    ├── ModuleError (TypeError)             an invalid module, callback or data module
+    ├── LaunchError (RuntimeError)          processes could not be started or joined
+    ├── RankFailure (RuntimeError)          a rank failed; names rank, host, step and hook
+    ├── CheckpointError (RuntimeError)      a checkpoint cannot be written or read
+    ├── DataError (RuntimeError)            a loader returned unusable data
     ├── NonFiniteError (ArithmeticError)    a loss is NaN or infinite
     └── MissingDependency (ImportError)     an optional package is not installed
-    StopBySignal (SystemExit)      SIGTERM came; the run stopped between two optimizer steps
+    StopBySignal (SystemExit)      the run stopped after SIGTERM, between two optimizer steps
 
-Raised as early as possible: in a constructor, or before processes start.
+They are raised as early as possible: in a constructor, or before processes start.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 class LoopwrightError(Exception):
-    """Say what happened and what to do about it.
+    """Base class: what happened, and how to fix it.
 
     Args:
-        what: What happened: what was expected, what came, and where.
-        fix: What the user can do, as a sentence without a capital.
+        what: What happened: expected value, actual value, and location.
+        fix: The remedy, as a sentence that begins in lower case.
     """
 
     def __init__(self, what: str, *, fix: str) -> None:
@@ -61,11 +61,11 @@ def _rebuild(error_class: type[LoopwrightError], what: str, fix: str) -> Loopwri
 
 
 class ConfigError(LoopwrightError, ValueError):
-    """An argument, or a combination of arguments, cannot work."""
+    """An argument or a combination of arguments is invalid."""
 
 
 class ModuleError(LoopwrightError, TypeError):
-    """The user's module, callback or data module breaks its contract."""
+    """The user's module, callback or data module is invalid."""
 
 
 class LaunchError(LoopwrightError, RuntimeError):
@@ -77,24 +77,24 @@ class RankFailure(LoopwrightError, RuntimeError):
 
 
 class CheckpointError(LoopwrightError, RuntimeError):
-    """A checkpoint cannot be written, or what is on disk cannot be trusted."""
+    """A checkpoint cannot be written, read or verified."""
 
 
 class DataError(LoopwrightError, RuntimeError):
-    """A loader gave something that training cannot go on with."""
+    """A loader returned data with which training cannot continue."""
 
 
 class NonFiniteError(LoopwrightError, ArithmeticError):
-    """A loss is NaN or infinite and the policy says to stop."""
+    """A loss is NaN or infinite, and the policy is to stop."""
 
 
 class MissingDependency(LoopwrightError, ImportError):
-    """An optional package is needed and not installed.
+    """A required optional package is not installed.
 
     Args:
-        package: Name of the package as pip knows it.
-        needed_for: What the user asked for, as it was typed.
-        extra: Loopwright's extra that brings the package, if there is one.
+        package: Name of the package on PyPI.
+        needed_for: The feature that needs it, as the user typed it.
+        extra: Loopwright's extra that includes the package; None without one.
     """
 
     def __init__(self, package: str, *, needed_for: str, extra: str | None = None) -> None:
@@ -113,7 +113,7 @@ def _rebuild_missing(package: str, needed_for: str, extra: str | None) -> Missin
 
 
 class StopBySignal(SystemExit):
-    """SIGTERM asked the run to end, and it ended between two optimizer steps; the exit code is 143."""
+    """The run stopped after SIGTERM, between two optimizer steps; the exit code is 143."""
 
     def __init__(self) -> None:
         super().__init__(143)

@@ -1,4 +1,4 @@
-"""Protocols and type aliases that every other part of the package may use."""
+"""Protocols shared by all parts of the package."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ MapLocation: TypeAlias = Any  # where torch.load puts tensors: a device, its nam
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be taken out and put back, as tensors and plain values."""
+    """An object whose state can be saved and loaded as tensors and plain values."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors, numbers, strings, and containers of these."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Put back what `state_dict` returned."""
+        """Load a state returned by `state_dict`."""
         ...
 
 
 @runtime_checkable
 class Loader(Protocol):
-    """What training and evaluation read batches from: anything that can be iterated again and again."""
+    """A source of batches that can be iterated repeatedly."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a new pass over the data."""
+        """Start a new pass over the data."""
         ...
 
 

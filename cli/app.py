@@ -89,7 +89,7 @@ class CLI:
         datamodule_class: Callable[..., DataModule] | None = None,
         *,
         trainer_class: type[Trainer] | None = None,
-        trainer_defaults: Mapping[str, Any] | None = None,
+        trainer_defaults: Mapping[str, object] | None = None,
         seed_everything_default: bool | int | None = True,
         save_config: bool = True,
         run: bool = True,
@@ -201,7 +201,7 @@ class CLI:
             self.settings = gathered(checkpoint=read_back)
         self._prints = line.prints
 
-    def _is_setting(self, name: str, value: Any) -> bool:
+    def _is_setting(self, name: str, value: object) -> bool:
         return name != "callbacks" and is_plain(value)
 
     def _take_subcommand(self, tokens: list[str]) -> list[str]:
@@ -254,7 +254,7 @@ class CLI:
             sys.stdout.write(write(escaped(shown)))
             raise SystemExit(0)
 
-    def _is_fixed(self, name: str, fixed: Any) -> bool:
+    def _is_fixed(self, name: str, fixed: object) -> bool:
         return any(one is fixed and self._program.is_fixed(name, key) for key, (one, _) in self._bases.items())
 
     def _completed(self) -> dict[str, Any]:
@@ -359,13 +359,13 @@ class CLI:
                 hook()
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_callback(value: Any) -> bool:
+def _is_callback(value: object) -> bool:
     from ..callbacks import Callback
 
     return isinstance(value, Callback)

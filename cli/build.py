@@ -28,7 +28,7 @@ class Building:
         self._settings = settings
         self._collects = collects
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: object) -> Any:
         """Return a value whose plans are replaced by objects; WRONG where one failed."""
         try:
             return _built(value)
@@ -76,7 +76,7 @@ class _NotMade(Exception):
         self.error = error
 
 
-def _built(value: Any) -> Any:
+def _built(value: object) -> Any:
     """Return a value whose plans are replaced by objects, innermost first."""
     if isinstance(value, Plan):
         arguments = {name: _built(one) for name, one in value.arguments.items()}

@@ -19,7 +19,7 @@ __all__ = ["complete", "is_plain", "public_path"]
 # Any in this file: values of settings.
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value can be written as YAML."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(one) for key, one in value.items())
@@ -91,7 +91,7 @@ def _default(one: Parameter) -> Any:
     return written if type(found) is type(one.default) and found == one.default else EMPTY
 
 
-def _written(value: Any) -> Any:
+def _written(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, PurePath):
@@ -117,7 +117,7 @@ def public_path(target: Any) -> str:
     return f"{target.__module__}.{name}"
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_copied(one) for one in value]
     return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value

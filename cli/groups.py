@@ -25,7 +25,7 @@ class _Link:
     compute: Callable[..., Any] | None
     after_build: bool
 
-    def value(self, found: Sequence[Any]) -> Any:
+    def value(self, found: Sequence[object]) -> Any:
         return found[0] if self.compute is None else self.compute(*found)
 
 
@@ -49,7 +49,7 @@ class Groups:
         """All declared top-level keys."""
         return [*self.classes, *self.values]
 
-    def add_class(self, name: str, target: Callable[..., Any], *, required: bool = True) -> None:
+    def add_class(self, name: str, target: Callable[..., object], *, required: bool = True) -> None:
         """Declare an object with its parameters below `name`. A callback is added to the trainer.
 
         Args:
@@ -62,7 +62,7 @@ class Groups:
         if required:
             self.required.add(name)
 
-    def add_value(self, name: str, kind: Any = Any, default: Any = EMPTY, text: str = "") -> None:
+    def add_value(self, name: str, kind: object = Any, default: object = EMPTY, text: str = "") -> None:
         """Declare a value.
 
         Args:
@@ -224,7 +224,7 @@ def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
     return node
 
 
-def put(tree: dict[str, Any], path: str, value: Any) -> None:
+def put(tree: dict[str, Any], path: str, value: object) -> None:
     """Set a value at a dotted key; for a class, among its arguments."""
     key, *parts = path.split(".")
     if not parts:

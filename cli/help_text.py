@@ -93,7 +93,7 @@ def describe_parameter(one: Parameter, prefix: str) -> list[str]:
     return lines
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -67,7 +67,7 @@ class Parameters:
     title: str
 
 
-def parameters_of(target: Callable[..., Any]) -> Parameters:
+def parameters_of(target: Callable[..., object]) -> Parameters:
     """Return the parameters of a class or function.
 
     Those that a constructor passes on by `super().__init__(**kwargs)` count, without the ones that it sets itself.
@@ -109,7 +109,7 @@ def _parameters_of(target: Any) -> Parameters:
 
 
 def _of_function(
-    function: Callable[..., Any], texts: Mapping[str, str], *, skip_first: bool = False
+    function: Callable[..., object], texts: Mapping[str, str], *, skip_first: bool = False
 ) -> tuple[dict[str, Parameter], bool]:
     signature = inspect.signature(function)
     names = _Names(function)
@@ -129,13 +129,13 @@ def _of_function(
 class _Names(dict[str, Any]):
     """Evaluates annotations given as text. Names imported for type checkers only are looked up in likely modules."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         super().__init__()
         function = inspect.unwrap(function)
         self._module = getattr(function, "__module__", "")
         self._globals = getattr(function, "__globals__", {})
 
-    def evaluated(self, annotation: Any) -> Any:
+    def evaluated(self, annotation: object) -> Any:
         if annotation is EMPTY:
             return Any
         if not isinstance(annotation, str):
@@ -180,7 +180,7 @@ _HOMES = {
 }
 
 
-def _passed_on(function: Callable[..., Any]) -> set[str] | None:
+def _passed_on(function: Callable[..., object]) -> set[str] | None:
     """Return the names that `super().__init__(..., **kwargs)` sets; None without such a call."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

@@ -111,7 +111,7 @@ def _from(settings: Settings, path: str) -> str:
     return f" ({source})" if source else ""
 
 
-def _trainer(program: Program, typed: Typed, values: Any) -> Any:
+def _trainer(program: Program, typed: Typed, values: object) -> Any:
     from .trainer_types import TRAINER_TYPES
 
     if not isinstance(values, dict):

@@ -46,7 +46,7 @@ class SaveConfig(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the current configuration: a resumed run may have been started with another one."""
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:  # Any: the user's module
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: object) -> None:
         """Write the file, once: the checkpoint folders are known now and have been examined."""
         if self._is_written or not trainer.is_global_zero or trainer.fast_dev_run:
             return

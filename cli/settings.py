@@ -29,7 +29,7 @@ _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _OF_RESOLVER = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
-def is_class_node(value: Any) -> bool:
+def is_class_node(value: object) -> bool:
     """Return whether a value names a class and its arguments."""
     return isinstance(value, dict) and "class_path" in value
 
@@ -59,7 +59,7 @@ class Settings:
         """Merge the content of a file over the current settings."""
         self.tree = self._merged(self.tree, _normal(values), "", source)
 
-    def assign(self, path: str, value: Any, source: str, *, text: str | None = None, appends: bool = False) -> None:
+    def assign(self, path: str, value: object, source: str, *, text: str | None = None, appends: bool = False) -> None:
         """Set one value, as `trainer.max_epochs=3` does.
 
         Args:
@@ -79,7 +79,7 @@ class Settings:
         if text is not None:
             self.texts[self.route(path)] = text
 
-    def _append(self, path: str, value: Any, source: str, text: str | None) -> None:
+    def _append(self, path: str, value: object, source: str, text: str | None) -> None:
         routed, there = self.route(path), _as_list(self._at(path))
         is_grown = routed in self.grown or routed not in self.origins
         kept = [
@@ -211,7 +211,7 @@ class Settings:
         self.stale = {one for one in self.stale if not one.startswith(f"{path}.")}
         self.grown = {one for one in self.grown if one != path and not one.startswith(f"{path}.")}
 
-    def _note(self, value: Any, path: str, source: str) -> None:
+    def _note(self, value: object, path: str, source: str) -> None:
         self.origins[path] = source
         self.texts.pop(path, None)
         for key, below in _items(value):
@@ -250,7 +250,7 @@ def resolve(settings: Settings, default: Callable[[dict[str, Any], str], Any]) -
     return {str(key): value for key, value in found.items()}
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: object) -> Any:
     """Return settings that `resolve` maps to these: `${` in a text is escaped for OmegaConf."""
     if isinstance(value, str):
         return _escape(value) if "${" in value else value
@@ -289,7 +289,7 @@ class _Routing:
         self._settings = settings
         self._default = default
 
-    def routed(self, value: Any, path: str) -> Any:
+    def routed(self, value: object, path: str) -> Any:
         """Return the value at a path."""
         if isinstance(value, str):
             return self._text(_INTERPOLATION.sub(self._place, value), path) if "${" in value else value
@@ -370,7 +370,7 @@ def _explained(error: Exception, settings: Settings) -> str:
     return what
 
 
-def _normal(value: Any) -> Any:
+def _normal(value: object) -> Any:
     """Return a normalized value: `_target_` and its siblings become a class node."""
     if isinstance(value, list | tuple):
         return [_normal(below) for below in value]
@@ -395,20 +395,20 @@ def _normal(value: Any) -> Any:
     return node
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+def _items(value: object) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, list):
         yield from enumerate(value)
 
 
-def _step(node: Any, part: str) -> Any:
+def _step(node: object, part: str) -> Any:
     if isinstance(node, list):
         return node[int(part)] if part.isdigit() and int(part) < len(node) else None
     return node.get(part) if isinstance(node, dict) else None
 
 
-def _as_list(value: Any, of_null: list[Any] | None = None) -> list[Any]:
+def _as_list(value: object, of_null: list[Any] | None = None) -> list[Any]:
     if value is None:
         return of_null or []
     return list(value) if isinstance(value, list) else [value]

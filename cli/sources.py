@@ -127,7 +127,7 @@ def gather(
     *,
     command: str,
     commands: Sequence[str],
-    defaults: Mapping[str, Any],
+    defaults: Mapping[str, object],
     checkpoint: tuple[dict[str, Any], str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Settings:

@@ -135,7 +135,7 @@ class Typed:
             return self._anything(value, path)
         return self._simple(value, origin or annotation, path)
 
-    def _simple(self, value: Any, wanted: type[Any], path: str) -> Any:
+    def _simple(self, value: object, wanted: type[Any], path: str) -> Any:
         import torch
 
         text = self.settings.texts.get(path)
@@ -176,7 +176,7 @@ class Typed:
             return self._dict(value, (), path)
         return self._object(value, wanted, path)
 
-    def _time(self, value: Any, wanted: type[Any], path: str) -> Any:
+    def _time(self, value: object, wanted: type[Any], path: str) -> Any:
         try:
             return value if isinstance(value, wanted) else wanted.fromisoformat(value)
         except (TypeError, ValueError):
@@ -202,7 +202,7 @@ class Typed:
             return self.plan(wanted, value, path)
         return self._wrong(value, wanted, path)
 
-    def _named(self, name: Any, arguments: dict[str, Any], wanted: type[Any], path: str, below: str) -> Any:
+    def _named(self, name: object, arguments: dict[str, Any], wanted: type[Any], path: str, below: str) -> Any:
         if name is WRONG:
             return WRONG
         try:
@@ -211,7 +211,7 @@ class Typed:
             return self._note(path, str(problem))
         return self.plan(found, arguments, below)
 
-    def _one_of(self, value: Any, members: tuple[Any, ...], path: str) -> Any:
+    def _one_of(self, value: object, members: tuple[Any, ...], path: str) -> Any:
         members = tuple(_plain(one) for one in members)
         # Values of a matching type stay: 1 is a number for `float | int`, and "ddp" a text for `Strategy | str`.
         exact = [one for one in members if one is type(value)]
@@ -233,7 +233,7 @@ class Typed:
             return WRONG
         return self._wrong(value, Union[members], path)  # noqa: UP007  # made of what is known at run time only
 
-    def _literal(self, value: Any, choices: tuple[Any, ...], path: str) -> Any:
+    def _literal(self, value: object, choices: tuple[Any, ...], path: str) -> Any:
         for one in choices:
             if one == value and type(one) is type(value):
                 return one
@@ -243,7 +243,7 @@ class Typed:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         return self._note(path, f"expected one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
-    def _member(self, value: Any, wanted: type[enum.Enum], path: str) -> Any:
+    def _member(self, value: object, wanted: type[enum.Enum], path: str) -> Any:
         for one in wanted:
             if value is one or value == one.value or (isinstance(value, str) and value.lower() == one.name.lower()):
                 return one
@@ -251,7 +251,7 @@ class Typed:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         return self._note(path, f"expected one of {', '.join(one.name for one in wanted)}, got {value!r}{hint}")
 
-    def _class(self, value: Any, base: Any, path: str) -> Any:
+    def _class(self, value: object, base: object, path: str) -> Any:
         if inspect.isclass(value):
             return value
         base = base if inspect.isclass(base) else object
@@ -294,7 +294,7 @@ class Typed:
         plan.is_partial = True
         return plan
 
-    def _several(self, value: Any, kind: Any, inner: tuple[Any, ...], path: str) -> Any:
+    def _several(self, value: object, kind: object, inner: tuple[Any, ...], path: str) -> Any:
         if not isinstance(value, list | tuple | set | frozenset):
             return self._wrong(value, kind, path, hint="write a list: [a, b]")
         values = list(value)
@@ -314,7 +314,7 @@ class Typed:
             else found
         )
 
-    def _dict(self, value: Any, inner: tuple[Any, ...], path: str) -> Any:
+    def _dict(self, value: object, inner: tuple[Any, ...], path: str) -> Any:
         if not isinstance(value, dict):
             return self._wrong(value, dict, path, hint="write a mapping: {a: 1}")
         of_key, of_value = inner if len(inner) == 2 else (Any, Any)
@@ -339,7 +339,7 @@ class Typed:
         except (RuntimeError, TypeError) as error:
             return self._note(path, str(error).splitlines()[0])
 
-    def _anything(self, value: Any, path: str) -> Any:
+    def _anything(self, value: object, path: str) -> Any:
         """Return a value for a parameter of unknown type.
 
         A class may be named for it only if it is of a kind that runs are made of: a configuration may come with a
@@ -355,7 +355,7 @@ class Typed:
 
     # -- problems ------------------------------------------------------------------------------------------------
 
-    def _wrong(self, value: Any, annotation: Any, path: str, hint: str = "") -> Any:
+    def _wrong(self, value: object, annotation: object, path: str, hint: str = "") -> Any:
         shown = self.settings.texts.get(path, repr(value))
         return self._note(path, f"expected {show_type(annotation)}, got {shown}{f'; {hint}' if hint else ''}")
 
@@ -395,7 +395,7 @@ _Harmless.__name__ = (
 )
 
 
-def _is_logger(target: Any) -> bool:
+def _is_logger(target: object) -> bool:
     from ..loggers import Logger
 
     return inspect.isclass(target) and issubclass(target, Logger)
@@ -414,7 +414,7 @@ def _is_function(name: str) -> bool:
         return False
 
 
-def _plain(annotation: Any) -> Any:
+def _plain(annotation: object) -> Any:
     """Return an annotation without qualifiers."""
     while True:
         if isinstance(annotation, typing.TypeVar):
@@ -448,7 +448,7 @@ def _fits_by_shape(value: Any, member: Any) -> bool:
     return False
 
 
-def show_type(annotation: Any) -> str:
+def show_type(annotation: object) -> str:
     """Return an annotation as text."""
     annotation = _plain(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)

@@ -70,7 +70,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # as above
     """Writes text that this reader and YAML 1.1 readers read alike."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -141,7 +141,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def write(value: Any) -> str:
+def write(value: object) -> str:
     """Return a value as YAML, in the order of its keys."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text

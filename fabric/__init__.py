@@ -1,4 +1,4 @@
-"""The machine under Trainer: devices, strategy, precision, processes, random numbers."""
+"""Fabric, the base of Trainer: devices, strategy, precision, processes, random numbers."""
 
 from __future__ import annotations
 

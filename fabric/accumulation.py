@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Accumulation:
     def __init__(self) -> None:
         self._windows: dict[tuple[int, ...], Window] = {}
 
-    def next_batch(self, models: tuple[nn.Module, ...], steps: Any, reader: Reader | None) -> Window:
+    def next_batch(self, models: tuple[nn.Module, ...], steps: object, reader: Reader | None) -> Window:
         """Count one micro-batch, and return the window that it belongs to.
 
         A window that the end of the data cuts short is known in time: its losses count as one part in as many as it

@@ -18,7 +18,7 @@ __all__ = ["check_module", "check_optimizers", "check_optimizers_of", "installed
 _CALLBACK_FACTORIES = ("loopwright.fabric.callbacks_factory", "lightning.fabric.callbacks_factory")
 
 
-def refuse_wrapped(verb: str, objects: Sequence[Any]) -> None:
+def refuse_wrapped(verb: str, objects: Sequence[object]) -> None:
     """Raise a ConfigError that names the objects which were set up already."""
     wrapped = [type(obj).__name__ for obj in objects if is_wrapped(obj)]
     if wrapped:

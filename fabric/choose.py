@@ -70,7 +70,7 @@ class Plugins:
     layer_sync: Any = None  # Any: see Parts
 
 
-def sort_plugins(plugins: Any) -> Plugins:
+def sort_plugins(plugins: object) -> Plugins:
     """Return the plugins by kind; a ConfigError names all that are none, and second ones of a kind."""
     if plugins is None:
         return Plugins()
@@ -123,7 +123,7 @@ NOTHING_GIVEN = Given()
 # -- strategy --------------------------------------------------------------------------------------------------------
 
 
-def choose_strategy(strategy: Any) -> Strategy:
+def choose_strategy(strategy: object) -> Strategy:
     """Return the strategy given, or a new one made from its name. What "auto" is, resolve.py knows."""
     if isinstance(strategy, Strategy):
         return strategy
@@ -148,7 +148,9 @@ def choose_strategy(strategy: Any) -> Strategy:
         ) from error
 
 
-def check_conflicts(chosen: Strategy | None, strategy: Any, accelerator: Any, precision: Any, plugged: Plugins) -> None:
+def check_conflicts(
+    chosen: Strategy | None, strategy: object, accelerator: object, precision: object, plugged: Plugins
+) -> None:
     """Raise a ConfigError that names each part which two arguments give, as strategy and `precision=` may."""
     accelerator = None if isinstance(accelerator, str) and accelerator.lower() == "auto" else accelerator
     problems = []
@@ -187,7 +189,7 @@ def has_several_processes(strategy: Strategy | None) -> bool:
 # -- accelerator and devices -----------------------------------------------------------------------------------------
 
 
-def choose_accelerator(accelerator: Any, strategy: Strategy | None) -> Accelerator:
+def choose_accelerator(accelerator: object, strategy: Strategy | None) -> Accelerator:
     """Return the accelerator given, the one that fits the strategy's device, or the best of this machine."""
     given = NOTHING_GIVEN if strategy is None else strategy.given
     if given.accelerator is not None:
@@ -264,20 +266,20 @@ def _not_available(name: str) -> ConfigError:
     )
 
 
-def check_num_nodes(num_nodes: Any) -> int:
+def check_num_nodes(num_nodes: object) -> int:
     """Return the number of nodes, 1 or more."""
     if isinstance(num_nodes, int) and not isinstance(num_nodes, bool) and num_nodes >= 1:
         return num_nodes
     raise ConfigError(f"num_nodes={num_nodes!r} is no int of 1 or more.", fix="pass num_nodes=1.")
 
 
-def is_auto(argument: Any) -> bool:  # Any: whatever the user typed
+def is_auto(argument: object) -> bool:
     """Return whether an argument leaves the choice to us."""
     return isinstance(argument, str) and argument.strip().lower() == "auto"
 
 
 def find_devices(
-    devices: Any, accelerator: Accelerator, strategy: Strategy | None, interactive: bool, notes: list[str]
+    devices: object, accelerator: Accelerator, strategy: Strategy | None, interactive: bool, notes: list[str]
 ) -> list[torch.device]:
     """Return one device per process of this node.
 
@@ -314,7 +316,7 @@ def find_devices(
 # -- precision -------------------------------------------------------------------------------------------------------
 
 
-def precision_name(precision: Any, changed: list[str]) -> str:
+def precision_name(precision: object, changed: list[str]) -> str:
     """Return the full name of a precision; `changed` gets a line where the user's name can mean two things."""
     if precision is None:
         return "32-true"
@@ -338,7 +340,7 @@ def precision_name(precision: Any, changed: list[str]) -> str:
 
 
 def choose_precision(
-    name: str, precision: Any, device_type: str, strategy: Strategy | None, plugged: Plugins
+    name: str, precision: object, device_type: str, strategy: Strategy | None, plugged: Plugins
 ) -> Precision:
     """Return the precision of plugin or strategy, or a new one for this type of device, made from its name."""
     given = plugged.precision or (strategy.given.precision if strategy is not None else None)

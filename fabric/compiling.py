@@ -39,7 +39,7 @@ _OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def compile_problems(value: Any) -> list[ConfigError]:
+def compile_problems(value: object) -> list[ConfigError]:
     """Return what is wrong with a value of `compile=`; an empty list if nothing is."""
     if isinstance(value, bool):
         return []
@@ -105,7 +105,7 @@ def read_compile(value: Any) -> dict[str, Any] | None:
     return {} if value is True else dict(value)
 
 
-def compiler_of(options: Mapping[str, Any]) -> Compiler:
+def compiler_of(options: Mapping[str, object]) -> Compiler:
     """Return torch.compile with these options."""
     return functools.partial(torch.compile, **options)
 
@@ -199,7 +199,7 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
     return (type(module), *((name, tuple(one.shape), one.dtype) for name, one in tensors))
 
 
-def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[str, Any]) -> None:
+def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[str, object]) -> None:
     """Raise a ConfigError if the strategy cannot run compiled code; says what to do."""
     refusal = strategy.compile_refusal
     if strategy.device.type == "xla" and given is None and options.get("backend") != "openxla":
@@ -209,7 +209,7 @@ def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[
         raise ConfigError(f"compile= cannot be used with {type(strategy).__name__}: {what}.", fix=f"{fix}.")
 
 
-def compile_for_fabric(module: nn.Module, strategy: Strategy, value: Any, steps: Iterable[str]) -> nn.Module:
+def compile_for_fabric(module: nn.Module, strategy: Strategy, value: object, steps: Iterable[str]) -> nn.Module:
     """Compile a module in place, for good, before the strategy adds its hooks; return it without torch's wrapper.
 
     Args:
@@ -250,7 +250,7 @@ def compile_in_place(modules: Iterable[nn.Module], compiler: Compiler, stack: Ex
         stack.callback(_put_back, module, before)
 
 
-def _put_back(module: nn.Module, before: Any) -> None:
+def _put_back(module: nn.Module, before: object) -> None:
     if before is None:
         module.__dict__.pop("_compiled_call_impl", None)
     else:

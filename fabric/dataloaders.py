@@ -54,7 +54,7 @@ class FabricDataLoader:
         loader: The user's loader.
     """
 
-    def __init__(self, fabric: Fabric, loader: Any, *, is_dealt: bool, moves: bool, uneven: str | None) -> None:
+    def __init__(self, fabric: Fabric, loader: object, *, is_dealt: bool, moves: bool, uneven: str | None) -> None:
         if uneven is not None and uneven not in UNEVEN:
             raise ConfigError(
                 f"Fabric.setup_dataloaders was given uneven={uneven!r}{nearest(str(uneven), UNEVEN)}.",
@@ -223,7 +223,7 @@ def _batches_of(loader: Any) -> Iterator[Any]:
     return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)
 
 
-def _shard_of(fabric: Fabric, loader: Any, is_dealt: bool, uneven: str | None) -> Shard | None:
+def _shard_of(fabric: Fabric, loader: object, is_dealt: bool, uneven: str | None) -> Shard | None:
     topology = fabric.strategy.topology
     if topology.data_size == 1:
         return None
@@ -288,7 +288,7 @@ class EvaluationPass:
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def gather_samples(fabric: Fabric, data: Any) -> Any:
+def gather_samples(fabric: Fabric, data: object) -> Any:
     """Return what all processes have, in the order of ranks; see `Fabric.gather_for_metrics`."""
     if fabric._evaluation is not None:
         fabric._evaluation.num_gathers += 1
@@ -318,7 +318,7 @@ def _merge(parts: list[Any]) -> Any:
     return list(parts)
 
 
-def _has_tensor(data: Any) -> bool:
+def _has_tensor(data: object) -> bool:
     if isinstance(data, dict):
         return any(map(_has_tensor, data.values()))
     if isinstance(data, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The machine: accelerator, strategy, precision and processes behind one small API. Trainer is built on it."""
+"""`Fabric`: accelerator, strategy, precision and processes behind one small API."""
 
 from __future__ import annotations
 
@@ -43,47 +43,48 @@ log = logging.getLogger(__name__)
 
 
 class Fabric:
-    """Run your own loop on any device, precision and number of processes; the low-level API under Trainer.
+    """Runs a handwritten loop on any device, precision and number of processes; the low-level API of Trainer.
 
     A subclass may define `run(self, ...)`: calling it starts the processes first.
 
     Args:
-        accelerator: "auto", "gpu", "cpu", "cuda", "mps", or an Accelerator.
-        strategy: "auto", a registered name, or a Strategy.
-        devices: "auto", a number, -1, indices as a list or string.
-        num_nodes: Number of machines.
-        precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true" or "bf16-mixed"; None means "32-true" unless
-            a plugin or the strategy brings one.
-        plugins: One or several of Precision, CheckpointIO, ClusterEnvironment, LayerSync.
-        callbacks: One or several objects; `call` finds their methods. Installed packages may add some: the entry point
-            group "loopwright.fabric.callbacks_factory" names functions that return a callback or a list of them.
-        loggers: One or several loggers for `log`.
-        matmul_precision: How float32 matrices are multiplied from `launch` (or the first `setup`) to `teardown`:
-            "highest", "high" (tf32 where the device has it) or "medium" (bfloat16); None leaves torch's setting.
+        accelerator: Name of the accelerator ("auto", "gpu", "cpu", "cuda", "mps", "tpu") or an Accelerator.
+        strategy: "auto", name of a registered strategy, or a Strategy.
+        devices: Number of devices per node, -1 for all, indices as a list or string, or "auto".
+        num_nodes: Number of nodes.
+        precision: Numeric precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true" or "bf16-mixed"; None for
+            the precision of a plugin or the strategy, else "32-true".
+        plugins: Instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync, at most one of each.
+        callbacks: Objects whose methods `call` invokes. Installed packages may add more: the entry point group
+            "loopwright.fabric.callbacks_factory" names functions that return a callback or a list of them.
+        loggers: Loggers for `log`.
+        matmul_precision: Precision of float32 matrix products from `launch` (or the first `setup`) to `teardown`:
+            "highest", "high" (tf32 where the device has it) or "medium" (bfloat16); None keeps torch's setting.
 
     Raises:
-        ConfigError: The arguments cannot work, together or by themselves; all problems are named.
+        ConfigError: Arguments are invalid, alone or in combination; all problems are named.
     """
 
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",  # Any, here and below: checked by resolve
-        strategy: Any = "auto",
-        devices: Any = "auto",
-        num_nodes: Any = 1,
-        precision: Any = None,
-        plugins: Any = None,
-        callbacks: Any = None,
-        loggers: Any = None,
+        accelerator: object = "auto",  # object, here and below: checked by resolve
+        strategy: object = "auto",
+        devices: object = "auto",
+        num_nodes: object = 1,
+        precision: object = None,
+        plugins: object = None,
+        callbacks: object = None,
+        loggers: object = None,
         matmul_precision: str | None = None,
     ) -> None:
         lists = {"devices": devices, "plugins": plugins, "callbacks": callbacks, "loggers": loggers}
         devices, plugins, callbacks, loggers = without_omegaconf(lists).values()
         if matmul_precision not in (None, *MATMUL_PRECISIONS):
             raise ConfigError(
-                f"Fabric: matmul_precision={matmul_precision!r}.",
-                fix=f"pass one of {', '.join(map(repr, MATMUL_PRECISIONS))}, or None.",
+                f"Expected matmul_precision to be one of {', '.join(map(repr, MATMUL_PRECISIONS))} or None, "
+                f"got {matmul_precision!r}.",
+                fix="pass one of these values.",
             )
         parts = resolve(
             accelerator=accelerator,
@@ -97,13 +98,13 @@ class Fabric:
 
     @classmethod
     def of_this_process(cls, device: torch.device, precision: Precision) -> Fabric:
-        """Return a Fabric for this process alone, whoever started it and however many others there are.
+        """Return a Fabric for this process alone, regardless of how it was started.
 
-        Neither the launcher's variables (torchrun, SLURM, MPI) nor those of `loopwright launch` are read.
+        The environment variables of launchers (torchrun, SLURM, MPI, `loopwright launch`) are ignored.
 
         Args:
-            device: Where it computes.
-            precision: Not copied.
+            device: The device to use.
+            precision: The precision, which is not copied.
         """
         fabric = cls.__new__(cls)
         parts = resolve(
@@ -116,8 +117,8 @@ class Fabric:
         fabric._assemble(parts, callbacks=None, loggers=None, matmul_precision=None)
         return fabric
 
-    def _assemble(self, parts: Parts, *, callbacks: Any, loggers: Any, matmul_precision: str | None) -> None:
-        """Take over the parts, and fill the strategy with them."""
+    def _assemble(self, parts: Parts, *, callbacks: object, loggers: object, matmul_precision: str | None) -> None:
+        """Adopt the parts, and pass them to the strategy."""
         self._matmul_precision = matmul_precision
         self._matmul_before: MatmulState | None = None
         for message in parts.warnings:
@@ -144,32 +145,32 @@ class Fabric:
             make_checkpoint_io=_default_checkpoint_io,
         )
         self._cluster = parts.cluster_environment
-        # Whether strategy and launcher are made for several processes, be it that one was asked for.
+        # Whether strategy and launcher support several processes, even if one was requested.
         self._is_one_of_several = self.strategy.start_method is not None and (
             type(self.launcher) is not InProcessLauncher
         )
         self._join_world()
         self.device: torch.device = self.strategy.device
         self._is_set_up = False
-        # Watches the other ranks; None with one process, and before the processes are connected.
+        # Watch over the other ranks; None with one process, and before the processes are connected.
         self.watch: Watch | None = None
         self._listeners: list[nn.Module] = []
         self._accumulation: Accumulation | None = None
-        # The window of the last micro-batch under `accumulate`, and whether we are within its block.
+        # The window of the last micro-batch under `accumulate`, and the loss's divisor within its block.
         self._window: Window | None = None
         self._divisor: int | None = None
         self._is_in_backward = False
-        # The loader of the training pass, and the evaluation, that are under way.
+        # The loader of the current training pass, and the current evaluation.
         self._reader: Reader | None = None
         self._evaluation: EvaluationPass | None = None
-        # Asked once: the hot path calls no method that does nothing.
+        # Determined once: the hot path calls no method that does nothing.
         places = type(self.strategy).place_batch is not Strategy.place_batch
         self._move_batch = functools.partial(_move_placed, self.strategy.place_batch) if places else move_to_device
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         self._precision_steps = _does_something(self.precision, "optimizer_step")
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
             cls.run = _launching(cls.__dict__["run"])  # type: ignore[method-assign]
@@ -206,20 +207,20 @@ class Fabric:
         """The first logger.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is no logger.
         """
         if not self.loggers:
-            raise ConfigError("this Fabric has no logger.", fix="pass Fabric(loggers=...).")
+            raise ConfigError("Expected a logger, got a Fabric without one.", fix="pass Fabric(loggers=...).")
         return self.loggers[0]
 
     @property
     def checkpoint_io(self) -> Any:  # Any: a user's checkpoint IO
-        """What reads and writes checkpoints."""
+        """The checkpoint IO."""
         return self.strategy.checkpoint_io
 
     @property
     def cluster_environment(self) -> Any:  # Any: a ClusterEnvironment, which one process need not import
-        """What knows ranks and addresses; None with one process."""
+        """The cluster environment, with ranks and addresses; None with one process."""
         return self._cluster
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -227,36 +228,35 @@ class Fabric:
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the processes and call `function(fabric, *args, **kwargs)` in each.
 
-        Where the processes exist already (torchrun, SLURM, `loopwright launch`) or one is enough, nothing is started,
-        and calling `launch` is optional. Once started, further calls run their function in the processes that are
-        there.
+        If the processes exist already (torchrun, SLURM, `loopwright launch`) or one is enough, no process is started,
+        and calling `launch` is optional. Later calls run their function in the existing processes.
 
         Args:
-            function: Takes the Fabric first; None starts the processes, which then all go on after this call. With
-                strategies that spawn or fork, it is required.
-            args: Further arguments.
+            function: Function with the Fabric as its first parameter. None starts the processes, which all continue
+                after this call. Required for strategies that spawn or fork.
+            args: Further positional arguments.
             kwargs: Further keyword arguments.
 
         Returns:
-            What the function returned: in each process its own; in one that spawned or forked the others, that of
-            rank 0. None without a function.
+            The function's result in this process; rank 0's result in a process that spawned or forked the others. None
+            without a function.
 
         Raises:
-            ConfigError: The function cannot be called, takes no argument, or is missing.
+            ConfigError: The function is missing, not callable, or takes no argument.
         """
         if function is None:
             if getattr(self.launcher, "starts_processes", False) and not self._is_set_up:
                 raise ConfigError(
-                    f"Fabric.launch needs a function with {_named(self.strategy)}: it runs in new processes, and "
-                    "code after this call does not.",
+                    f"Expected a function for Fabric.launch with {_named(self.strategy)}, got None: the function runs "
+                    "in new processes, and code after this call does not.",
                     fix="put the training into a function and call fabric.launch(main), with def main(fabric, ...).",
                 )
             function, args, kwargs = _do_nothing, (), {}
         elif not callable(function):
-            raise ConfigError(f"Fabric.launch was given {function!r}, which cannot be called.", fix="pass a function.")
+            raise ConfigError(f"Expected a function for Fabric.launch, got {function!r}.", fix="pass a function.")
         elif not _takes_arguments(function):
             raise ConfigError(
-                f"Fabric.launch was given {function!r}, which takes no arguments.",
+                f"Expected a function with a parameter for Fabric.launch, got {function!r}, which takes no arguments.",
                 fix="let its first parameter be the Fabric: def main(fabric, ...).",
             )
         if self._is_set_up:
@@ -264,19 +264,19 @@ class Fabric:
         return self.launcher.launch(self._run_launched, function, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing: a subclass defines it. Calling it starts the processes first, as `launch` does.
+        """Do nothing; meant to be overridden. Calling it starts the processes first, as `launch` does.
 
         Args:
-            args: The subclass's own.
-            kwargs: The subclass's own.
+            args: Positional arguments of the subclass.
+            kwargs: Positional arguments of the subclass.
         """
 
-    def _run_launched(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_launched(self, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
         self._setup_environment()
         return function(self, *args, **kwargs)
 
     def _setup_environment(self) -> None:
-        """Connect this process with the others, once: the one place where a process becomes a rank."""
+        """Connect this process with the others, once."""
         if not self._is_set_up:
             if self._matmul_precision is not None:
                 self._matmul_before = capture_matmul_precision()
@@ -291,7 +291,7 @@ class Fabric:
             self._is_set_up = True
 
     def _join_world(self) -> None:
-        """Tell the cluster environment its place among the processes, where we are the ones who start them."""
+        """Set rank and world size in the cluster environment, if Loopwright starts the processes."""
         cluster = self._cluster
         if cluster is not None and self._is_one_of_several:
             per_node = len(self.devices)
@@ -299,7 +299,7 @@ class Fabric:
             cluster.set_global_rank(cluster.node_rank() * per_node + cluster.local_rank())
 
     def _require_launch(self, name: str) -> None:
-        """Connect this process if nothing has to be started for it.
+        """Connect this process, unless processes have to be started first.
 
         Raises:
             LaunchError: Processes have to be started first.
@@ -309,17 +309,17 @@ class Fabric:
         are_there = self._cluster is not None and self._cluster.creates_processes_externally
         if self._is_one_of_several and not are_there:
             raise LaunchError(
-                f"Fabric.{name} was called before the processes of {_named(self.strategy)} were started.",
-                fix="call fabric.launch() before it, or put the training into a function and call fabric.launch(main).",
+                f"Expected Fabric.launch before Fabric.{name} with {_named(self.strategy)}, which starts processes.",
+                fix="call fabric.launch() first, or put the training into a function and call fabric.launch(main).",
             )
         self.launcher.launch(self._setup_environment)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For processes that are spawned with it: they are there then, and start no others.
+        # For spawned processes, which do not start others.
         return {**self.__dict__, "launcher": InProcessLauncher(), "_reader": None, "_evaluation": None}
 
     def teardown(self) -> None:
-        """Give back what the strategy and the accelerator hold; the next use sets them up again."""
+        """Release the resources of strategy and accelerator; the next use acquires them again."""
         self.strategy.teardown()
         self._is_set_up = False
         if self._matmul_before is not None:
@@ -337,25 +337,26 @@ class Fabric:
         compile: bool | Mapping[str, Any] = False,
         _reapply_compile: bool = True,
     ) -> Any:  # Any: one object, or a tuple of as many as were given
-        """Return the module and its optimizers in this precision and as the strategy runs them.
+        """Prepare a module and its optimizers for this precision and strategy.
 
         The module's forward runs in the precision and under the strategy's hooks, an optimizer's `step` through both.
-        A module that `torch.compile` returned stays compiled, with its options, inside of what the strategy adds.
+        A module returned by `torch.compile` stays compiled, with its options, inside the strategy's wrapper.
 
         Args:
-            module: Changed in place; keep what is returned instead.
-            optimizers: Of this module's parameters.
-            scheduler: A schedule for them, which then steps when they do; see `accumulate`.
-            move_to_device: False leaves parameters and buffers on the devices where they are.
-            compile: Compile the module in place: True, or a dict of arguments of torch.compile. See docs/compile.md.
-            _reapply_compile: Accepted for compatibility; a compiled module is always compiled again, where it can.
+            module: The module, which is changed in place; use the returned object instead.
+            optimizers: Optimizers of this module's parameters.
+            scheduler: Learning rate scheduler of the optimizers, which steps only with them; see `accumulate`.
+            move_to_device: Whether to move parameters and buffers to the device.
+            compile: Whether to compile the module in place: True, or a dict of arguments of torch.compile. See
+                docs/compile.md.
+            _reapply_compile: Accepted for compatibility; a compiled module is always compiled again if possible.
 
         Returns:
             The module; with optimizers, a tuple of it and them; with a scheduler, the scheduler last.
 
         Raises:
-            ConfigError: Something is set up already, lies on the meta device, or cannot work with the precision.
-            LaunchError: The processes are not started yet.
+            ConfigError: An object is set up already, on the meta device, or incompatible with the precision.
+            LaunchError: The processes have not been started.
         """
         from .checks import check_module, check_optimizers, check_optimizers_of
         from .wrappers import FabricModule, FabricOptimizer, FabricScheduler
@@ -386,19 +387,19 @@ class Fabric:
         move_to_device: bool = True,
         _reapply_compile: bool = True,
         *,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, object] = False,
     ) -> Any:
-        """Return the module in this precision and as the strategy runs it; `setup` also takes its optimizers.
+        """Prepare a module for this precision and strategy; `setup` also takes its optimizers.
 
         Args:
-            module: Changed in place; keep what is returned instead.
-            move_to_device: False leaves parameters and buffers on the devices where they are.
+            module: The module, which is changed in place; use the returned object instead.
+            move_to_device: Whether to move parameters and buffers to the device.
             _reapply_compile: See `setup`.
             compile: See `setup`.
 
         Raises:
             ConfigError: It is set up already.
-            LaunchError: The processes are not started yet.
+            LaunchError: The processes have not been started.
         """
         from .checks import check_module
         from .wrappers import FabricModule
@@ -411,15 +412,15 @@ class Fabric:
         return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:  # Any: one, or a tuple if several were given
-        """Return the optimizers as the strategy runs them: `step` goes through strategy and precision.
+        """Prepare optimizers: `step` goes through strategy and precision.
 
         Returns:
             The optimizer, or a tuple of several.
 
         Raises:
-            ConfigError: None was given, or one is set up already, has parameters on the meta device, or cannot work
-                with the precision.
-            LaunchError: The processes are not started yet.
+            ConfigError: There is no optimizer, or one is set up already, has parameters on the meta device, or is
+                incompatible with the precision.
+            LaunchError: The processes have not been started.
         """
         from .checks import check_optimizers
         from .wrappers import FabricOptimizer
@@ -432,40 +433,40 @@ class Fabric:
 
     def setup_dataloaders(
         self,
-        *dataloaders: Any,  # Any: DataLoaders, or any other iterables of batches
+        *dataloaders: object,
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         uneven: str | None = None,
     ) -> Any:  # Any: one, or a list if several were given
-        """Return the loaders so that each process reads its share, with batches on the device.
+        """Prepare loaders: each process reads its share, with batches on the device.
 
-        The loader is not made anew, and its sampler, batch sampler, collation and workers stay: of every `world_size`
-        batches that it has, each process gets one, so `batch_size` counts the samples of one process. Loaders whose
-        sampler knows its rank, and iterables that cannot be distributed, are left alone. `set_epoch` is called with the
-        number of passes that were begun.
+        The loader is not recreated; its sampler, batch sampler, collation and workers are used as they are. Batches are
+        distributed: of every `world_size` batches each process gets one, so `batch_size` counts the samples of one
+        process. Loaders with a rank-aware sampler, and iterables that cannot be distributed, are unchanged. `set_epoch`
+        is called with the number of started passes.
 
         Args:
-            dataloaders: Read by all processes in the same order.
-            use_distributed_sampler: False gives every process all batches.
-            move_to_device: False leaves batches where the loader puts them.
-            uneven: When the batches do not come out even: "stop_all" leaves the last ones out, "cycle" reads the first
-                ones again, "keep" gives every batch once, so that some processes get one less. None takes "keep"
-                within `torch.no_grad()`, where nothing is learned, and else the strategy's.
+            dataloaders: The loaders, in the same order in all processes.
+            use_distributed_sampler: Whether to distribute batches over processes; False gives each process all of them.
+            move_to_device: Whether to move batches to the device.
+            uneven: Handling of a number of batches that does not divide by the number of processes: "stop_all" drops
+                the last ones, "cycle" repeats the first ones, "keep" returns every batch once, so that some processes
+                get one less. None means "keep" within `torch.no_grad()`, and else the strategy's setting.
 
         Returns:
             The loader, or a list of several.
 
         Raises:
-            ConfigError: None was given, or one is set up already.
+            ConfigError: There is no loader, or one is set up already.
             ModuleError: One cannot be iterated.
-            LaunchError: The processes are not started yet.
+            LaunchError: The processes have not been started.
         """
         from .checks import refuse_wrapped
         from .dataloaders import FabricDataLoader
 
         self._require_launch("setup_dataloaders")
         if not dataloaders:
-            raise ConfigError("Fabric.setup_dataloaders was given no loader.", fix="pass at least one.")
+            raise ConfigError("Expected a loader for Fabric.setup_dataloaders, got none.", fix="pass at least one.")
         refuse_wrapped("setup_dataloaders", dataloaders)
         ready = [
             FabricDataLoader(self, loader, is_dealt=use_distributed_sampler, moves=move_to_device, uneven=uneven)
@@ -474,26 +475,26 @@ class Fabric:
         return ready[0] if len(ready) == 1 else ready
 
     def prepare_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
-        """Return the module as `setup_module` does, without a wrapper of Fabric's; on one device, the module itself.
+        """Prepare a module as `setup_module` does, without Fabric's wrapper; on one device, return the module itself.
 
-        For a loop that runs the module by `bind_step` and calls `backward`, `clip_gradients` and `optimizer_step`
-        itself, as the Trainer's does: nothing stands between it and the strategy.
+        For a loop that runs the module through `bind_step` and calls `backward`, `clip_gradients` and
+        `optimizer_step` itself, as the Trainer does.
 
         Args:
-            module: Changed in place.
-            move_to_device: False leaves parameters and buffers on the devices where they are.
+            module: The module, which is changed in place.
+            move_to_device: Whether to move parameters and buffers to the device.
         """
         self._require_launch("prepare_module")
         return self._run_by_strategy(self._convert(module, move_to_device), move_to_device)
 
     def prepare_optimizers(self, *optimizers: Optimizer) -> tuple[Optimizer, ...]:
-        """Return the optimizers as `setup_optimizers` does, without wrappers of Fabric's.
+        """Prepare optimizers as `setup_optimizers` does, without Fabric's wrappers.
 
         Raises:
-            ConfigError: None was given, or one cannot work with the precision.
+            ConfigError: There is no optimizer, or one is incompatible with the precision.
         """
         if not optimizers:
-            raise ConfigError("Fabric was given no optimizer to set up.", fix="pass at least one.")
+            raise ConfigError("Expected an optimizer, got none.", fix="pass at least one.")
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
         return tuple(self.strategy.setup_optimizer(optimizer) for optimizer in optimizers)
@@ -507,13 +508,13 @@ class Fabric:
             devices = sorted({str(parameter.device) for parameter in module.parameters()})
             if len(devices) > 1:
                 warnings.warn(
-                    f"the parameters of {type(module).__name__} lie on several devices: {', '.join(devices)}; they are "
-                    "left there.",
+                    f"the parameters of {type(module).__name__} are on several devices: {', '.join(devices)}; they are "
+                    "not moved.",
                     stacklevel=3,
                 )
         return module
 
-    def _compile(self, module: nn.Module, value: bool | Mapping[str, Any]) -> nn.Module:
+    def _compile(self, module: nn.Module, value: bool | Mapping[str, object]) -> nn.Module:
         """Return the module compiled in place, if the user asked for it here or by torch.compile."""
         if value is False and _uncompiled(module) is module and "_compile_options" not in vars(module):
             return module
@@ -524,11 +525,11 @@ class Fabric:
 
     def _run_by_strategy(self, module: nn.Module, move_to_device: bool) -> nn.Module:
         if not move_to_device and type(self.strategy).setup_module is SingleDeviceStrategy.setup_module:
-            return module  # it would do nothing else than move
+            return module  # it would only move the module
         return self.strategy.setup_module(module)
 
     def _announce(self, module: Any) -> None:  # Any: a FabricModule, imported where it is made
-        """Tell the user's module, if it is a `loopwright.Module`, and the callbacks that a module was set up."""
+        """Notify the callbacks, and the user's module if it is a `loopwright.Module`, of the setup."""
         original = module.module
         if isinstance(getattr(type(original), "fabric", None), property):
             original.fabric = self
@@ -537,7 +538,7 @@ class Fabric:
         self.call("on_after_setup", fabric=self, module=module)
 
     def _bind_call(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return what runs a method of a module for `FabricModule`: in this precision, and as the strategy does."""
+        """Return a function that runs a method of a `FabricModule` in this precision and strategy."""
         run = self.strategy.bind_step(module, name)
         precision = self.precision
         converts_output = type(precision).convert_output is not Precision.convert_output
@@ -550,13 +551,13 @@ class Fabric:
         return lambda *args, **kwargs: demand_scaled_backward(run(*args, **kwargs), self)
 
     def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return what runs `module.<name>` in this precision and under the strategy's hooks.
+        """Return a function that runs `module.<name>` in this precision and under the strategy's hooks.
 
-        In full precision on one device it is the module's very method.
+        In full precision on one device it is the module's own method.
 
         Args:
-            module: What `setup_module` returned.
-            name: Name of a method, such as "training_step".
+            module: The module returned by `setup_module`.
+            name: Name of the method, such as "training_step".
         """
         step = self.strategy.bind_step(bare(module), name)
         precision = self.precision
@@ -565,15 +566,15 @@ class Fabric:
         return _in_precision(step, precision, converts_output=precision.converts_output)
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are made on the device and in the precision's dtype."""
+        """Return a context that creates tensors on the device and in the precision's dtype."""
         return _both(self.device, self.precision.tensor_init_context())
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which a module's parameters are made on the device and in the precision's dtype.
+        """Return a context that creates module parameters on the device and in the precision's dtype.
 
         Args:
-            empty_init: True leaves parameters without values, for a checkpoint that is loaded next; None leaves the
-                choice to the strategy, which on one device initialises.
+            empty_init: Whether to leave parameters uninitialized, for a checkpoint that is loaded next; None for the
+                strategy's default, which on one device initializes them.
         """
         self._require_launch("init_module")
         return _both(self.precision.module_init_context(), self.strategy.init_context(empty_init))
@@ -581,15 +582,15 @@ class Fabric:
     # -- hot path ------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor | NoLoss, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Compute gradients; with a loss scale, of the scaled loss; within `accumulate`, of the loss's share.
+        """Compute gradients of the loss, scaled by the loss scale and, within `accumulate`, by its share of the window.
 
         Args:
-            tensor: A loss, shape ().
-            args: Further arguments of `Tensor.backward`.
-            model: Only engines with several models need it.
-            kwargs: Further keyword arguments of `Tensor.backward`.
+            tensor: The loss, of shape ().
+            args: Positional arguments of `Tensor.backward`.
+            model: The model, for engines with several models.
+            kwargs: Keyword arguments of `Tensor.backward`.
         """
-        # A step on several ranks that returned None takes part all the same. (isinstance costs more, at every step.)
+        # A step on several ranks that returned None takes part as well. (isinstance costs more, at every step.)
         loss: Tensor = tensor.zero if tensor.__class__ is NoLoss else tensor  # type: ignore[assignment]
         if self._divisor is not None:
             loss = self._share_of_window(loss)
@@ -606,7 +607,7 @@ class Fabric:
         """Step the optimizer.
 
         Returns:
-            Whether the step was made: False if a loss scale is in use and a gradient is infinite or NaN.
+            Whether the step was made; False if a loss scale is used and a gradient is infinite or NaN.
         """
         optimizer = optimizer.__dict__.get("_without_fabric", optimizer)  # `bare`, without its call
         if self._precision_steps:
@@ -614,7 +615,7 @@ class Fabric:
         return self.strategy.optimizer_step(optimizer, closure)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring gradients to their true size, to clip or read them; do nothing the second time, or without a scale."""
+        """Divide gradients by the loss scale, to clip or read them; do nothing on a second call or without a scale."""
         if self._unscales:
             self.precision.unscale_gradients(bare(optimizer))
 
@@ -630,25 +631,26 @@ class Fabric:
         """Unscale and clip the gradients of the optimizer's parameters, in place, by element or by total norm.
 
         Args:
-            module: What `setup_module` returned.
-            optimizer: Its parameters' gradients are clipped.
-            clip_val: Largest absolute value of an element.
-            max_norm: Largest total norm.
+            module: The module returned by `setup_module`.
+            optimizer: The optimizer whose parameters' gradients are clipped.
+            clip_val: Maximum absolute value of an element.
+            max_norm: Maximum total norm.
             norm_type: Order of the norm.
-            error_if_nonfinite: Raise if the norm is infinite or NaN; this reads it on the host. With a loss scale such
-                a norm is no error: the step will be skipped.
+            error_if_nonfinite: Whether to raise if the norm is infinite or NaN, which reads it on the host. With a loss
+                scale such a norm is not an error: the step is skipped.
 
         Returns:
             With `max_norm`, the norm before clipping: shape (), on the device. With `clip_val`, None.
 
         Raises:
-            ConfigError: Not exactly one of `clip_val` and `max_norm` is given, or it is not positive.
-            NonFiniteError: See `error_if_nonfinite`.
+            ConfigError: Not exactly one of `clip_val` and `max_norm` is given and positive.
+            NonFiniteError: The norm is not finite; see `error_if_nonfinite`.
         """
         limit = clip_val if max_norm is None else max_norm
         if limit is None or (clip_val is not None and max_norm is not None) or not limit > 0:
             raise ConfigError(
-                f"Fabric.clip_gradients was given clip_val={clip_val!r} and max_norm={max_norm!r}.",
+                f"Expected a positive clip_val or max_norm for Fabric.clip_gradients, got clip_val={clip_val!r} and "
+                f"max_norm={max_norm!r}.",
                 fix="pass a positive number for exactly one of the two.",
             )
         module, optimizer = bare(module), bare(optimizer)
@@ -662,11 +664,11 @@ class Fabric:
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which this precision runs forward passes."""
+        """Return the context of forward passes in this precision."""
         return self.precision.forward_context()
 
-    def to_device(self, obj: Any) -> Any:  # Any: a module, tensor, or any structure of tensors
-        """Return the module (moved in place) or the data on the device; what is there already is not copied."""
+    def to_device(self, obj: object) -> Any:  # Any: a module, tensor, or any structure of tensors
+        """Return the module (moved in place) or the data on the device, without a copy if it is already there."""
         if isinstance(obj, nn.Module):
             self.strategy.module_to_device(obj)
             return obj
@@ -676,8 +678,8 @@ class Fabric:
         """Return a context in which backward passes do not reduce gradients over ranks, for accumulation.
 
         Args:
-            module: What `setup_module` returned.
-            enabled: False does nothing, so that the call can stand in a loop.
+            module: The module returned by `setup_module`.
+            enabled: Whether to skip the reduction.
         """
         return self.strategy.no_backward_sync(bare(module), enabled)
 
@@ -685,28 +687,29 @@ class Fabric:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the last micro-batch under `accumulate` ended its window; True where nothing is accumulated."""
+        """Whether the last micro-batch under `accumulate` ended its window; True without accumulation."""
         return self._window is None or self._window.is_last
 
     @contextmanager
     def accumulate(self, *models: nn.Module, steps: int = 1) -> Iterator[None]:
-        """Run one micro-batch as a part of a window of `steps`, whose gradients make one optimizer step.
+        """Run one micro-batch of a window of `steps`, whose gradients make one optimizer step.
 
-        Within the block `backward` counts a loss as one part in the number of micro-batches of the window, gradients
-        are reduced over ranks at its last one only, and `step` and `zero_grad` of optimizers (and `step` of a schedule
-        given to `setup`) do nothing before that. The last micro-batch of a pass over a loader of `setup_dataloaders`
-        ends its window, which is then shorter; its losses are weighed by the micro-batches that it has.
+        Within the block `backward` divides a loss by the number of micro-batches of the window. Gradients are reduced
+        over ranks at the last micro-batch only; `step` and `zero_grad` of optimizers (and `step` of a scheduler given
+        to `setup`) do nothing before that. The last micro-batch of a pass over a loader of `setup_dataloaders` ends its
+        window, which is then shorter and divides by its own number of micro-batches.
 
         Args:
-            models: What `setup` returned, whose gradients are accumulated.
-            steps: Micro-batches of a window.
+            models: Models returned by `setup`, whose gradients are accumulated.
+            steps: Number of micro-batches in a window.
 
         Raises:
-            ConfigError: There is no model, or `steps` is no whole number of 1 or more.
+            ConfigError: There is no model, or `steps` is not an integer of 1 or more.
         """
         if not models:
             raise ConfigError(
-                "Fabric.accumulate was given no model.", fix="pass what setup returned: fabric.accumulate(model)."
+                "Expected a model for Fabric.accumulate, got none.",
+                fix="pass the prepared model: fabric.accumulate(model).",
             )
         if self._accumulation is None:
             from .accumulation import Accumulation
@@ -724,24 +727,24 @@ class Fabric:
             finally:
                 self._divisor = before
 
-    def accumulation_steps(self, dataloader: Any, global_batch_size: int) -> int:  # Any: any loader
-        """Return the `steps` of `accumulate` with which a step takes so many samples over all ranks.
+    def accumulation_steps(self, dataloader: object, global_batch_size: int) -> int:
+        """Return the `steps` of `accumulate` for a global batch size.
 
         Args:
-            dataloader: The training loader, set up or not; its batch size is that of one rank's micro-batch.
-            global_batch_size: Samples per optimizer step.
+            dataloader: The training loader, set up or not, whose batch size is that of one rank's micro-batch.
+            global_batch_size: Number of samples per optimizer step, over all ranks.
 
         Raises:
-            ConfigError: The loader does not say its batch size, or that times the number of ranks does not divide;
-                names the nearest values that work.
+            ConfigError: The loader has no batch size, or its product with the number of ranks does not divide the
+                global batch size; the nearest valid values are named.
         """
-        from .dataloaders import FabricDataLoader  # not imported where nobody asks
+        from .dataloaders import FabricDataLoader
         from .global_batch import accumulation_steps, micro_batch_size
 
         if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
             raise ConfigError(
-                f"Fabric.accumulation_steps was given global_batch_size={global_batch_size!r}.",
-                fix="pass a whole number >= 1.",
+                f"Expected an integer >= 1 for global_batch_size, got {global_batch_size!r}.",
+                fix="pass the number of samples per optimizer step.",
             )
         loader = dataloader.loader if isinstance(dataloader, FabricDataLoader) else dataloader
         size = micro_batch_size(loader)
@@ -761,49 +764,47 @@ class Fabric:
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print as the built-in does, on local rank 0 of each node."""
+        """Call the built-in `print` on local rank 0 of each node."""
         if self.local_rank == 0:
             builtins.print(*args, **kwargs)  # noqa: T201
 
-    # Any: data of any structure, and process groups, which are of the backend's own type.
-
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         self._require_launch("barrier")
         self.strategy.barrier(name)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object, which can be of any kind."""
+    def broadcast(self, obj: object, src: int = 0) -> Any:
+        """Return the object of rank `src`, of any picklable type."""
         self._require_launch("broadcast")
         return self.strategy.broadcast(obj, src)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return data of all ranks: tensors (and numbers) are stacked along a new first dimension, of `world_size`.
+    def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
+        """Return the data of all ranks: tensors and numbers are stacked along a new first dimension (`world_size`).
 
         On a single device the data itself is returned.
 
         Args:
             data: A tensor or number, or any structure of them, with the same shapes on all ranks.
-            group: Ranks that take part; None for all.
-            sync_grads: Let gradients flow back through the gathering.
+            group: Process group; None for all ranks.
+            sync_grads: Whether gradients flow back through the gather.
         """
         self._require_launch("all_gather")
         return self.strategy.all_gather(data, group=group, sync_grads=sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return data reduced over ranks. On a single device the data itself is returned.
+        """Return data reduced over ranks; on a single device the data itself.
 
         Args:
             data: A tensor or number, or any structure of them, with the same shapes on all ranks.
-            group: Ranks that take part; None for all.
-            reduce_op: "mean" (or "avg"), "sum", "min", "max", "product", or a `torch.distributed.ReduceOp`.
+            group: Process group; None for all ranks.
+            reduce_op: Reduction: "mean" (or "avg"), "sum", "min", "max", "product", or a `torch.distributed.ReduceOp`.
         """
         self._require_launch("all_reduce")
         return self.strategy.all_reduce(data, group=group, reduce_op=reduce_op)
 
     reduce = all_reduce
 
-    def reduce_scatter(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce_scatter(self, data: object, group: object = None, reduce_op: object = "mean") -> Any:
         """Return this rank's part of data reduced over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
 
         No gradient flows back. On a single device the data itself is returned.
@@ -811,29 +812,29 @@ class Fabric:
         Args:
             data: A tensor, or any structure of tensors, with the same shapes on all ranks; dimension 0 is a multiple of
                 their number.
-            group: Ranks that take part; None for all.
-            reduce_op: As in `all_reduce`.
+            group: Process group; None for all ranks.
+            reduce_op: Reduction, as in `all_reduce`.
 
         Raises:
-            ConfigError: The operation is unknown, or dimension 0 does not divide.
+            ConfigError: The operation is unknown, or dimension 0 is not a multiple of the number of ranks.
         """
         self._require_launch("reduce_scatter")
         return self.strategy.reduce_scatter(data, group=group, reduce_op=reduce_op)
 
-    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Return what all ranks have, joined along the first dimension in the order of ranks, for exact metrics.
+    def gather_for_metrics(self, data: object, use_gather_object: bool = False) -> Any:
+        """Return the data of all ranks, concatenated along the first dimension in rank order, for exact metrics.
 
-        Ranks may have different numbers of samples, or none: nothing was padded, so nothing is cut off. Within an
-        evaluation over a loader of `setup_dataloaders` call it in every round or after the loop; a rank that has no
-        batch left answers by itself. In every round, the order is that of the data.
+        Ranks may have different numbers of samples, or none; there is no padding. Within an evaluation over a loader of
+        `setup_dataloaders` call it for every batch or after the loop; a rank without a batch takes part automatically.
+        Called for every batch, it preserves the order of the data.
 
         Args:
             data: A tensor, or a structure of tensors; tensors of shape () are stacked. Lists without tensors are
-                joined. None stands for no data.
+                joined. None means no data.
             use_gather_object: Accepted for compatibility; objects of any kind are gathered anyway.
 
         Returns:
-            The joined data, on the device, the same on all ranks. On a single device the data itself.
+            The joined data on the device, the same on all ranks. On a single device the data itself.
         """
         self._require_launch("gather_for_metrics")
         if self.world_size == 1:
@@ -843,12 +844,12 @@ class Fabric:
         return gather_samples(self, data)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose block rank 0 runs first, then all others.
+        """Return a context whose block runs on rank 0 first, then on all others.
 
-        If it fails on the first rank, all ranks raise that, and the others do not run it.
+        If it fails on the first rank, all ranks raise that error, and the others do not run it.
 
         Args:
-            local: The first rank of each node goes first, rather than global rank 0 alone.
+            local: Whether the first rank of each node runs first, rather than global rank 0 only.
         """
         self._require_launch("rank_zero_first")
         if self.world_size == 1:
@@ -866,22 +867,22 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a checkpoint, and wait for it on all ranks. Call it on all ranks.
+        """Write a checkpoint and wait for it on all ranks. Called on all ranks.
 
-        Rank 0 writes one file; where the strategy shards, and was not told `state_dict_type="full"`, all ranks write a
-        folder. An error on one rank, a full disk say, is raised on all.
+        Rank 0 writes one file. If the strategy shards, unless with `state_dict_type="full"`, all ranks write a folder.
+        An error on one rank, such as a full disk, is raised on all.
 
-        With `AsyncCheckpointIO` this returns as soon as the state is copied. The checkpoint is complete when the next
-        `save`, a `load` or `teardown` returns. A save that failed is raised by the next `save`, by a `load` of the same
-        path, else by `teardown`; and logged at once.
+        With `AsyncCheckpointIO` this returns when the state is copied. The checkpoint is complete when the next `save`,
+        a `load` or `teardown` returns. The error of a failed save is logged immediately, and raised by the next `save`,
+        by a `load` of the same path, or by `teardown`.
 
         Args:
-            path: The file or folder.
-            state: Modules, optimizers and other `Stateful` objects are replaced by their state; the rest is plain.
-            filter: For a key of `state`, a function of (name, value) that says which entries of its state are kept.
+            path: File or folder.
+            state: Modules, optimizers and other `Stateful` objects, saved by their state, and plain values.
+            filter: Key of `state` -> function of (name, value) that returns whether to save an entry.
 
         Raises:
-            ConfigError: The filter names what is not in the state, or is no function.
+            ConfigError: A key of the filter is not in the state, or its value is not a function.
         """
         self._require_launch("save")
 
@@ -898,21 +899,21 @@ class Fabric:
     def load(
         self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, after waiting for saves in the background. Call it on all ranks.
+        """Read a checkpoint, after waiting for background saves. Called on all ranks.
 
-        Both forms load under every strategy and on any number of ranks. Where the strategy shards, each rank reads its
-        parts only, and verifies its share of the files. An error on one rank is raised on all.
+        Both formats load under every strategy and on any number of ranks. If the strategy shards, each rank reads only
+        its shards, and verifies its share of the files. An error on one rank is raised on all.
 
         Args:
-            path: The file or folder.
-            state: Modules, optimizers and `Stateful` objects in it are loaded in place, other entries replaced; None
-                gives the whole file.
-            strict: Whether a key of `state` that is not in the file is an error; also given to modules.
-            weights_only: False reads any pickled object, which can run code: only for files that you trust. None is
-                True.
+            path: File or folder.
+            state: Modules, optimizers and `Stateful` objects to load in place; other entries are replaced. None returns
+                the full content.
+            strict: Whether a key of `state` that is missing in the file is an error; also passed to modules.
+            weights_only: Whether to refuse pickled objects, which can run code; False only for trusted files. None
+                means True.
 
         Returns:
-            The entries of the file that are not in `state`.
+            Entries of the file that are not in `state`.
 
         Raises:
             CheckpointError: Keys are missing (all are named), or a state does not fit its object.
@@ -928,16 +929,16 @@ class Fabric:
         return rest
 
     def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
-        """Load a file that holds the bare state of one module, optimizer or other `Stateful` object.
+        """Load a file with the bare state of one module, optimizer or other `Stateful` object.
 
-        Call it on all ranks; an error on one is raised on all.
+        Called on all ranks; an error on one is raised on all.
 
         Args:
-            path: The file.
-            obj: Loaded in place.
-            strict: For a module: whether missing and unexpected keys are an error.
-            weights_only: False reads any pickled object, which can run code: only for files that you trust. None is
-                True.
+            path: File.
+            obj: Object to load in place.
+            strict: Whether missing and unexpected keys of a module are an error.
+            weights_only: Whether to refuse pickled objects, which can run code; False only for trusted files. None
+                means True.
 
         Raises:
             ConfigError: The object has no state.
@@ -950,7 +951,7 @@ class Fabric:
         def load() -> None:
             if not put_back(self.strategy, obj, content, strict):
                 raise ConfigError(
-                    f"Fabric.load_raw was given {obj!r}, which has no load_state_dict.",
+                    f"Expected an object with load_state_dict for Fabric.load_raw, got {obj!r}.",
                     fix="pass a module or optimizer.",
                 )
 
@@ -967,7 +968,7 @@ class Fabric:
             by_parts=self.strategy.shards_parameters,
         )
 
-    def _run_on_all_ranks(self, function: Callable[[], Any]) -> Any:
+    def _run_on_all_ranks(self, function: Callable[[], object]) -> Any:
         """Call the function on every rank; an error on one is raised on all."""
         if self.world_size == 1:
             return function()
@@ -979,8 +980,8 @@ class Fabric:
 
     @property
     def callbacks(self) -> list[Any]:  # Any: see __init__
-        """The callbacks, those of installed packages last; the list may be changed."""
-        if not self._has_found_callbacks:  # when they are asked for: finding them takes some milliseconds
+        """The callbacks, with those of installed packages last; the list may be modified."""
+        if not self._has_found_callbacks:  # on first use: finding them takes some milliseconds
             from .checks import installed_callbacks
 
             self._has_found_callbacks = True
@@ -988,44 +989,44 @@ class Fabric:
         return self._callbacks
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method on every callback that has it; keyword arguments that it does not take are left out.
+        """Call a method of every callback that has it, without keyword arguments that it does not take.
 
-        A `loopwright.Module` that was set up hears what its methods are named after, too, after the callbacks.
+        A `loopwright.Module` that was set up is called too, after the callbacks.
 
         Args:
-            hook_name: Any name.
-            args: Given to all.
-            kwargs: Given to those that take them.
+            hook_name: Name of the method.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
         """
         for callback in (*self.callbacks, *self._listeners):
             method = getattr(callback, hook_name, None)
             if method is None:
                 continue
             if not callable(method):
-                warnings.warn(f"{type(callback).__name__}.{hook_name} is no method; it is not called.", stacklevel=2)
+                warnings.warn(f"{type(callback).__name__}.{hook_name} is not a method; it is not called.", stacklevel=2)
                 continue
             method(*args, **_accepted(method, kwargs))
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Send one number to every logger, on rank 0; see `log_dict`."""
+        """Log one number to every logger, on rank 0; see `log_dict`."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send numbers to every logger, as Python numbers, on rank 0. Reads tensors on the host.
+        """Log numbers to every logger on rank 0. Tensors are read on the host.
 
-        They are rank 0's own: reduce them first where they differ between ranks.
+        Values of rank 0 are logged: reduce them first if they differ between ranks.
 
         Args:
-            metrics: Numbers, or tensors of one element.
-            step: The x-axis; None leaves it to the logger.
+            metrics: Name -> number or tensor of one element.
+            step: Step on the x-axis; None for the logger's default.
 
         Raises:
-            ConfigError: Tensors of several elements; all are named.
+            ConfigError: Tensors have several elements; all are named.
         """
         wrong = [name for name, value in metrics.items() if isinstance(value, Tensor) and value.numel() != 1]
         if wrong:
             raise ConfigError(
-                f"Fabric.log_dict takes one number per name, but these tensors have another size: {wrong}.",
+                f"Expected one number per name for Fabric.log_dict, got tensors of another size: {wrong}.",
                 fix="log their mean, or one name per element.",
             )
         if not self.is_global_zero:
@@ -1036,7 +1037,7 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed all generators, by default also in loader workers; see `loopwright.seed_everything`."""
+        """Seed all random generators, by default also in loader workers; see `loopwright.seed_everything`."""
         return seed_everything(seed, workers=True if workers is None else workers, verbose=verbose)
 
 
@@ -1044,7 +1045,7 @@ def _does_something(precision: Precision, name: str) -> bool:
     """Return whether a method of the precision does more than the base class's."""
     method = getattr(type(precision), name)
     if method is getattr(MixedPrecision, name):
-        return precision.has_scaler  # with bfloat16 it is as good as the base class's
+        return precision.has_scaler  # with bfloat16 it is equivalent to the base class's
     return method is not getattr(Precision, name)
 
 
@@ -1054,7 +1055,7 @@ def _default_checkpoint_io() -> Any:
     return TorchCheckpointIO()
 
 
-def _in_precision(step: Callable[..., Any], precision: Precision, *, converts_output: bool) -> Callable[..., Any]:
+def _in_precision(step: Callable[..., object], precision: Precision, *, converts_output: bool) -> Callable[..., Any]:
     """Return the step with inputs cast, in the precision's context."""
     context = precision.forward_context
     converts_input, convert_input = precision.converts_input, precision.convert_input
@@ -1077,25 +1078,25 @@ def _both(one: AbstractContextManager[Any] | torch.device, other: AbstractContex
         yield
 
 
-def _move_placed(place: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
-    """Return a batch on the device, of a strategy that sends tensors there by itself."""
+def _move_placed(place: Callable[[Any], Any], batch: object, device: torch.device) -> Any:
+    """Return a batch on the device, for a strategy that moves tensors itself."""
     return move_to_device(place(batch), device)
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _takes_arguments(function: Callable[..., Any]) -> bool:
+def _takes_arguments(function: Callable[..., object]) -> bool:
     try:
         return bool(inspect.signature(function).parameters)
     except ValueError:  # some built-in functions have no signature
         return True
 
 
-def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _accepted(method: Callable[..., object], kwargs: dict[str, Any]) -> dict[str, Any]:
     if not kwargs:
         return kwargs
     parameters = inspect.signature(method).parameters
@@ -1105,28 +1106,28 @@ def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, A
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that was compiled, so that names of parameters are the user's own."""
+    """Return the module inside torch.compile's wrapper, whose parameters have the user's names."""
     original: nn.Module = module.__dict__.get("_modules", {}).get("_orig_mod", module)
     return original
 
 
-def _named(strategy: Any) -> str:
+def _named(strategy: object) -> str:
     return f"the strategy {type(strategy).__name__}"
 
 
 def _do_nothing(fabric: Fabric) -> None:
-    """What `launch` runs without a function; at the top of the file, so that it can be pickled."""
+    """The function that `launch` runs by default; at module level, so that it can be pickled."""
 
 
-def _call_run(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+def _call_run(fabric: Fabric, *args: object, **kwargs: object) -> Any:
     return fabric.run(*args, **kwargs)
 
 
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a subclass's `run` so that the processes are started first."""
+def _launching(run: Callable[..., object]) -> Callable[..., Any]:
+    """Return a subclass's `run`, which starts the processes first."""
 
     @functools.wraps(run)
-    def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+    def launched(self: Fabric, *args: object, **kwargs: object) -> Any:
         if self._is_set_up:
             return run(self, *args, **kwargs)
         return self.launch(_call_run, *args, **kwargs)

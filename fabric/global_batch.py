@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..data.combined import CombinedLoader
 from ..data.move import find_batch_size
@@ -12,10 +11,8 @@ from ..errors import ConfigError
 
 __all__ = ["accumulation_steps", "describe_global_batch", "micro_batch_size"]
 
-# Any in this file: whatever the user trains with as a loader.
 
-
-def micro_batch_size(loader: Any) -> int | None:
+def micro_batch_size(loader: object) -> int | None:
     """Return how many samples one process gets per micro-batch; None where that is not known before reading.
 
     It is the `batch_size` of the loader, or of its batch sampler. Loaders that are read side by side or one after the
@@ -39,7 +36,7 @@ def micro_batch_size(loader: Any) -> int | None:
     return None
 
 
-def accumulation_steps(global_batch_size: int, micro_batch: int | None, ranks: int, *, loader: Any) -> int:
+def accumulation_steps(global_batch_size: int, micro_batch: int | None, ranks: int, *, loader: object) -> int:
     """Return how many micro-batches make a global batch.
 
     Args:
@@ -75,7 +72,7 @@ def accumulation_steps(global_batch_size: int, micro_batch: int | None, ranks: i
     )
 
 
-def _describe(loader: Any) -> str:
+def _describe(loader: object) -> str:
     if isinstance(loader, CombinedLoader) or is_collection(loader):
         members = loader.flattened if isinstance(loader, CombinedLoader) else flatten_loaders(loader)
         sizes = [micro_batch_size(member) for member in members]

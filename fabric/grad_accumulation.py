@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..errors import ConfigError
@@ -14,7 +12,7 @@ __all__ = ["set_grad_accumulation_dtype"]
 _FLOAT32 = (torch.float32, "float32", "fp32", "32")
 
 
-def set_grad_accumulation_dtype(strategy: Strategy, wanted: Any) -> None:  # Any: whatever the user typed
+def set_grad_accumulation_dtype(strategy: Strategy, wanted: object) -> None:
     """Let a strategy sum gradients in float32 over a window and over ranks.
 
     Raises:

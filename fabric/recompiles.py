@@ -73,7 +73,7 @@ class RecompileWatch:
         stack.callback(self._look)
         stack.callback(callback_handler.remove_start_callback, self._look)
 
-    def _look(self, _: Any = None) -> None:
+    def _look(self, _: object = None) -> None:
         from torch._dynamo.utils import get_compilation_metrics
 
         fresh = []

@@ -169,12 +169,12 @@ _OF_LAUNCH = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT
 
 def resolve(
     *,
-    accelerator: Any = "auto",  # Any, here and below: whatever the user typed
-    strategy: Any = "auto",
-    devices: Any = "auto",
-    num_nodes: Any = 1,
-    precision: Any = None,
-    plugins: Any = None,
+    accelerator: object = "auto",  # object, here and below: checked by the functions of choose.py
+    strategy: object = "auto",
+    devices: object = "auto",
+    num_nodes: object = 1,
+    precision: object = None,
+    plugins: object = None,
     environment: Environment | None = None,
 ) -> Parts:
     """Return the parts that the arguments of Trainer or Fabric ask for.
@@ -204,7 +204,7 @@ def resolve(
     notes: list[str] = []
     changed: list[str] = []
 
-    def attempt(function: Callable[..., R], *args: Any) -> R | None:
+    def attempt(function: Callable[..., R], *args: object) -> R | None:
         try:
             return function(*args)
         except ConfigError as error:
@@ -384,7 +384,7 @@ def _facts(
     return {claim for claim, holds in claims.items() if holds}
 
 
-def _impossible_pairs(facts: set[str], **shown: Any) -> list[ConfigError]:
+def _impossible_pairs(facts: set[str], **shown: object) -> list[ConfigError]:
     return [
         ConfigError(row.what.format(**shown), fix=row.fix)
         for row in _CANNOT_WORK

@@ -19,13 +19,13 @@ __all__ = ["bare", "collect_state", "put_back", "put_back_state"]
 _NOTHING: dict[str, Any] = {}
 
 
-def bare(obj: Any) -> Any:
+def bare(obj: object) -> Any:
     """Return what the strategy works on, from what `Fabric.setup` returned or from itself."""
     return getattr(obj, "__dict__", _NOTHING).get("_without_fabric", obj)
 
 
 def collect_state(
-    strategy: Strategy, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]] | None
+    strategy: Strategy, state: Mapping[str, object], filter: Mapping[str, Callable[[str, Any], bool]] | None
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: each object replaced by its state, plain values as they are.
 
@@ -89,7 +89,7 @@ def put_back(strategy: Strategy, obj: Any, value: Any, strict: bool) -> bool:
     return True
 
 
-def _state_of(strategy: Strategy, obj: Any) -> Any:
+def _state_of(strategy: Strategy, obj: object) -> Any:
     inner = bare(obj)
     if isinstance(inner, nn.Module):
         return strategy.module_state_dict(inner)
@@ -98,7 +98,7 @@ def _state_of(strategy: Strategy, obj: Any) -> Any:
     return obj.state_dict() if isinstance(obj, Stateful) else obj
 
 
-def _check_filter(filter: Any, state: Mapping[str, Any]) -> None:
+def _check_filter(filter: object, state: Mapping[str, object]) -> None:
     if filter is None:
         return
     if not isinstance(filter, Mapping):

@@ -184,7 +184,7 @@ class ThroughputMonitor(Throughput):
 
 def measure_flops(
     model: nn.Module,
-    forward_fn: Callable[[], Any],  # Any: handed to loss_fn
+    forward_fn: Callable[[], object],
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> int:
     """Return the floating point operations of one call, as torch counts them: matrix products and convolutions.

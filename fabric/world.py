@@ -67,7 +67,7 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
         raise join_errors(problems)
 
 
-def _plain(name: str, value: Any) -> str:
+def _plain(name: str, value: object) -> str:
     """Return an argument so that two spellings of the same are equal."""
     if name == "precision" and value is not None:
         try:
@@ -109,7 +109,7 @@ def infer_num_nodes(cluster: ClusterEnvironment, num_nodes: int) -> int:
 
 
 def local_devices(
-    devices: Any, accelerator: Accelerator, cluster: ClusterEnvironment, num_nodes: int
+    devices: object, accelerator: Accelerator, cluster: ClusterEnvironment, num_nodes: int
 ) -> list[torch.device] | None:
     """Return one device for each process that runs on this node already; None where `devices=` decides by itself.
 

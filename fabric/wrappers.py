@@ -153,7 +153,7 @@ class FabricModule(nn.Module):
             return self._guarded(value)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN or "_fabric_original" not in self.__dict__:
             object.__setattr__(self, name, value)
         else:
@@ -173,7 +173,7 @@ class FabricModule(nn.Module):
         copied._fabric_marked.update(self._fabric_marked)
         return copied
 
-    def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, method: Callable[..., object]) -> Callable[..., Any]:
         """Return the method, with an error if it runs a forward whose gradients the strategy would not see."""
 
         @functools.wraps(method)
@@ -181,7 +181,7 @@ class FabricModule(nn.Module):
             if not torch.is_grad_enabled():
                 return method(*args, **kwargs)  # nothing to reduce
 
-            def refuse(module: nn.Module, inputs: Any) -> None:
+            def refuse(module: nn.Module, inputs: object) -> None:
                 if torch.is_grad_enabled() and any(module is own for own in self._fabric_original.modules()):
                     raise ModuleError(
                         f"{type(self._fabric_original).__name__}.{method.__name__} ran a forward pass outside of the "
@@ -199,7 +199,7 @@ class FabricModule(nn.Module):
         return call
 
 
-def demand_scaled_backward(output: Any, fabric: Fabric) -> Any:
+def demand_scaled_backward(output: object, fabric: Fabric) -> Any:
     """Return a forward's output, on whose tensors a backward pass without Fabric's loss scale is an error."""
 
     def check(gradient: Tensor) -> None:
@@ -327,7 +327,7 @@ class FabricOptimizer:
             raise AttributeError(name)
         return getattr(self.__dict__["_without_fabric"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "step":  # torch's schedules wrap it to see that it is called
             self.__dict__[name] = value
         else:
@@ -352,7 +352,7 @@ class FabricScheduler:
     _without_fabric: Any
     _fabric: Fabric
 
-    def __init__(self, scheduler: Any, optimizers: list[FabricOptimizer], fabric: Fabric) -> None:
+    def __init__(self, scheduler: object, optimizers: list[FabricOptimizer], fabric: Fabric) -> None:
         self.__dict__.update(_without_fabric=scheduler, _fabric=fabric, _optimizers=optimizers, _seen=0)
 
     @property
@@ -392,7 +392,7 @@ class FabricScheduler:
             raise AttributeError(name)
         return getattr(self.__dict__["_without_fabric"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._without_fabric, name, value)
 
     def __repr__(self) -> str:

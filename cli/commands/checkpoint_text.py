@@ -164,10 +164,10 @@ def _values(opened: Opened, prefix: str) -> list[tuple[str, Any]]:  # Any: plain
     return [(path, value) for path, value in flatten(opened.tree) if path.startswith(prefix) and not is_tensor(value)]
 
 
-def _plain(value: Any) -> Any:  # Any: a plain value; JSON
+def _plain(value: object) -> Any:  # Any: a plain value; JSON
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def _short(value: Any) -> str:  # Any: a plain value
+def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

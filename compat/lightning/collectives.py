@@ -216,7 +216,7 @@ class TorchCollective(Collective):
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
-def _op(op: Any) -> Any:  # Any: ReduceOp or its name
+def _op(op: object) -> Any:  # Any: ReduceOp or its name
     if not isinstance(op, str):
         return op
     name = {"mean": "AVG"}.get(op.lower(), op.upper())

@@ -15,27 +15,21 @@ DEFAULT_NAME = "lightning_logs"
 class TensorBoardLogger(loggers.TensorBoardLogger):
     """`lw.TensorBoardLogger` with Lightning's default folder."""
 
-    def __init__(
-        self, save_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
-    ) -> None:  # Any: as there
+    def __init__(self, save_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
 
 
 class CSVLogger(loggers.CSVLogger):
     """`lw.CSVLogger` with Lightning's default folder."""
 
-    def __init__(
-        self, save_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
-    ) -> None:  # Any: as there
+    def __init__(self, save_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
 
 
 class FabricTensorBoardLogger(TensorBoardLogger):
     """The same, whose first argument Fabric calls `root_dir`."""
 
-    def __init__(
-        self, root_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
-    ) -> None:  # Any: as there
+    def __init__(self, root_dir: object, name: str | None = DEFAULT_NAME, *args: object, **kwargs: object) -> None:
         super().__init__(root_dir, name, *args, **kwargs)
 
     @property
@@ -47,9 +41,7 @@ class FabricTensorBoardLogger(TensorBoardLogger):
 class FabricCSVLogger(CSVLogger):
     """The same, whose first argument Fabric calls `root_dir`."""
 
-    def __init__(
-        self, root_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
-    ) -> None:  # Any: as there
+    def __init__(self, root_dir: object, name: str | None = DEFAULT_NAME, *args: object, **kwargs: object) -> None:
         super().__init__(root_dir, name, *args, **kwargs)
 
     @property

@@ -35,7 +35,7 @@ _CALLED = {
 _NOT_CALLED = {"strategy": set(_STRATEGY.split()), "precision": set(_PRECISION.split()), "accelerator": set[str]()}
 
 
-def check_overrides(part: Any, kind: str) -> None:  # Any: of any class
+def check_overrides(part: object, kind: str) -> None:
     """Warn of methods that are not called; refuse those that cannot be called with Loopwright's arguments.
 
     Args:

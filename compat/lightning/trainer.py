@@ -155,7 +155,7 @@ class Trainer(trainer.Trainer):
 class _Saving(Saving):
     """Writes checkpoints that hold objects, and have what Lightning looks for in one."""
 
-    def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
+    def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: object) -> None:
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
             checkpoint = trust_objects(part_hyperparameters(checkpoint))
@@ -201,7 +201,7 @@ class _Metrics(Metrics):
         return super()._weight(slot)
 
 
-def _first_size(batch: Any) -> int | None:  # Any: a nested batch
+def _first_size(batch: object) -> int | None:
     """Return the first dimension of the first tensor in a batch, None if there is no tensor."""
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else 1
@@ -253,7 +253,7 @@ def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | 
     return hook
 
 
-def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: see the function that is replaced
+def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see the function that is replaced
     """Return what a checkpoint holds of a module's arguments: of a LightningModule, objects too."""
     is_lightning = isinstance(owner, LightningModule | LightningDataModule)
     return keep_hyperparameters(owner, prefix) if is_lightning else _plain_hyperparameters(owner, prefix)

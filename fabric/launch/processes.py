@@ -423,7 +423,7 @@ class _Plan:
         return Failure(self.rank(local), socket.gethostname(), pid, how, trace=trace, when=time.time())
 
 
-def _write_call(call: Any, plan: _Plan, start_method: str) -> None:
+def _write_call(call: object, plan: _Plan, start_method: str) -> None:
     # Not through multiprocessing, which would put tensors into memory that all ranks share.
     try:
         torch.save(call, plan.file(0, "call"))
@@ -521,7 +521,7 @@ def _prepare(local: int, plan: _Plan) -> Any:
     return call
 
 
-def _write_result(result: Any, file: Path) -> None:
+def _write_result(result: object, file: Path) -> None:
     try:
         torch.save(result, file)
     except _UNPICKLABLE as error:

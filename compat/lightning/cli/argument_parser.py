@@ -46,13 +46,13 @@ class LightningArgumentParser:
         linked: Settings that follow from others.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._groups: Any = None
         self.options: dict[str, Any] = dict(kwargs)
         self.flat: dict[str, Any] = {}
         self.linked: list[str] = []
 
-    def _use(self, groups: Any) -> None:
+    def _use(self, groups: object) -> None:
         """Declare to these `lw.cli.Groups` from here on."""
         self._groups = groups
 
@@ -100,7 +100,7 @@ class LightningArgumentParser:
         """Declare the parameters of a function below a key: values, with which nothing is called."""
 
         @functools.wraps(function)
-        def keep(*args: Any, **arguments: Any) -> Namespace:
+        def keep(*args: object, **arguments: object) -> Namespace:
             values = inspect.signature(function).bind_partial(*args, **arguments)
             values.apply_defaults()
             return Namespace(values.arguments)
@@ -204,7 +204,7 @@ def short_path(path: str) -> str:
     return path.replace(".init_args", "")
 
 
-def _described(node: Any, base: type) -> dict[str, Any] | None:
+def _described(node: object, base: type) -> dict[str, Any] | None:
     """Return class_path and init_args of what settings say below a key; None where they name no class.
 
     What is wrong there is said when the value itself is planned.

@@ -51,7 +51,7 @@ class SaveConfigCallback(Callback):
     def __init__(
         self,
         parser: LightningArgumentParser,
-        config: Any,
+        config: object,
         config_filename: str = "config.yaml",
         overwrite: bool = False,
         multifile: bool = False,
@@ -94,7 +94,7 @@ def _remove(tree: dict[str, Any], path: str) -> None:
         node.pop(last, None)
 
 
-def _laid_over(below: Any, above: Any) -> Any:
+def _laid_over(below: object, above: object) -> Any:
     """Return settings in which those above win, and what only those below have is there, too."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
@@ -125,15 +125,15 @@ class LightningCLI:
 
     def __init__(
         self,
-        model_class: Any = None,
-        datamodule_class: Any = None,
+        model_class: object = None,
+        datamodule_class: object = None,
         save_config_callback: Any = SaveConfigCallback,
         save_config_kwargs: dict[str, Any] | None = None,
-        trainer_class: Any = Trainer,
+        trainer_class: object = Trainer,
         trainer_defaults: dict[str, Any] | None = None,
         seed_everything_default: bool | int = True,
         parser_kwargs: dict[str, Any] | None = None,
-        parser_class: Any = LightningArgumentParser,
+        parser_class: Callable[..., LightningArgumentParser] = LightningArgumentParser,
         subclass_mode_model: bool = False,
         subclass_mode_data: bool = False,
         args: Sequence[str] | Mapping[str, Any] | None = None,
@@ -193,7 +193,7 @@ class LightningCLI:
         found = Namespace({key: one for key, one in made.items() if one is not None})
         return found if cli.subcommand is None else Namespace({"subcommand": cli.subcommand, cli.subcommand: found})
 
-    def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
+    def _get(self, config: Namespace, key: str, default: object = None) -> Any:
         """Return a setting of the subcommand."""
         own: Namespace = config.get(str(self._cli.subcommand), config)
         return own.get(key, default)
@@ -419,7 +419,7 @@ def _asks_owner(name: str) -> Callable[[Any], None]:
     return call
 
 
-def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
+def instantiate_class(args: object, init: dict[str, Any]) -> Any:
     """Return an object of the class that `class_path` names, made of `init_args`.
 
     Args:

@@ -18,7 +18,7 @@ class Namespace(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"the configuration has no {name!r}; it has {', '.join(self)}.") from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __missing__(self, key: str) -> Any:
@@ -45,14 +45,14 @@ class Namespace(dict[str, Any]):
 _NOTHING = object()
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Return a configuration as plain dicts and lists."""
     if isinstance(value, dict):
         return {key: to_plain(below) for key, below in value.items()}
     return [to_plain(one) for one in value] if isinstance(value, list) else value
 
 
-def to_namespace(value: Any) -> Any:
+def to_namespace(value: object) -> Any:
     """Return a configuration whose dicts are Namespaces."""
     if isinstance(value, dict):
         return Namespace({key: to_namespace(below) for key, below in value.items()})

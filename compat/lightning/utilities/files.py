@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def get_filesystem(path: str | Path, **kwargs: Any) -> Any:  # Any: fsspec is not annotated
+def get_filesystem(path: str | Path, **kwargs: object) -> Any:  # Any: fsspec is not annotated
     """Return the fsspec file system of a path or URL."""
     from fsspec.core import url_to_fs
 
@@ -46,7 +46,7 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
     return len(set(strategy.gather_objects(socket.gethostname()))) == 1
 
 
-def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:  # Any: a mapping
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: object, use_omegaconf: bool = True) -> None:
     """Write hyperparameters as YAML."""
     from omegaconf import OmegaConf
 
@@ -64,7 +64,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
-def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Any) -> None:  # Any: a mapping or namespace
+def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: object) -> None:
     """Write hyperparameters as a table of keys and values."""
     entries = dict(hparams) if isinstance(hparams, Mapping) else dict(vars(hparams))
     with open(tags_csv, "w", newline="") as file:

@@ -68,7 +68,7 @@ def remove_ignored(owner: Any, ignore_list: list[str] | str) -> None:  # Any: mo
         owner.hparams.pop(name, None)
 
 
-def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
+def update_hparams(hparams: dict[str, Any], updates: Mapping[str, object]) -> None:
     """Put values into nested hyperparameters, in place."""
     for key, value in updates.items():
         if isinstance(value, Mapping) and isinstance(hparams.get(key), dict):
@@ -97,7 +97,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
     """Return the names of `self`, of `*args` and of `**kwargs` in a class's `__init__`; None where there is none."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
 
-    def of_kind(kind: Any) -> str | None:
+    def of_kind(kind: object) -> str | None:
         return next((parameter.name for parameter in parameters if parameter.kind == kind), None)
 
     return parameters[0].name, of_kind(inspect.Parameter.VAR_POSITIONAL), of_kind(inspect.Parameter.VAR_KEYWORD)
@@ -132,7 +132,7 @@ def collect_init_args(
     return path_args
 
 
-def _holders(model: Any, attribute: str) -> list[Any]:  # Any: module, mapping or namespace
+def _holders(model: object, attribute: str) -> list[Any]:  # Any: module, mapping or namespace
     trainer = getattr(model, "_trainer", None)
     datamodule = getattr(trainer, "datamodule", None)
     places = [model, getattr(model, "hparams", None), datamodule, getattr(datamodule, "hparams", None)]
@@ -143,12 +143,12 @@ def _holders(model: Any, attribute: str) -> list[Any]:  # Any: module, mapping o
     ]
 
 
-def lightning_hasattr(model: Any, attribute: str) -> bool:  # Any: a module
+def lightning_hasattr(model: object, attribute: str) -> bool:
     """Return whether module, data module or the hyperparameters of one have a value of this name."""
     return bool(_holders(model, attribute))
 
 
-def lightning_getattr(model: Any, attribute: str) -> Any:  # Any: a module, and its value
+def lightning_getattr(model: object, attribute: str) -> Any:  # Any: a module, and its value
     """Return the value of this name; that of the data module wins over that of the module."""
     holders = _holders(model, attribute)
     if not holders:
@@ -156,7 +156,7 @@ def lightning_getattr(model: Any, attribute: str) -> Any:  # Any: a module, and 
     return holders[-1][attribute] if isinstance(holders[-1], Mapping) else getattr(holders[-1], attribute)
 
 
-def lightning_setattr(model: Any, attribute: str, value: Any) -> None:  # Any: a module, and its value
+def lightning_setattr(model: object, attribute: str, value: object) -> None:
     """Set the value of this name wherever it stands."""
     if not _holders(model, attribute):
         raise AttributeError(f"{attribute!r} is neither an attribute of the model, nor in its hparams or datamodule.")

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:  # Any: a nested collection
+def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:  # Any: a nested collection
     """Return a collection whose tensors are detached."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 

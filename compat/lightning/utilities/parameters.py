@@ -96,7 +96,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def is_param_in_hook_signature(
-    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+    hook_fx: Callable[..., object], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
     """Return whether a hook takes an argument.
 

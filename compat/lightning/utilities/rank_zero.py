@@ -53,7 +53,7 @@ class _RankZeroOnly:
         """Return the function, which gives `default` on the other ranks."""
 
         @functools.wraps(fn)
-        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:  # Any: as the function's
+        def on_rank_zero(*args: object, **kwargs: object) -> Any:  # Any: as the function's
             return fn(*args, **kwargs) if self.rank == 0 else default
 
         return on_rank_zero
@@ -80,7 +80,7 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -
     warnings.warn(message, stacklevel=stacklevel + 2, **kwargs)
 
 
-def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: object) -> None:
     """Warn on rank 0 that something will be taken away."""
     rank_zero_warn(message, stacklevel=stacklevel + 1, **{"category": LightningDeprecationWarning, **kwargs})
 

@@ -46,13 +46,13 @@ def has_len(dataloader: object) -> bool:
 
 
 def has_len_all_ranks(
-    dataloader: object, strategy: Any = None, allow_zero_length_dataloader_with_multiple_devices: bool = False
-) -> bool:  # Any: a strategy, which is not asked: ranks need not be equally long here
+    dataloader: object, strategy: object = None, allow_zero_length_dataloader_with_multiple_devices: bool = False
+) -> bool:
     """Return whether a loader's length can be relied on."""
     return has_len(dataloader)
 
 
-def extract_batch_size(batch: Any) -> int:  # Any: a nested batch
+def extract_batch_size(batch: object) -> int:
     """Return the size of a batch.
 
     Raises:
@@ -64,10 +64,10 @@ def extract_batch_size(batch: Any) -> int:  # Any: a nested batch
     return size
 
 
-def convert_to_tensors(data: Any, device: torch.device) -> Any:  # Any: a nested collection
+def convert_to_tensors(data: object, device: torch.device) -> Any:  # Any: a nested collection
     """Return a collection with numbers as tensors on the device, and tensors on it."""
 
-    def convert(value: Any) -> Tensor:  # Any: a number, tensor or array
+    def convert(value: object) -> Tensor:
         return torch.as_tensor(value).to(device)
 
     import numpy as np
@@ -75,7 +75,7 @@ def convert_to_tensors(data: Any, device: torch.device) -> Any:  # Any: a nested
     return apply_to_collection(data, (bool, int, float, np.ndarray, Tensor), convert)
 
 
-def convert_tensors_to_scalars(data: Any) -> Any:  # Any: a nested collection
+def convert_tensors_to_scalars(data: object) -> Any:  # Any: a nested collection
     """Return a collection with tensors of one element as numbers.
 
     Raises:
@@ -155,7 +155,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
     """Deals every sample of any sampler out once."""
 
-    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
+    def __init__(self, sampler: Sampler[Any], *args: object, **kwargs: object) -> None:  # Any: DistributedSampler's
         self._indices = _Indices(sampler)
         super().__init__(self._indices, *args, **kwargs)
 

@@ -66,7 +66,7 @@ def _runif_reasons(
     deepspeed: bool = False,
     dynamo: bool = False,
     linux_only: bool = False,
-    **others: Any,  # Any: conditions of other versions, which are met
+    **others: object,
 ) -> tuple[list[str], dict[str, bool]]:
     """Return why a test cannot run here, and pytest's keywords for it."""
     from .versions import package_available

@@ -140,5 +140,5 @@ def test_steps_is_a_whole_number(steps: Any) -> None:
 
 
 def test_a_model_is_needed() -> None:
-    with pytest.raises(ConfigError, match="no model"), Fabric(accelerator="cpu").accumulate():
+    with pytest.raises(ConfigError, match="Expected a model"), Fabric(accelerator="cpu").accumulate():
         pass

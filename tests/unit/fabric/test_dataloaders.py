@@ -41,7 +41,7 @@ def test_several_loaders_come_back_as_a_list() -> None:
     one, two = fabric.setup_dataloaders([1], [2, 3])
     assert (list(one), list(two), len(two)) == ([1], [2, 3], 2)
     assert fabric.setup_dataloaders([1], move_to_device=False).device is None
-    with pytest.raises(ConfigError, match="no loader"):
+    with pytest.raises(ConfigError, match="Expected a loader"):
         fabric.setup_dataloaders()
     with pytest.raises(ModuleError, match="cannot be iterated"):
         fabric.setup_dataloaders(3)

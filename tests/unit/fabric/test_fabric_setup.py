@@ -266,7 +266,7 @@ def test_wrong_objects_are_named() -> None:
 
 def test_parameters_on_several_devices_warn() -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.warns(UserWarning, match="lie on several devices: cpu, meta"):
+    with pytest.warns(UserWarning, match="are on several devices: cpu, meta"):
         machine().setup_module(net, move_to_device=False)
 
 
@@ -480,11 +480,11 @@ def test_what_needs_processes_says_so_before_they_are_started(method: str) -> No
     fabric = machine(strategy="ddp", devices=2)
     assert fabric.world_size == 2
     arguments: dict[str, tuple[Any, ...]] = {"setup_dataloaders": ([1],), "broadcast": (1,), "save": ("a", {})}
-    with pytest.raises(LaunchError, match=rf"Fabric\.{method} was called before the processes of the strategy DDP"):
+    with pytest.raises(LaunchError, match=rf"Fabric\.{method} with the strategy DDP"):
         getattr(fabric, method)(*arguments.get(method, ()))
 
 
 @pytest.mark.parametrize("start", ["ddp_spawn", "ddp_fork"])
 def test_strategies_that_start_processes_need_a_function(start: str) -> None:
-    with pytest.raises(ConfigError, match="needs a function"):
+    with pytest.raises(ConfigError, match="Expected a function"):
         machine(strategy=start, devices=2).launch()
