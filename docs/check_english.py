@@ -32,10 +32,13 @@ SOURCES: tuple[str, ...] = (
     "docs/make_pictures.py",
     "examples",
     "loggers",
+    "profilers",
+    "report",
     "strategies/construction",
     "strategies/ddp",
     "strategies/distributed",
     "strategies/fsdp",
+    "tuner",
 )
 
 # Pages generated from Python sources outside `SOURCES`.

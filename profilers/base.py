@@ -1,4 +1,4 @@
-"""What a profiler is: it hears when an activity of the run starts and stops. The lifecycle calls it."""
+"""`Profiler`, the base class of profilers: it is notified when an activity of the run starts and stops."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _read_steps(steps: tuple[int, int] | str) -> tuple[int, int]:
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", steps) if isinstance(steps, str) else None
     pair = (match[1], match[2] or match[1]) if match else steps
     wrong = ConfigError(
-        f"profiler: steps={steps!r} is no window of steps.",
+        f"profiler: steps={steps!r} is not a window of steps.",
         fix='pass the first and the last step to profile, both included: steps=(10, 15) or steps="10-15".',
     )
     try:

@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +37,13 @@ _RESERVED = ("schedule", "on_trace_ready", "use_cuda")
 class PyTorchProfiler(Profiler):
     """Record a window of steps with torch.profiler, of training and of each kind of evaluation by itself.
 
-    A window costs nothing before it begins and after it has ended: its profile is closed, and only its table is kept.
-    A window of training goes on through a validation; one of validation ends with it, at the latest.
+    A window costs nothing before it begins and after it ends: its profile is closed, and only its table is kept.
+    A window of training continues through a validation; one of validation ends with it, at the latest.
     Without `steps` and `schedule`, a window leaves out one step, warms up for one, and records three.
 
     Args:
-        dirpath: Directory of the files; None takes the run's log directory.
-        filename: Middle of the files' names, `<stage>-<filename>[-<rank>].txt`; None logs the table instead.
+        dirpath: Directory of the files; None: the run's log directory.
+        filename: Middle of the files' names, `<stage>-<filename>[-<rank>].txt`; None: the table is logged.
         group_by_input_shapes: Whether the table has a row for each combination of input shapes.
         emit_nvtx: Whether to mark operators for `nsys profile` instead of recording; needs CUDA. There is no table.
         export_to_chrome: Whether to write `<stage>[-<filename>][-<rank>]-<kind>.<step>.pt.trace.json` for each window,
@@ -58,17 +58,17 @@ class PyTorchProfiler(Profiler):
         export_to_flame_graph: Whether to write a `.stack` file of each window; needs with_stack=True.
         metric: What the flame graph counts: "self_cpu_time_total" or "self_cuda_time_total".
         schedule: Step number -> torch.profiler.ProfilerAction; counted for each kind of step by itself, from 0.
-        on_trace_ready: Called with each finished profile, after the files have been written.
-        steps: First and last step to record, both included, as (10, 15) or "10-15"; the step before warms up. In the
-            place of `schedule`.
-        ranks: Ranks to profile; None: all.
-        profiler_kwargs: For torch.profiler.profile: activities, record_shapes, profile_memory, with_stack, ...
+        on_trace_ready: Function called with each finished profile, after the files have been written.
+        steps: First and last step to record, both included, as (10, 15) or "10-15"; the step before warms up. Replaces
+            `schedule`.
+        ranks: Ranks to profile; None: all ranks.
+        profiler_kwargs: Arguments of torch.profiler.profile: activities, record_shapes, profile_memory, with_stack, ...
 
     Attributes:
         averages: Kind of step ("train", "validation", ...) to torch's `key_averages()` of its last window.
 
     Raises:
-        ConfigError: An argument is unknown or cannot work; names all.
+        ConfigError: An argument is unknown or invalid; names all of them.
     """
 
     AVAILABLE_SORT_KEYS = frozenset(
@@ -95,7 +95,7 @@ class PyTorchProfiler(Profiler):
         export_to_flame_graph: bool = False,
         metric: str = "self_cpu_time_total",
         schedule: Callable[[int], ProfilerAction] | None = None,
-        on_trace_ready: Callable[[Any], Any] | None = None,
+        on_trace_ready: Callable[[profile], object] | None = None,
         steps: tuple[int, int] | str | None = None,
         ranks: Sequence[int] | None = None,
         **profiler_kwargs: Any,
@@ -139,7 +139,7 @@ class PyTorchProfiler(Profiler):
         self._module: nn.Module | None = None
         self._session: _Session | None = None
         self._is_evaluating = False
-        self._nvtx: AbstractContextManager[Any] | None = None
+        self._nvtx: AbstractContextManager[object] | None = None
 
     def watch(self, module: nn.Module) -> None:
         """Know the module whose parts the trace names.
@@ -210,7 +210,7 @@ class PyTorchProfiler(Profiler):
         if action_name == _EVALUATION:
             self._is_evaluating = False
             if session is not None and session.kind != "train":
-                self._finish_session()  # or training would go on inside of it
+                self._finish_session()  # or training would continue inside of it
         if kind is None or (session is not None and session.kind != kind):
             return  # steps of another kind within a window belong to it, and are not counted
         number = self._counts.get(kind, 0)
@@ -239,7 +239,7 @@ class PyTorchProfiler(Profiler):
     # --- windows -----------------------------------------------------------------------------------------------------
 
     def _kind_of(self, action_name: str) -> str | None:
-        """Return the kind of step that the activity is; None where it is none."""
+        """Return the kind of step that the activity is; None if it is not a step."""
         if action_name == self.STEP_ACTION:
             return "train"
         if self._stage == "fit" and not self._is_evaluating:
@@ -271,7 +271,7 @@ class PyTorchProfiler(Profiler):
             session.finish()
 
     def keep(self, session: _Session) -> None:
-        """Keep the table of a finished window and write its files. Called by torch when a trace is ready."""
+        """Keep the table of a finished window and write its files."""
         recorded = session.profile
         averages = self.averages[session.kind] = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
         options = {"sort_by": _RENAMED.get(self.sort_by_key, self.sort_by_key), "row_limit": self.row_limit}
@@ -312,7 +312,7 @@ class PyTorchProfiler(Profiler):
             if path and not any(path == one or path.startswith(f"{one}.") or not one for one in compiled):
                 _name_module(stack, child, f"[module]{type(child).__name__}: {path}")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_session": None, "_nvtx": None, "_module": None, "averages": {}}
 
 
@@ -328,7 +328,7 @@ class _Session:
     def __init__(self, owner: PyTorchProfiler, kind: str, first: int) -> None:
         self.kind = kind
         self.first = first
-        self._open: list[tuple[str, Any]] = []
+        self._open: list[tuple[str, AbstractContextManager[object]]] = []
         self._hooks = ExitStack()
         self.profile = profile(
             schedule=lambda number: owner.schedule(first + number),
@@ -361,11 +361,11 @@ class _Session:
 def _name_module(stack: ExitStack, module: nn.Module, name: str) -> None:
     running: list[Any] = []
 
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         running.append(record_function(name))
         running[-1].__enter__()
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         if running:
             running.pop().__exit__(None, None, None)
 
@@ -386,11 +386,11 @@ def _memory_of(events: list[dict[str, Any]]) -> dict[str, list[tuple[float, int]
 
 def _check(
     *,
-    sort_by_key: tuple[str, Any],
-    metric: tuple[str, Any],
-    table_kwargs: dict[str, Any],
-    profiler_kwargs: dict[str, Any],
-    schedule: Any,  # Any: what the user passed
+    sort_by_key: tuple[str, Collection[str]],
+    metric: tuple[str, Collection[str]],
+    table_kwargs: Mapping[str, object],
+    profiler_kwargs: Mapping[str, object],
+    schedule: object,
     has_both: bool,
     lacks_cuda: bool,
     lacks_stack: bool,
@@ -412,7 +412,7 @@ def _check(
         if name not in taken:
             problems.append((f"{name}={nearest(name, taken)} is unknown", f"pass some of {', '.join(sorted(taken))}"))
     if schedule is not None and not callable(schedule):
-        problems.append((f"schedule={schedule!r} is no function", "pass torch.profiler.schedule(...)"))
+        problems.append((f"schedule={schedule!r} is not a function", "pass torch.profiler.schedule(...)"))
     if has_both:
         problems.append(("both steps and schedule are given", "pass one of them"))
     if lacks_cuda:

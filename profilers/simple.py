@@ -49,9 +49,9 @@ class SimpleProfiler(Profiler):
     `MAX_DURATIONS` per name are kept.
 
     Args:
-        dirpath: Directory of the report file; None takes the run's log directory.
-        filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
-        extended: Whether the table has calls, shortest, longest and percentages beside mean and total.
+        dirpath: Directory of the report file; None: the run's log directory.
+        filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None: the report is logged.
+        extended: Whether the table also has calls, minimum, maximum and percentages.
         steps: Training steps to profile, see `Profiler`.
         ranks: Ranks to profile, see `Profiler`.
     """

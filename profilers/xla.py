@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -18,10 +19,10 @@ class XLAProfiler(Profiler):
     `torch_xla.debug.profiler.trace(f"localhost:{port}", folder)`. There is no report.
 
     Args:
-        port: Where the profiler's server listens.
+        port: Port of the profiler's server.
 
     Raises:
-        ConfigError: `port` is no port.
+        ConfigError: `port` is not a port number.
         MissingDependency: torch_xla is not installed.
     """
 
@@ -31,14 +32,14 @@ class XLAProfiler(Profiler):
     def __init__(self, port: int = 9012) -> None:
         super().__init__()
         if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-            raise ConfigError(f"XLAProfiler: port={port!r} is no port.", fix="pass a number from 1 to 65535.")
+            raise ConfigError(f"XLAProfiler: port={port!r} is not a port.", fix="pass a number from 1 to 65535.")
         try:
             self._xla: Any = import_module("torch_xla.debug.profiler")
         except ImportError as error:
             raise MissingDependency("torch_xla", needed_for="profiler='xla'", extra="xla") from error
         self.port = port
-        self._server: Any = None
-        self._open: list[tuple[str, Any]] = []
+        self._server: object = None
+        self._open: list[tuple[str, AbstractContextManager[object]]] = []
         self._steps: dict[str, int] = {}
 
     def start(self, action_name: str) -> None:
@@ -73,8 +74,8 @@ class XLAProfiler(Profiler):
                 self._open.pop(index)[1].__exit__(None, None, None)
                 return
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_xla": None, "_server": None, "_open": []}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _xla=import_module("torch_xla.debug.profiler"))

@@ -1,7 +1,6 @@
-"""Pictures of runs: one HTML page, or curves in a terminal, from the files that loggers and checkpoints leave.
+"""Reports on runs: an HTML page, or curves in a terminal, from the files of loggers and checkpoints.
 
-`loopwright report` and `loopwright watch` (cli/) call it. It reads files only: the run may be over, or going on, or
-have been written by another library. Nothing of it is imported with the Trainer.
+It reads files only: the run may be finished, in progress, or written by another library.
 """
 
 from __future__ import annotations

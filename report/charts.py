@@ -87,7 +87,7 @@ def make_charts(runs: Iterable[LoggedRun]) -> list[Chart]:
         if heading == RATES:
             title = re.split(r"[/_-]", title)[0] if title.startswith(("lr", "momentum")) else title
             title = {"lr": "learning rate"}.get(title, title)
-            if title == "learning rate":  # lr-Adam/pg1-momentum is none
+            if title == "learning rate":  # lr-Adam/pg1-momentum is not a rate
                 title = next((word for word in ("momentum", "weight_decay") if name.endswith(f"-{word}")), title)
         chart = charts.setdefault((_ORDER.index(heading), title), Chart(title, heading, []))
         chart.names.append(name)
@@ -96,14 +96,14 @@ def make_charts(runs: Iterable[LoggedRun]) -> list[Chart]:
 
 
 def base_of(name: str) -> str:
-    """Return a metric's name without what tells training from validation, and steps from epochs."""
+    """Return a metric's name without the parts for training, validation, steps and epochs."""
     for pattern in (_LOADER, _LEVEL, _BEFORE, _AFTER):
         name = pattern.sub("", name)
     return name
 
 
 def thin(series: Series, most: int = _MOST_POINTS) -> Curve:
-    """Return a curve of at most so many points: neighbours become their mean, with the smallest and the largest."""
+    """Return a curve of at most `most` points: neighbors become their mean, minimum and maximum."""
     count = len(series.steps)
     if count <= most:
         return Curve(list(series.steps), [_finite(value) for value in series.values])

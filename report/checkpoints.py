@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsFloat
 
 if TYPE_CHECKING:
+    from ..protocols import StateDict
     from .runs import LoggedRun
 
 __all__ = ["CheckpointFile", "CheckpointReader"]
@@ -50,7 +51,7 @@ class CheckpointReader:
     """Finds checkpoints and opens each one once for every time that it is written."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # Any: what checkpoints hold
+        self._known: dict[Path, tuple[tuple[int, int, int], StateDict]] = {}  # Any: what checkpoints hold
 
     def assign(self, root: Path, runs: Sequence[LoggedRun]) -> None:
         """Give each of the runs found below a directory its checkpoints."""
@@ -65,17 +66,18 @@ class CheckpointReader:
     def _describe(self, run: LoggedRun, paths: list[Path]) -> None:
         newest_first = sorted(paths, key=_modified, reverse=True)
         found: list[CheckpointFile] = []
-        newest: dict[str, Any] = {}
+        newest: StateDict = {}
         for number, path in enumerate(newest_first):
             try:
                 size, modified = _size(path), _modified(path)
             except OSError:
-                continue  # a run that goes on has removed it
-            said = self._open(path) if number < _MOST_OPENED else {}
-            newest = newest or (said if "problem" not in said else {})
+                continue  # a running run has removed it
+            facts = self._open(path) if number < _MOST_OPENED else {}
+            newest = newest or (facts if "problem" not in facts else {})
             named = _STEP_IN_NAME.search(path.name)
-            step = said.get("step", int(named[1]) if named else None)
-            found.append(CheckpointFile(path, step, said.get("epoch"), size, modified, problem=said.get("problem", "")))
+            step = facts.get("step", int(named[1]) if named else None)
+            epoch, problem = facts.get("epoch"), facts.get("problem", "")
+            found.append(CheckpointFile(path, step, epoch, size, modified, problem=problem))
         roles = newest.get("roles", {})
         marked = [
             replace(file, roles=tuple(role), score=score, monitor=monitor)
@@ -88,7 +90,7 @@ class CheckpointReader:
         if not run.config:
             run.config.update(newest.get("config", {}))
 
-    def _open(self, path: Path) -> dict[str, Any]:
+    def _open(self, path: Path) -> StateDict:
         try:
             state = path.stat()
         except OSError as error:
@@ -119,7 +121,7 @@ def _owner(path: Path, runs: Sequence[LoggedRun]) -> int | None:
     return max(depth, key=lambda number: depth[number], default=None)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> StateDict:
     """Return what a file says of its run; the tensors stay on disk, and nothing in it is executed."""
     import pickle
 
@@ -132,17 +134,17 @@ def _read(path: Path) -> dict[str, Any]:
         return {"problem": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
     if not isinstance(content, dict):
         return {}
-    said: dict[str, Any] = {"roles": _roles(content.get("callbacks")), "environment": _environment(content)}
+    facts: StateDict = {"roles": _roles(content.get("callbacks")), "environment": _environment(content)}
     for ours, its in (("step", "global_step"), ("epoch", "epoch")):
         if isinstance(content.get(its), int):
-            said[ours] = content[its]
+            facts[ours] = content[its]
     parameters = content.get("hyper_parameters")
     if isinstance(parameters, dict):
-        said["config"] = {str(name): str(value) for name, value in parameters.items()}
-    return said
+        facts["config"] = {str(name): str(value) for name, value in parameters.items()}
+    return facts
 
 
-def _roles(callbacks: Any) -> dict[str, tuple[list[str], float | None, str | None]]:
+def _roles(callbacks: object) -> dict[str, tuple[list[str], float | None, str | None]]:
     """Return by file name what the states of ModelCheckpoint callbacks say; the run may have been moved."""
     found: dict[str, tuple[list[str], float | None, str | None]] = {}
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
@@ -160,7 +162,7 @@ def _roles(callbacks: Any) -> dict[str, tuple[list[str], float | None, str | Non
     return found
 
 
-def _environment(content: Mapping[str, Any]) -> dict[str, str]:
+def _environment(content: Mapping[str, object]) -> dict[str, str]:
     ours = content.get("loopwright")
     if not isinstance(ours, dict):
         version = content.get("pytorch-lightning_version")
@@ -169,15 +171,15 @@ def _environment(content: Mapping[str, Any]) -> dict[str, str]:
     found = {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
     if "world_size" in ours:
         found["processes"] = str(ours["world_size"])
-    said = ours.get("progress")
-    progress = said if isinstance(said, dict) else {}
+    saved = ours.get("progress")
+    progress = saved if isinstance(saved, dict) else {}
     for name in ("steps", "samples", "tokens"):
         if progress.get(name):
             found[f"{name} done"] = f"{progress[name]:,}"
     return found
 
 
-def _float(value: Any) -> float | None:  # Any: a number, or a tensor of one element
+def _float(value: SupportsFloat | None) -> float | None:
     return None if value is None else float(value)
 
 

@@ -21,11 +21,11 @@ from .runs import LoggedRun
 
 __all__ = ["duration", "render_page", "write_report"]
 
-# Okabe and Ito's palette, which people see apart whose eyes see fewer colours; yellow is too light for lines.
+# Okabe and Ito's palette, which color-blind readers can distinguish; yellow is too light for lines.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6ae0", "#8c8c8c")
 _NONE = "&ndash;"
 _MOST_MARKS = 40  # checkpoints drawn as lines
-# No address may be asked for anything, whatever is in the page.
+# The page may not request anything from any address.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _UNITS = (("s", 1.0, 180.0), ("min", 60.0, 10800.0), ("h", 3600.0, 259200.0), ("days", 86400.0, math.inf))
 

@@ -1,7 +1,7 @@
-"""What loggers wrote, file by file: metrics.csv, metrics.jsonl, TensorBoard's event files.
+"""Readers of loggers' files: metrics.csv, metrics.jsonl, TensorBoard's event files.
 
-Each source can be read again while the run goes on, and then reads only what is new. A file that was written anew (a
-new column, a resumed run that dropped rows) is read from its start again.
+A source can be read repeatedly while the run continues, and reads only what is new. A file that was rewritten (a new
+column, a resumed run that dropped rows) is read again from its start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import MissingDependency
 
@@ -57,7 +57,7 @@ class Source(ABC):
 
 
 class _LineSource(Source):
-    """A text file that grows by whole lines."""
+    """A text file that grows by complete lines."""
 
     file_name: str
 
@@ -84,12 +84,12 @@ class _LineSource(Source):
         except OSError as error:
             self.problems = [f"{path} cannot be read: {error.strerror or error}"]
             return is_changed
-        whole = data[: data.rfind(b"\n") + 1]  # the last line may be on its way
-        if not whole:
+        complete = data[: data.rfind(b"\n") + 1]  # the last line may be on its way
+        if not complete:
             return is_changed
-        self._offset += len(whole)
-        self._tail = whole[-64:]
-        for line in whole.decode("utf-8", errors="replace").splitlines():
+        self._offset += len(complete)
+        self._tail = complete[-64:]
+        for line in complete.decode("utf-8", errors="replace").splitlines():
             self._line += 1
             if line.strip() and not self._read_line(line):
                 self._unreadable += 1
@@ -97,7 +97,7 @@ class _LineSource(Source):
                     self.problems.append(f"{path} has a line that cannot be read, number {self._line}.")
         return True
 
-    def _still_begins_as_read(self, file: Any) -> bool:  # Any: a binary file
+    def _still_begins_as_read(self, file: BinaryIO) -> bool:
         file.seek(max(0, self._offset - len(self._tail)))
         return bool(file.read(len(self._tail)) == self._tail)
 
@@ -160,7 +160,7 @@ class JSONLinesSource(_LineSource):
         values = {str(name): number for name, value in row.items() if (number := _number(value)) is not None}
         step = values.pop("step", None)
         if step is None:
-            return "step" not in row  # a record of another kind, such as hyperparameters, is none of ours
+            return "step" not in row  # a record of another kind, such as hyperparameters
         if not math.isfinite(step):
             return False
         self._take_row(int(step), values)
@@ -183,8 +183,8 @@ class EventSource(Source):
         sizes = _event_files(self.folder)
         if sizes == self._sizes:
             return False
-        is_cut = any(sizes.get(name, 0) < size for name, size in self._sizes.items())
-        if is_cut or any(name < max(self._sizes, default="") for name in sizes.keys() - self._sizes.keys()):
+        is_truncated = any(sizes.get(name, 0) < size for name, size in self._sizes.items())
+        if is_truncated or any(name < max(self._sizes, default="") for name in sizes.keys() - self._sizes.keys()):
             self._forget()  # a resumed run took away what came after its checkpoint
         for name in sorted(sizes):  # TensorBoard's own order: the names begin with the time
             if sizes[name] != self._sizes.get(name):
@@ -240,7 +240,7 @@ def _event_files(folder: Path) -> dict[str, int]:
 
 
 def _number(value: object) -> float | None:
-    """Return a logged value as a number; None for what is none."""
+    """Return a logged value as a number; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -1,4 +1,4 @@
-"""`watch`: the curves of runs in a terminal, drawn anew while they are written. `loopwright watch` (cli/) calls it."""
+"""`watch`: the curves of runs in a terminal, redrawn while they are written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def watch(
     smoothing: float = 0.0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Show the runs until Ctrl-C; on what is no terminal, once.
+    """Show the runs until Ctrl-C; once if the output is not a terminal.
 
     Args:
         reader: Of the runs' directories, which may be empty still.
@@ -44,7 +44,7 @@ def watch(
         every_s: Seconds between two looks at the files.
         metrics: Patterns as the shell has them; only these metrics are shown. Empty shows all.
         smoothing: As for `write_report`.
-        should_stop: Asked after each look.
+        should_stop: Function called after each update.
     """
     if not console.is_terminal:
         size = (console.width, NO_LIMIT)
@@ -201,10 +201,10 @@ def _cells(
     height: int,
     limits: tuple[float, float, float, float],
 ) -> list[list[tuple[str, str]]]:
-    """Return lines of characters with their colours; where curves share a character, the later one colours it."""
+    """Return lines of characters with their colors; a character of several curves has the color of the last one."""
     left, right, low, high = limits
     right = max(right, left + 1)
-    # The upper limits of the canvas are no part of it.
+    # The upper limits of the canvas are not part of it.
     limit_x, limit_y = right + (right - left) / (2 * width), high + (high - low) / (4 * height)
     cells = [[(_EMPTY, "")] * width for _ in range(height)]
     for points, color in curves:

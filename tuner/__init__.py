@@ -1,6 +1,6 @@
-"""The tuner: values that are found by trying, before or within a training, and plots that help to choose them.
+"""The tuner: searches for the batch size and the learning rate by trial runs, and plots of schedules.
 
-Every trial is a run of its own, with a copy of the module, that leaves nothing behind.
+Each trial is a separate run with a copy of the module, and leaves no trace.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The batch-size search: the largest that fits into memory, found by trying.
+"""The batch-size search: the largest size that fits into memory, found by trials.
 
-Each size is tried in a run of its own, by every rank by itself: no trial communicates, so that one rank which runs out
-of memory leaves nobody waiting. After each trial the ranks agree on how it went.
+Each rank tries each size in a separate run without communication, so that no rank waits for one that runs out of
+memory. After each trial the ranks synchronize its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["BatchSize", "Search", "find_batch_size_that_fits", "is_out_of_memory
 _log = logging.getLogger(__name__)
 _STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 _LOADER = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-# How devices and libraries say that memory is used up; torch has a class of its own for some of them only.
+# Messages of devices and libraries that are out of memory; torch has an error class for some of them only.
 _SIGNS = (
     "out of memory", "can't allocate memory", "not enough memory", "CUDNN_STATUS_NOT_SUPPORTED",
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
@@ -54,15 +54,15 @@ class Search:
     """How to search.
 
     Args:
-        mode: "power" doubles until memory is used up; "binsearch" then halves the gap.
-        steps_per_trial: Steps of each trial; the second is the first with the optimizer's state in memory.
-        init_val: First size.
-        max_trials: Most sizes to try.
-        batch_arg_name: Attribute or hyperparameter that the loaders are built with.
-        margin: "binsearch": share of the size found that is left free, where memory was the limit.
+        mode: "power" doubles the size until memory is exhausted; "binsearch" then bisects.
+        steps_per_trial: Number of steps of each trial; from the second on the optimizer's state is in memory.
+        init_val: First batch size.
+        max_trials: Maximum number of sizes to try.
+        batch_arg_name: Name of the attribute or hyperparameter that the loaders read their batch size from.
+        margin: For "binsearch", fraction of the found size that is left free if memory was the limit.
         max_val: Largest size to try.
-        keep_global_batch: Whether a step is to have as many samples as before: the size divides the present
-            batch size times `accumulate_grad_batches`, and accumulation makes up for the rest.
+        keep_global_batch: Whether the number of samples per step stays the same: the size divides the current
+            batch size times `accumulate_grad_batches`, which is increased accordingly.
 
     Raises:
         ConfigError: Names everything that is wrong.
@@ -84,15 +84,15 @@ class Search:
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                wrong.append(f"{name}={value!r}, expected a whole number of at least 1")
+                wrong.append(f"{name}={value!r}, expected an integer of at least 1")
         if not 0 <= self.margin < 1:
-            wrong.append(f"margin={self.margin!r}, expected a share from 0 up to, and without, 1")
+            wrong.append(f"margin={self.margin!r}, expected a fraction from 0 to below 1")
         if wrong:
             raise ConfigError(f"batch-size search: {'; '.join(wrong)}.", fix="correct them.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device's memory, or the host's, is used up."""
+    """Whether an error means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -102,12 +102,12 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
     """Run the search and return what it found; nothing is changed yet. On every rank: it communicates.
 
     Raises:
-        ConfigError: Loaders were passed directly; nobody has the attribute; not even one sample fits; or the strategy
-            shards the model.
+        ConfigError: Loaders were passed directly; the attribute does not exist; not even one sample fits; or the
+            strategy shards the model.
         ModuleError: The loaders do not use the attribute.
         RankFailure: A trial failed on another rank, with another error than being out of memory.
     """
-    _, before = find_setting(subject.owners, (search.batch_arg_name,), asked_by="the batch-size search")
+    _, before = find_setting(subject.owners, (search.batch_arg_name,), requested_by="the batch-size search")
     _refuse(subject, method, search)
     accumulate = subject.trainer.accumulate_grad_batches
     most = search.max_val
@@ -132,8 +132,8 @@ def _refuse(subject: Subject, method: str, search: Search) -> None:
     if trainer.strategy.shards_parameters:
         raise ConfigError(
             f"the batch-size search tries each size on every device by itself, and {type(trainer.strategy).__name__} "
-            "spreads the model over them.",
-            fix="choose the size by hand: train a few steps (max_steps=5) and look at the memory (DeviceStatsMonitor).",
+            "shards the model over them.",
+            fix="choose the size manually: train with max_steps=5 and look at the memory (DeviceStatsMonitor).",
         )
     if subject.given.get(_STAGE[method]) is not None:
         raise ConfigError(
@@ -187,15 +187,15 @@ class Trials:
     """Tries sizes.
 
     Attributes:
-        most_samples: Samples that each rank has at most in a batch, once a loader has told; None before, and where no
-            loader can.
+        most_samples: Samples that each rank has at most in a batch, once a loader is known; None before, and if no
+            loader has a length.
     """
 
     def __init__(self, subject: Subject, method: str, search: Search) -> None:
         self._subject = subject
         self._method = method
         self._search = search
-        self._tried: dict[int, list[Any]] = {}  # size -> batch sizes of the loaders
+        self._tried: dict[int, list[object]] = {}  # size -> batch sizes of the loaders
         self.most_samples: int | None = None
 
     def fits(self, size: int) -> bool:
@@ -214,16 +214,16 @@ class Trials:
             error = caught if has_memory else None
             caught.__traceback__ = caught.__traceback__ if has_memory else None  # its frames hold the trial's tensors
         free_memory(self._subject.trainer.fabric.device)
-        said = self._subject.trainer.strategy.gather_objects((has_memory, None if error is None else repr(error)))
+        results = self._subject.trainer.strategy.gather_objects((has_memory, None if error is None else repr(error)))
         if error is not None:
             raise error
-        for rank, (_, problem) in enumerate(said):
+        for rank, (_, problem) in enumerate(results):
             if problem is not None:
                 raise RankFailure(
                     f"rank {rank} failed in a trial with a batch size of {size}: {problem}.",
                     fix="look at that rank's own error; it is not about memory.",
                 )
-        all_fit = all(has_memory for has_memory, _ in said)
+        all_fit = all(has_memory for has_memory, _ in results)
         _log.info("batch size %d: %s", size, "fits" if all_fit else "out of memory")
         return all_fit
 
@@ -236,7 +236,7 @@ class Trials:
             write_setting((module, datamodule), self._search.batch_arg_name, size)
             trial = make_trainer(subject, fabric, [], **self._limits())
             reserve = self._reserve(fabric)
-            verb: Callable[..., Any] = getattr(trial, method)
+            verb: Callable[..., object] = getattr(trial, method)
             options = {} if method == "fit" else {"verbose": False} if method != "predict" else {
                 "return_predictions": False
             }  # fmt: skip
@@ -260,7 +260,7 @@ class Trials:
         size_bytes = sum(p.numel() * p.element_size() for p in parameters if not torch.nn.parameter.is_lazy(p))
         return torch.empty(size_bytes, dtype=torch.uint8, device=fabric.device)
 
-    def _note(self, size: int, loader: Any) -> None:
+    def _note(self, size: int, loader: object) -> None:
         loaders = _flat(loader)
         counts = [count for count in map(_count_samples, loaders) if count is not None]
         if counts:
@@ -284,18 +284,18 @@ def _fabric_for(subject: Subject) -> Fabric:
     return single_device_fabric(trainer)
 
 
-def _flat(loader: Any) -> list[Any]:
+def _flat(loader: object) -> list[object]:
     if isinstance(loader, CombinedLoader):
         return list(loader.flattened)
     return flatten_loaders(loader) if is_collection(loader) else [loader]
 
 
-def _count_samples(loader: Any) -> int | None:
-    """Return the samples of a loader's data set; None where nobody knows."""
+def _count_samples(loader: object) -> int | None:
+    """Return the samples of a loader's data set; None if unknown."""
     data = getattr(loader, "dataset", None)
     try:
         return len(data) if isinstance(data, Sized) else None
-    except TypeError:  # some iterable data sets declare a length and refuse to tell it
+    except TypeError:  # some iterable data sets declare a length and raise when it is read
         return None
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
 from .plots import open_axes, show_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..protocols import StateDict
 
 __all__ = ["SMOOTHING", "LearningRateCurve"]
 
@@ -75,7 +81,7 @@ class LearningRateCurve:
             return None
         if method == "minimum":
             return min(kept, key=lambda i: losses[i])
-        # Neighbours differ by the noise of one batch; over a twentieth of the curve the slope shows.
+        # Neighbors differ by the noise of one batch; over a twentieth of the curve the slope shows.
         reach = max(1, len(kept) // 20)
         slopes = []
         for at, i in enumerate(kept):  # central differences inside, one-sided at both ends
@@ -85,7 +91,7 @@ class LearningRateCurve:
             slopes.append((weight * (losses[after] - losses[before]) / (after - before), i))
         return min(slopes)[1]
 
-    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Figure:
         """Draw the losses over the learning rate; a loss that explodes leaves the picture at its upper edge.
 
         Args:
@@ -120,11 +126,11 @@ class LearningRateCurve:
         show_figure(show=show)
         return figure
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the curve as plain values."""
         return asdict(self)
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> LearningRateCurve:
+    def from_state(cls, state: StateDict) -> LearningRateCurve:
         """Return the curve that `state_dict` described."""
         return cls(**state)

@@ -17,8 +17,10 @@ from .setting import find_setting, write_setting
 from .trial import Subject, accumulation_of, isolated, make_trainer
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
+    from ..protocols import Batch, StateDict, StepOutput
     from ..trainer.trainer import Trainer
 
 __all__ = ["check_search", "find_learning_rate", "name_of_rate", "set_learning_rate"]
@@ -32,7 +34,7 @@ _RATES_OF_SCHEDULES = ("base_lrs", "max_lrs", "_last_lr")
 def check_search(
     *, min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
 ) -> None:
-    """Refuse a search that makes no sense.
+    """Refuse an invalid search.
 
     Raises:
         ConfigError: Names everything that is wrong.
@@ -58,8 +60,8 @@ class RisingRate(Callback):
 
     Args:
         curve: Filled by the trial.
-        threshold: Stop when the smoothed loss is above this factor times the lowest; None goes on to the end.
-        check: Called after each step: ends the search where the run around it was asked to end.
+        threshold: Stop when the smoothed loss is above this factor times the lowest; None: never.
+        check: Function called after each step, which ends the search if the surrounding run was requested to stop.
     """
 
     hears_every_step = True
@@ -75,19 +77,19 @@ class RisingRate(Callback):
         self._total: Tensor | None = None
 
     # A trial in processes that were started for it comes back by these.
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"curve": self.curve.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         loaded = LearningRateCurve.from_state(state_dict["curve"])
         self.curve.results, self.curve.raw_losses = loaded.results, loaded.raw_losses
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"the learning-rate search needs one optimizer, and configure_optimizers made "
                 f"{len(trainer.optimizers)}.",
-                fix="search with one of them, with automatic optimization, and set the others' rates by hand.",
+                fix="search with one of them, with automatic optimization, and set the others' rates manually.",
             )
         trainer.lr_scheduler_configs.clear()  # this callback is the schedule
         rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
@@ -101,7 +103,9 @@ class RisingRate(Callback):
         for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
             _put(group, "lr", lr * ratio)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         if self._is_over:
             return
         assert self._total is not None
@@ -174,14 +178,14 @@ def name_of_rate(subject: Subject, attr_name: str) -> str:
         ConfigError: Neither has it; an AttributeError, too.
     """
     names = (attr_name,) if attr_name else _NAMES
-    return find_setting(subject.owners, names, asked_by="the learning-rate search (update_attr=True)")[0]
+    return find_setting(subject.owners, names, requested_by="the learning-rate search (update_attr=True)")[0]
 
 
 def set_learning_rate(subject: Subject, name: str, lr: float) -> None:
     """Set the rate on the module, and within a run in its optimizer and schedules.
 
-    At the beginning of training they are made anew from the module's attribute; later they keep their states, and all
-    rates in them are scaled, so that the largest of the groups is `lr`.
+    At the beginning of training they are created again from the module's attribute. Later they keep their states, and
+    all rates in them are scaled, so that the largest of the groups is `lr`.
     """
     write_setting(subject.owners, name, lr)
     run = subject.run
@@ -203,7 +207,7 @@ def set_learning_rate(subject: Subject, name: str, lr: float) -> None:
         _scale_schedule(config.scheduler, lr / largest)
 
 
-def _put(holder: Any, key: str, value: float) -> None:  # Any: a parameter group
+def _put(holder: dict[str, Any], key: str, value: float) -> None:
     """Set a rate; where it is a tensor (capturable optimizers), in place: others hold it, too."""
     if isinstance(holder[key], Tensor):
         holder[key].fill_(value)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from ..errors import MissingDependency
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["open_axes", "show_figure"]
 
 
-def open_axes(ax: Any, *, needed_for: str, show: bool) -> tuple[Any, Any]:  # Any: matplotlib's figure and axes
+def open_axes(ax: Axes | None, *, needed_for: str, show: bool) -> tuple[Figure, Axes]:
     """Return a figure and its axes: those given, or new ones.
 
     Without `show` the figure is not registered anywhere, so that a notebook or a later `plt.show()` does not find it.
@@ -18,7 +22,7 @@ def open_axes(ax: Any, *, needed_for: str, show: bool) -> tuple[Any, Any]:  # An
         MissingDependency: matplotlib is not installed.
     """
     if ax is not None:
-        return ax.figure, ax
+        return cast("Figure", ax.figure), ax
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -32,7 +36,7 @@ def open_axes(ax: Any, *, needed_for: str, show: bool) -> tuple[Any, Any]:  # An
 
 
 def show_figure(*, show: bool) -> None:
-    """Open the window, if it was asked for."""
+    """Open the window, if requested."""
     if show:
         import matplotlib.pyplot as plt
 

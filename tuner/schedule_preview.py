@@ -14,9 +14,13 @@ from .plots import open_axes, show_figure
 from .trial import Subject, accumulation_of, isolated, make_trainer
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from torch import nn
+    from torch.optim import Optimizer
 
     from ..data.module import DataModule
+    from ..protocols import Loaders, StateDict
     from ..trainer.trainer import Trainer
 
 __all__ = ["SchedulePreview", "preview_schedule"]
@@ -36,7 +40,7 @@ class SchedulePreview:
     epoch_starts: list[int] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def plot(self, show: bool = False, ax: Any = None) -> Any:
+    def plot(self, show: bool = False, ax: Axes | None = None) -> Figure:
         """Draw the rates over the steps, with a line where each epoch begins (up to fifty).
 
         Args:
@@ -64,7 +68,7 @@ class SchedulePreview:
 
 
 class Rehearsal(Callback):
-    """Steps the schedules of a trial through the whole training, at its beginning, and lets nothing be trained."""
+    """Steps the schedules of a trial through the full training at its beginning, without training."""
 
     def __init__(self, preview: SchedulePreview, num_steps: int | None, source: Trainer) -> None:
         self.preview = preview
@@ -72,14 +76,14 @@ class Rehearsal(Callback):
         self.source = source
 
     # A trial in processes that were started for it comes back by these.
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return asdict(self.preview)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         for name, value in state_dict.items():
             setattr(self.preview, name, value)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         total = trainer.estimated_stepping_batches if self.num_steps is None else self.num_steps
         run = trainer.latest_run()
         assert run is not None
@@ -140,7 +144,7 @@ def _step(configs: list[Any], interval: str, count: int, own: Any) -> None:
             step_scheduler(config, None, own)
 
 
-def _name(index: int, number: int, optimizer: Any, num_optimizers: int) -> str:
+def _name(index: int, number: int, optimizer: Optimizer, num_optimizers: int) -> str:
     name = f"lr-{type(optimizer).__name__}" + (f"-{index}" if num_optimizers > 1 else "")
     group = optimizer.param_groups[number]
     return name if len(optimizer.param_groups) == 1 else f"{name}/{group.get('name', f'pg{number + 1}')}"
@@ -149,7 +153,7 @@ def _name(index: int, number: int, optimizer: Any, num_optimizers: int) -> str:
 def preview_schedule(
     trainer: Trainer,
     model: nn.Module,
-    train_dataloaders: Any = None,
+    train_dataloaders: Loaders = None,
     datamodule: DataModule | None = None,
     num_steps: int | None = None,
 ) -> SchedulePreview:
@@ -159,11 +163,11 @@ def preview_schedule(
     ranks it is called on all of them, and all get the same result.
 
     Args:
-        trainer: Its limits say how long training is.
+        trainer: Trainer whose limits define the length of training.
         model: The module.
         train_dataloaders: Loaders to train with, or a DataModule.
-        datamodule: Brings the loaders instead.
-        num_steps: Show so many steps; None is the whole training.
+        datamodule: DataModule that provides the loaders instead.
+        num_steps: Number of steps to show; None: the full training.
 
     Raises:
         ConfigError: Nothing limits the training.

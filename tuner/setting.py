@@ -13,23 +13,23 @@ __all__ = ["find_setting", "write_setting"]
 # Any in this file: modules, data modules and hyperparameters are the user's.
 
 
-def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, asked_by: str) -> tuple[str, Any]:
+def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, requested_by: str) -> tuple[str, Any]:
     """Return the first of these names that module or data module have, as attribute or hyperparameter, and its value.
 
     Args:
-        owners: Module and data module; None in the place of one that there is not.
+        owners: Module and data module; None for a missing one.
         names: Names to look for, in order of preference.
-        asked_by: Who needs it, for the error.
+        requested_by: Name of the search, for the error.
 
     Raises:
-        ConfigError: Nobody has any of them. It is an AttributeError for those who expect one, too.
+        ConfigError: None of them exists. It is an AttributeError, too.
     """
     for name in names:
         values = [value for _, value in _places(owners, name)]
         if values:
             if any(value != values[0] for value in values[1:]):
                 warnings.warn(
-                    f"{asked_by}: {name} has several values, {values}, as attribute and as hyperparameter; all of "
+                    f"{requested_by}: {name} has several values, {values}, as attribute and as hyperparameter; all of "
                     "them will be set",
                     stacklevel=4,
                 )
@@ -39,7 +39,7 @@ def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, asked_by: s
     what = " or ".join(repr(name) for name in names)
     described = " nor ".join(type(owner).__name__ for owner in owners if owner is not None)
     raise MissingSetting(
-        f"{asked_by} needs an attribute or hyperparameter {what}, and {described} has none{hints}.",
+        f"{requested_by} needs an attribute or hyperparameter {what}, and {described} has none{hints}.",
         fix=f"set self.{names[0]} in __init__ (or call self.save_hyperparameters()) and use it where it counts.",
     )
 

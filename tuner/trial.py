@@ -1,7 +1,7 @@
-"""A trial: a short run of its own, with a copy of the module, that leaves nothing behind.
+"""A trial: a short, separate run with a copy of the module, which leaves no trace.
 
-What a trial could change is either copied (module, data module), not there (loggers, callbacks, files), or put back
-(random number generators, positions of loaders, the state of precision and strategy).
+What a trial could change is copied (module, data module), left out (loggers, callbacks, files), or restored (random
+number generators, positions of loaders, the state of precision and strategy).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..trainer.trainer import Trainer
 if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..fabric import Fabric
+    from ..protocols import Loaders
     from ..trainer.run import Run
 
 __all__ = [
@@ -49,13 +50,13 @@ _SETUP_HOOKS = ("prepare_data", "setup", "teardown", "configure_model", "configu
 
 @dataclass(slots=True)
 class Subject:
-    """What trials are made of.
+    """Subject of a search: what its trials copy and follow.
 
     Attributes:
         trainer: The plan that the trials follow.
         module: The user's module; trials train copies.
         datamodule: The user's data module, None for none.
-        given: Loaders that were passed to the verb: stage -> loaders.
+        given: Stage -> loaders that were passed directly.
         run: The run within which the search happens; None outside of one.
         is_set_up: Whether module and data module have been set up, so that copies of them are.
     """
@@ -63,7 +64,7 @@ class Subject:
     trainer: Trainer
     module: nn.Module
     datamodule: DataModule | None = None
-    given: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Loaders] = field(default_factory=dict)
     run: Run | None = None
     is_set_up: bool = False
 
@@ -75,7 +76,7 @@ class Subject:
         return cls(trainer, run.module, run.datamodule, trainer.loaders.given, run, is_set_up)
 
     def check_signals(self) -> None:
-        """End the search where a signal asks the run around it to end; with several ranks it is noticed after it.
+        """End the search if a signal stops the surrounding run; with several ranks, after the search.
 
         Raises:
             KeyboardInterrupt, StopBySignal: As between two steps of training.
@@ -85,11 +86,11 @@ class Subject:
 
     @property
     def owners(self) -> tuple[Any, ...]:
-        """Who may hold a value that a search sets."""
+        """Objects that may hold a value that a search sets."""
         return (self.module, self.datamodule)
 
     def twins(self, *, shares_weights: bool = False) -> tuple[nn.Module, DataModule | None]:
-        """Return a copy of the module and of the data module, which may be changed at will.
+        """Return a copy of the module and of the data module, which may be changed freely.
 
         Data sets and loaders in their attributes are the originals: they may be large.
 
@@ -102,11 +103,11 @@ class Subject:
         """
         if _is_spread(self.module):
             raise ModuleError(
-                f"the parameters of {type(self.module).__name__} are spread over processes, and such a module cannot "
+                f"the parameters of {type(self.module).__name__} are sharded over processes, and such a module cannot "
                 "be copied for a trial.",
                 fix="search before the first fit, with a module that no run has sharded yet.",
             )
-        memo: dict[int, Any] = {id(one): one for one in (self.trainer, self.trainer.fabric, self.datamodule)}
+        memo: dict[int, object] = {id(one): one for one in (self.trainer, self.trainer.fabric, self.datamodule)}
         for child in self.module.modules():
             memo.update({id(v): v for v in vars(child).values() if isinstance(v, Dataset | DataLoader)})
         if shares_weights:
@@ -173,7 +174,7 @@ def _end_passes(module: nn.Module) -> None:
 
 
 @contextmanager
-def _kept_attributes(module: nn.Module, shared: tuple[Any, ...]) -> Iterator[None]:
+def _kept_attributes(module: nn.Module, shared: tuple[object, ...]) -> Iterator[None]:
     """Put back the attributes of a module and of its submodules afterwards; those of the user's as they were.
 
     Args:
@@ -185,7 +186,7 @@ def _kept_attributes(module: nn.Module, shared: tuple[Any, ...]) -> Iterator[Non
     """
     children = list(module.modules())
     internal = set(vars(nn.Module()))
-    memo: dict[int, Any] = {id(one): one for one in (*shared, *children, *_tensors(module))}
+    memo: dict[int, object] = {id(one): one for one in (*shared, *children, *_tensors(module))}
     kept: list[dict[str, Any]] = []
     for child in children:
         own = vars(child)
@@ -213,7 +214,7 @@ def _no_callbacks() -> list[Callback]:
     return []
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     """Stand for a hook that has run for the original."""
 
 
@@ -334,8 +335,8 @@ def isolated(subject: Subject) -> Iterator[None]:
         restore_rng(rng)
 
 
-def _leaves(given: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
+def _leaves(given: dict[str, Loaders]) -> list[Loaders]:
+    found: list[Loaders] = []
     for loaders in given.values():
         if isinstance(loaders, CombinedLoader):
             found += loaders.flattened
@@ -344,7 +345,7 @@ def _leaves(given: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _refuse_iterators(given: dict[str, Any]) -> None:
+def _refuse_iterators(given: dict[str, Loaders]) -> None:
     for loader in _leaves(given):
         if hasattr(loader, "__next__"):
             raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..callbacks import BatchSizeFinder, LearningRateFinder
 from ..errors import ConfigError, nearest
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..data.module import DataModule
+    from ..protocols import Loaders
     from ..trainer.trainer import Trainer
 
 __all__ = ["Tuner"]
@@ -42,9 +43,9 @@ class Tuner:
     def lr_find(
         self,
         model: nn.Module,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        dataloaders: Loaders = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
         min_lr: float = 1e-8,
@@ -64,11 +65,11 @@ class Tuner:
             dataloaders: Only for other verbs than fit.
             datamodule: Brings the loaders instead.
             method: "fit".
-            min_lr: First rate.
-            max_lr: Last rate.
-            num_training: Optimizer steps.
+            min_lr: First learning rate.
+            max_lr: Last learning rate.
+            num_training: Number of optimizer steps.
             mode: "exponential" or "linear".
-            early_stop_threshold: Stop when the smoothed loss is so many times the lowest; None never stops early.
+            early_stop_threshold: Multiple of the lowest smoothed loss at which the search stops; None: never.
             update_attr: Whether to set the attribute or hyperparameter.
             attr_name: Its name; "" takes `lr` or `learning_rate`.
 
@@ -76,7 +77,7 @@ class Tuner:
             The curve; None with `fast_dev_run`.
 
         Raises:
-            ConfigError: The arguments make no sense, or there is no such attribute.
+            ConfigError: An argument is invalid, or the attribute does not exist.
         """
         if method != "fit":
             raise ConfigError(f"lr_find: method={method!r}, and only fit has a learning rate.", fix="leave it out.")
@@ -100,9 +101,9 @@ class Tuner:
     def scale_batch_size(
         self,
         model: nn.Module,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        dataloaders: Loaders = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
         mode: str = "power",
@@ -124,21 +125,21 @@ class Tuner:
             dataloaders: A DataModule only, for other verbs than fit.
             datamodule: Brings the loaders.
             method: "fit", "validate", "test" or "predict".
-            mode: "power" doubles until memory is used up; "binsearch" then halves the gap.
-            steps_per_trial: Steps of each trial.
-            init_val: First size.
-            max_trials: Most sizes to try.
-            batch_arg_name: Attribute or hyperparameter with which the loaders are built.
-            margin: "binsearch": share of the size found that is left free.
-            max_val: Largest size to try; the number of samples is another bound.
-            keep_global_batch: Whether a step shall have as many samples as before: the size found divides the present
-                one times `accumulate_grad_batches`, and `trainer.accumulate_grad_batches` is set to the rest.
+            mode: "power" doubles the size until memory is exhausted; "binsearch" then bisects.
+            steps_per_trial: Number of steps of each trial.
+            init_val: First batch size.
+            max_trials: Maximum number of sizes to try.
+            batch_arg_name: Name of the attribute or hyperparameter that the loaders read their batch size from.
+            margin: For "binsearch", fraction of the found size that is left free.
+            max_val: Largest size to try; the number of samples is another limit.
+            keep_global_batch: Whether the number of samples per step stays the same: the found size divides the current
+                one times `accumulate_grad_batches`, which is increased accordingly.
 
         Returns:
             Samples of a micro-batch on one device; None with `fast_dev_run`.
 
         Raises:
-            ConfigError: The arguments make no sense, there is no such attribute, or nothing fits.
+            ConfigError: An argument is invalid, the attribute does not exist, or no size fits.
         """
         if method not in _METHODS:
             raise ConfigError(
@@ -155,7 +156,7 @@ class Tuner:
         if subject is None:
             return None
         if not getattr(self._trainer.fabric.launcher, "starts_processes", False):
-            self._trainer.fabric.launch()  # the ranks have to agree
+            self._trainer.fabric.launch()  # the ranks synchronize results
         found = find_batch_size_that_fits(subject, method, search)
         set_batch_size(subject, method, batch_arg_name, found)
         return found.size
@@ -163,7 +164,7 @@ class Tuner:
     def preview_schedule(
         self,
         model: nn.Module,
-        train_dataloaders: Any = None,
+        train_dataloaders: Loaders = None,
         datamodule: DataModule | None = None,
         num_steps: int | None = None,
     ) -> SchedulePreview:
@@ -176,9 +177,9 @@ class Tuner:
         callback: type,
         method: str,
         model: nn.Module,
-        train_dataloaders: Any,
-        val_dataloaders: Any,
-        dataloaders: Any,
+        train_dataloaders: Loaders,
+        val_dataloaders: Loaders,
+        dataloaders: Loaders,
         datamodule: DataModule | None,
     ) -> Subject | None:
         """Check what was passed to every search; None where it is left out, with `fast_dev_run`."""

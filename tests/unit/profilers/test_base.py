@@ -160,7 +160,7 @@ def test_a_window_counts_from_the_beginning_of_each_run() -> None:
 
 @pytest.mark.parametrize("steps", ["a-b", "5-3", (1,), 7, (-1, 2), ""])
 def test_a_wrong_window_is_an_error(steps: object) -> None:
-    with pytest.raises(ConfigError, match="no window of steps"):
+    with pytest.raises(ConfigError, match="not a window of steps"):
         SimpleProfiler(steps=steps)  # type: ignore[arg-type]
 
 

@@ -157,11 +157,11 @@ def test_evaluation_alone_is_recorded() -> None:
         ({"record_shape": True}, "record_shape= (did you mean 'record_shapes'?) is unknown"),
         ({"table_kwargs": {"row_limit": 3}}, "an argument of its own"),
         ({"table_kwargs": {"header_": 3}}, "did you mean 'header'"),
-        ({"schedule": 3}, "schedule=3 is no function"),
+        ({"schedule": 3}, "schedule=3 is not a function"),
         ({"schedule": lambda step: ProfilerAction.NONE, "steps": "1"}, "both steps and schedule"),
         ({"export_to_flame_graph": True}, "without stacks"),
         ({"metric": "time", "steps": "1"}, "metric='time'"),
-        ({"steps": "5-1"}, "no window of steps"),
+        ({"steps": "5-1"}, "not a window of steps"),
     ],
 )
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str) -> None:

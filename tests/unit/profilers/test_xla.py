@@ -67,5 +67,5 @@ def test_steps_and_backward_passes_have_names_and_one_server(events: list[Any]) 
 
 @pytest.mark.parametrize("port", [0, 70000, "9012", True])
 def test_a_wrong_port_is_an_error(port: Any) -> None:
-    with pytest.raises(ConfigError, match="is no port"):
+    with pytest.raises(ConfigError, match="is not a port"):
         XLAProfiler(port=port)
