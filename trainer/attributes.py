@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..fabric import Fabric
     from ..strategies import Strategy
     from .loop.fit_loop import FitLoop
-    from .loop.run_signals import Guard
+    from .loop.run_signals import RunSignals
     from .metrics.log_output import LogOutput
     from .metrics.metrics import Metrics
     from .setup.arguments import Arguments
@@ -75,7 +75,7 @@ class TrainerAttributes:
     accumulate_grad_batches: int
     _arguments: Arguments
     _metrics: Metrics
-    _guard: Guard
+    _run_signals: RunSignals
     _timeline: Timeline | None
     _run: Run | None
     _last_run: Run | None
@@ -341,7 +341,7 @@ class TrainerAttributes:
     @property
     def received_sigterm(self) -> bool:
         """Whether SIGTERM asked the run to end."""
-        return self._guard.requested is signal.SIGTERM
+        return self._run_signals.requested is signal.SIGTERM
 
     @property
     def interrupted(self) -> bool:
@@ -349,9 +349,9 @@ class TrainerAttributes:
         return self.state.status == "interrupted"
 
     @property
-    def guard(self) -> Guard:
+    def run_signals(self) -> RunSignals:
         """What watches the present run for signals, or watched the last one: callbacks may ask it to end the run."""
-        return self._guard
+        return self._run_signals
 
     @property
     def is_last_batch(self) -> bool:

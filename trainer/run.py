@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ..strategies.base import RunWindow
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
-    from .loop.agreement import Agreement
     from .loop.carried_window import CarriedWindow
     from .loop.optimizers import ManagedOptimizer
     from .loop.own_steps import OwnSteps
-    from .loop.run_signals import Guard
+    from .loop.run_signals import RunSignals
     from .loop.schedule import LRSchedulerConfig
+    from .loop.stop_coordination import StopCoordination
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
     from .setup.loaders import Loaders
@@ -146,7 +146,7 @@ class Run:
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
         has_ranks: Whether there are several processes.
-        agreement: Lets all ranks stop at the same point; None with one process.
+        stop_coordination: Lets all ranks stop at the same point; None with one process.
         stream_state: Where the training data were when the run ended.
         is_over: Whether the verb has returned.
         is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
@@ -162,7 +162,7 @@ class Run:
     lifecycle: Lifecycle
     metrics: Metrics
     progress: Progress
-    guard: Guard
+    run_signals: RunSignals
     callbacks: list[Callback]
     loaders: Loaders
     output: LogOutput
@@ -190,7 +190,7 @@ class Run:
     validated: ValidatedWeights | None = None
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
     has_ranks: bool = False
-    agreement: Agreement | None = None
+    stop_coordination: StopCoordination | None = None
     carried: CarriedWindow | None = None
     undo: Callable[[], None] | None = None
     stream_state: dict[str, Any] | None = None
@@ -202,7 +202,7 @@ class Run:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
         if not self.has_ranks or self.fabric.watch is None:
             return False
-        return not self.is_after_error or (self.agreement is not None and self.agreement.is_by_signal)
+        return not self.is_after_error or (self.stop_coordination is not None and self.stop_coordination.is_by_signal)
 
     @property
     def device(self) -> torch.device:

@@ -38,7 +38,7 @@ from .loop.eval_loop import EvalLoader, EvalLoop
 from .loop.fit_loop import FitLoop
 from .loop.non_finite import MOST_KEPT, LossWatch
 from .loop.optimizers import ManagedOptimizer
-from .loop.run_signals import Guard, add_place
+from .loop.run_signals import RunSignals, add_place
 from .loop.schedule import step_plateaus
 from .metrics.log_output import LogOutput
 from .metrics.metrics import Metrics
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from ..data.module import DataModule
-    from .loop.agreement import Agreement
-    from .loop.rng_course import RngCourse
+    from .loop.stop_coordination import StopCoordination
+    from .loop.training_rng import TrainingRng
     from .timeline.timeline import Timeline
 
 __all__ = ["Trainer"]
@@ -234,10 +234,10 @@ class Trainer(TrainerAttributes):
         self._run: Run | None = None
         self._last_run: Run | None = None
         self.last_fit: Run | None = None
-        self._guard = Guard()
+        self._run_signals = RunSignals()
         self._timeline: Timeline | None = None
         self._toggles = manual.Toggles()
-        self._rng_course: RngCourse | None = None
+        self._training_rng: TrainingRng | None = None
         # The module that the user compiled last, with what compiles as the user did; and what ends compiling in a run.
         self._own_compiler: tuple[nn.Module, Any] | None = None
         self._compiling: ExitStack | None = None
@@ -401,12 +401,12 @@ class Trainer(TrainerAttributes):
                 "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
             outputs = self._eval_loop(run, "predict", data).run(run, data, keep=keep)
-            if run.agreement is not None:
-                run.agreement.begin_segment()
+            if run.stop_coordination is not None:
+                run.stop_coordination.begin_phase()
             if keep and run.has_ranks:
-                from .loop import ranks  # not imported where there is one process
+                from .loop import rank_coordination  # not imported where there is one process
 
-                outputs = ranks.ordered(self.strategy, outputs, data.loaders)
+                outputs = rank_coordination.ordered(self.strategy, outputs, data.loaders)
             self._finish(run)
         if not keep:
             return None
@@ -434,8 +434,8 @@ class Trainer(TrainerAttributes):
                 verb, model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
             self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
-            if run.agreement is not None:
-                run.agreement.begin_segment()
+            if run.stop_coordination is not None:
+                run.stop_coordination.begin_phase()
             results = _by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
             if verbose and self.is_global_zero:
                 self._print_results(verb, results)
@@ -454,19 +454,19 @@ class Trainer(TrainerAttributes):
             )
         self.state.begin(verb)
         self.ckpt_path = None
-        self._guard = Guard(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
+        self._run_signals = RunSignals(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
         modes = self._arguments
         self._backend_modes.set(
             deterministic=modes.deterministic, benchmark=modes.benchmark, matmul_precision=modes.matmul_precision
         )
-        course = self.rng_course
-        with self._guard:
+        course = self.training_rng
+        with self._run_signals:
             course.enter()
             try:
                 yield
             except BaseException as error:
                 self.state.status = "interrupted"
-                if isinstance(error, StopBySignal) and self._guard.is_to_requeue:
+                if isinstance(error, StopBySignal) and self._run_signals.is_to_requeue:
                     from .checkpointing.requeue import requeue
 
                     requeue(self)
@@ -481,13 +481,13 @@ class Trainer(TrainerAttributes):
         self.state.end()
 
     @property
-    def rng_course(self) -> RngCourse:
+    def training_rng(self) -> TrainingRng:
         """Where training is in its random numbers."""
-        if self._rng_course is None:
-            from .loop.rng_course import RngCourse  # a program that only makes a Trainer draws nothing
+        if self._training_rng is None:
+            from .loop.training_rng import TrainingRng  # a program that only makes a Trainer draws nothing
 
-            self._rng_course = RngCourse()
-        return self._rng_course
+            self._training_rng = TrainingRng()
+        return self._training_rng
 
     @property
     def can_be_requeued(self) -> bool:
@@ -505,13 +505,13 @@ class Trainer(TrainerAttributes):
         if watch is None:
             return
         watch.describe = self.place
-        self._guard.connect(watch)
+        self._run_signals.connect(watch)
 
     def rejoin_ranks(self) -> None:
         """Go on with the other ranks after a run within this run; on every rank, called by the tuner."""
-        if self.fabric.watch is not None and self._run is not None and self._guard.watch is not None:
+        if self.fabric.watch is not None and self._run is not None and self._run_signals.watch is not None:
             self.fabric.watch.describe = self.place
-            self._guard.rejoin()
+            self._run_signals.rejoin()
 
     def _apply_layer_sync(self, module: nn.Module) -> None:
         """Let batch norms see the batches of all ranks during fit, where that was asked for."""
@@ -540,9 +540,9 @@ class Trainer(TrainerAttributes):
         watch = self.fabric.watch
         if watch is None:
             return None
-        agreement = self.agreement
-        if agreement is not None and agreement.is_by_signal:
-            return None if isinstance(error, KeyboardInterrupt | StopBySignal) else self._guard.stop_error()
+        stop_coordination = self.stop_coordination
+        if stop_coordination is not None and stop_coordination.is_by_signal:
+            return None if isinstance(error, KeyboardInterrupt | StopBySignal) else self._run_signals.stop_error()
         cause = watch.explain(error)
         if cause is None:
             watch.report(error)
@@ -561,7 +561,7 @@ class Trainer(TrainerAttributes):
             metrics=self._metrics,
             progress=self.progress,
             state=self.state,
-            guard=self._guard,
+            run_signals=self._run_signals,
             watch=self._watch_losses,
             profiler=self.profiler,
             system={
@@ -594,7 +594,7 @@ class Trainer(TrainerAttributes):
         self.fabric.launch()
         self._connect_ranks()
         if verb == "fit":
-            self.rng_course.begin_training(self.global_rank, self.world_size)
+            self.training_rng.begin_training(self.global_rank, self.world_size)
         begin.attach(plan, module)
         run = self.make_run(plan, module, datamodule)
         begin.set_up(plan, run)
@@ -1201,9 +1201,9 @@ class Trainer(TrainerAttributes):
         return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self.is_in_child
 
     @property
-    def agreement(self) -> Agreement | None:
+    def stop_coordination(self) -> StopCoordination | None:
         """What the ranks of the present run agree on; None with one process."""
-        return self._run.agreement if self._run is not None else None
+        return self._run.stop_coordination if self._run is not None else None
 
     def take_back(self, module: nn.Module, result: dict[str, Any]) -> None:
         """Take what a verb that ran in other processes changed there; called by trainer/setup/spawned.py."""
@@ -1211,7 +1211,7 @@ class Trainer(TrainerAttributes):
         if checkpoint is not None:
             self.progress.load_state_dict(result["progress"])
             self.stream_state = result["stream"]
-            self.rng_course.note_left(result["rng_of_ranks"])
+            self.training_rng.note_left(result["rng_of_ranks"])
             self._timeline = result["timeline"]
             self._spawned_checkpoint = checkpoint
         self._spawned_module = module

@@ -82,7 +82,7 @@ class Subject:
             KeyboardInterrupt, StopBySignal: As between two steps of training.
         """
         if self.run is not None and not self.run.has_ranks:
-            self.run.guard.check()
+            self.run.run_signals.check()
 
     @property
     def owners(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from ..model_checkpoint.callback import ModelCheckpoint
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...trainer.loop.run_signals import Guard
+    from ...trainer.loop.run_signals import RunSignals
     from ...trainer.trainer import Trainer
 
 __all__ = ["Preemption"]
@@ -86,22 +86,22 @@ class Preemption(Callback):
         """Start listening."""
         if stage != "fit":
             return
-        guard = trainer.guard
+        run_signals = trainer.run_signals
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
-                if not guard.listen_to(number):
+                if not run_signals.listen_to(number):
                     _log.warning("Preemption: the program has a handler for %s, which is kept.", number.name)
         if trainer.local_rank == 0 and (self.notice_file is not None or self.is_noticed is not None):
-            self._poll = _Poll(self, guard)
+            self._poll = _Poll(self, run_signals)
             self._poll.start()
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Save, if the run ends because of a notice."""
         self._end_poll()
-        guard = trainer.guard
+        run_signals = trainer.run_signals
         if not isinstance(exception, StopBySignal) or trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
-        if guard.is_to_requeue:
+        if run_signals.is_to_requeue:
             return  # saved already, where the requeued job looks for it
         if trainer.world_size > 1 and not trainer.ranks_answer:
             return
@@ -114,7 +114,7 @@ class Preemption(Callback):
             _log.exception("Preemption: nothing could be saved.")
             return
         if trainer.is_global_zero:
-            self._report(path, trainer.global_step, guard.requested_at_s)
+            self._report(path, trainer.global_step, run_signals.requested_at_s)
 
     def _report(self, path: str, step: int, noticed_s: float | None) -> None:
         if noticed_s is None:  # the notice arrived at another rank
@@ -138,10 +138,10 @@ class Preemption(Callback):
 class _Poll(threading.Thread):
     """Poll for the notice until it arrives or the run ends."""
 
-    def __init__(self, owner: Preemption, guard: Guard) -> None:
+    def __init__(self, owner: Preemption, run_signals: RunSignals) -> None:
         super().__init__(name="loopwright-preemption", daemon=True)
         self._file, self._is_noticed, self._poll_s = owner.notice_file, owner.is_noticed, owner.poll_s
-        self._guard = guard
+        self._run_signals = run_signals
         self._ended = threading.Event()
         self._has_failed = False
 
@@ -150,7 +150,7 @@ class _Poll(threading.Thread):
         while not self._ended.is_set():
             if self._has_come():
                 _log.warning("Preemption: a notice has arrived; the run saves a checkpoint and ends.")
-                self._guard.request()
+                self._run_signals.request()
                 return
             self._ended.wait(self._poll_s)
 

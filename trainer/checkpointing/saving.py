@@ -101,16 +101,16 @@ class Saving:
         trainer, strategy = self._trainer, self._trainer.strategy
         ranks_answer = trainer.ranks_answer
         if ranks_answer:
-            from ..loop import ranks  # not imported where there is one process
+            from ..loop import rank_coordination  # not imported where there is one process
 
-            ranks.meet(trainer, "trainer.save_checkpoint")
+            rank_coordination.meet(trainer, "trainer.save_checkpoint")
         self.wait(before_save=True)
         checkpoint = snapshot.collect(run, is_weights_only=is_weights_only, has_score=self.has_score)
         has_own_part = strategy.saves_shards("full")
         if run.has_ranks and not ranks_answer:
-            from ..loop.ranks import require_whole
+            from ..loop.rank_coordination import require_full
 
-            require_whole(checkpoint, filepaths[0])
+            require_full(checkpoint, filepaths[0])
         elif not has_own_part:
             checkpoint = strategy.gather_state(checkpoint)
 
@@ -120,7 +120,7 @@ class Saving:
         if has_own_part:
             write()
         elif ranks_answer:
-            ranks.write_on_rank_zero(strategy, write, str(filepaths[0]))
+            rank_coordination.write_on_rank_zero(strategy, write, str(filepaths[0]))
         elif trainer.is_global_zero:
             write()
         else:
@@ -138,7 +138,7 @@ class Saving:
             for filepath in filepaths:
                 io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        io.on_failure = self._trainer.guard.note_failed_save
+        io.on_failure = self._trainer.run_signals.note_failed_save
         more = {"also_to": filepaths[1:]} if len(filepaths) > 1 else {}
         io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, **more)
 

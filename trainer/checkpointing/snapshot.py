@@ -98,9 +98,9 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> dict
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept.
             states["data"] = run.stream_state if run.is_over else stream_state(run)
             if ranks_answer and states["data"] is not None:
-                from ..loop import ranks
+                from ..loop import rank_coordination
 
-                states["data"] = ranks.gather_data(fabric.strategy, states["data"])
+                states["data"] = rank_coordination.gather_data(fabric.strategy, states["data"])
         # Communicates; after an error of this rank alone nobody would answer.
         if ranks_answer or not run.has_ranks:
             own_state = fabric.strategy.state_dict()
@@ -397,9 +397,9 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
         return None
     of_ranks = states.get("rng_of_ranks", [rng])
     if run.has_ranks or len(of_ranks) > 1:
-        from ..loop import ranks
+        from ..loop import rank_coordination
 
-        return ranks.restore_rng_of(of_ranks, run.fabric.global_rank, run.fabric.world_size)
+        return rank_coordination.restore_rng_of(of_ranks, run.fabric.global_rank, run.fabric.world_size)
     return lambda: restore_rng(rng)
 
 

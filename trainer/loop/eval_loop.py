@@ -118,8 +118,8 @@ class EvalLoop:
             The kept outputs, a list for each loader.
         """
         stage, life, module = self.stage, run.lifecycle, run.module
-        if run.agreement is not None:
-            run.agreement.begin_segment()
+        if run.stop_coordination is not None:
+            run.stop_coordination.begin_phase()
         modes = [(child, child.training) for child in module.modules()]
         (life.own(f"on_{stage}_model_eval") or module.eval)()
         outputs: list[list[Any]] = [[] for _ in data.loaders]
@@ -130,8 +130,8 @@ class EvalLoop:
             with context:
                 self._batches(run, data, outputs if keep else None)
             run.metrics.batch = run.metrics.sized = None
-            if run.agreement is not None:
-                run.agreement.end_evaluation()
+            if run.stop_coordination is not None:
+                run.stop_coordination.end_evaluation()
             if stage != "predict":
                 run.metrics.select_loader(stage, 0, several=len(data.loaders) > 1)
                 run.metrics.publish_epoch(stage, run.progress.steps)
@@ -179,10 +179,10 @@ class EvalLoop:
                     self._log_step(run)
                 if is_together:
                     pass  # a rank that stopped here would leave the others waiting; all stop after the evaluation
-                elif run.agreement is not None:
-                    run.agreement.within_segment()
-                elif run.guard.requested is not None:
-                    run.guard.check()
+                elif run.stop_coordination is not None:
+                    run.stop_coordination.within_phase()
+                elif run.run_signals.requested is not None:
+                    run.run_signals.check()
         metrics.sizes = sizes_of_training
         if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
             warnings.warn(f"the {stage} data gave no batches: nothing was evaluated", stacklevel=2)

@@ -93,8 +93,8 @@ class FitLoop:
     @property
     def stops_here(self) -> bool:
         """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on."""
-        agreement = self._trainer.agreement
-        asked = self._trainer.should_stop if agreement is None else agreement.is_to_stop
+        stop_coordination = self._trainer.stop_coordination
+        asked = self._trainer.should_stop if stop_coordination is None else stop_coordination.is_to_stop
         return asked and self.may_stop
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ class FitLoop:
             from ..checkpointing.unfinished import finish  # not imported where nothing is due
 
             finish(self._trainer, run)
-        agreement = run.agreement
-        if agreement is not None:
-            agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+        stop_coordination = run.stop_coordination
+        if stop_coordination is not None:
+            stop_coordination.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         while not self.is_done or self._has_epoch_to_close(run):
             self._epoch(run)
-            if agreement is not None:
-                agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
+            if stop_coordination is not None:
+                stop_coordination.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         self._trainer.wait_for_save()  # whoever hears of the end may read the files
         timeline.end(run)
         run.lifecycle.on_train_end()
@@ -157,7 +157,7 @@ class FitLoop:
         self._next_validation = self._plan_validation(run)
         self._look_at = self._when_to_look(run)
         accumulate = trainer.accumulation_for_epoch(progress.epochs)
-        step, agreement = self._step, run.agreement
+        step, stop_coordination = self._step, run.stop_coordination
         if trainer.profiler is not None:
             step = run.lifecycle.bracketed(step, "run_training_step")
         is_skipped = progress.epoch_left
@@ -170,10 +170,10 @@ class FitLoop:
                     trainer.validate_in_fit(run)
                 self._next_validation = self._plan_validation(run)
                 self._look_at = self._when_to_look(run)
-            if agreement is not None:
-                agreement.begin_segment(may_stop=self.may_stop and not self.is_at_limit)
-            elif run.guard.is_called:
-                run.guard.check()
+            if stop_coordination is not None:
+                stop_coordination.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
+            elif run.run_signals.is_called:
+                run.run_signals.check()
                 trainer.wait_for_save()  # no signal: a save failed
             if not size or progress.steps >= self.max_steps != -1 or self.is_used_up:
                 break
@@ -198,9 +198,9 @@ class FitLoop:
             run.lifecycle.on_train_epoch_start()
         assert run.stream is not None
         if run.has_ranks:
-            from . import ranks  # not imported where there is one process
+            from . import rank_coordination  # not imported where there is one process
 
-            ranks.open_epoch(run)
+            rank_coordination.open_epoch(run)
         else:
             run.stream.open(progress.epochs)
         progress.epoch_open, progress.epoch_announced = True, False

@@ -23,14 +23,14 @@ from ...errors import StopBySignal
 if TYPE_CHECKING:
     from ...fabric.watch import StopCoordinator, Watch
 
-__all__ = ["FAILED_SAVE", "Guard"]
+__all__ = ["FAILED_SAVE", "RunSignals"]
 
 logger = logging.getLogger(__name__)
 
 FAILED_SAVE = "failed save"  # why all ranks stop, where one of them could not write a checkpoint in the background
 
 
-class Guard:
+class RunSignals:
     """Holds the signal handlers of one run and gives back the earlier ones after it.
 
     Args:
@@ -58,7 +58,7 @@ class Guard:
         self._has_pipe = False
         self._earlier: dict[signal.Signals, Any] = {}  # Any: what signal.signal returns
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> RunSignals:
         if threading.current_thread() is threading.main_thread():
             numbers = (signal.SIGINT, signal.SIGTERM)
             for number in numbers if self._requeue is None else (*numbers, self._requeue):

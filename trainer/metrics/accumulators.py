@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ModuleError
 
-__all__ = ["MetricSlot", "ScalarSlot", "accumulation_dtype", "version_of"]
+__all__ = ["MetricAccumulator", "ScalarAccumulator", "accumulation_dtype", "version_of"]
 
 # Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
 # what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
@@ -47,19 +47,19 @@ def version_of(value: Number) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-class ScalarSlot:
+class ScalarAccumulator:
     """The values of one key from one hook.
 
     Attributes:
         name: Key as the user gave it, with the data loader's suffix.
         hook: Hook that logged it.
-        asked: Arguments of the `log` call that made it; a later call must repeat them.
+        requested: Arguments of the `log` call that made it; a later call must repeat them.
         where: File and line of that call.
         reduce: "mean", "sum", "min" or "max".
         sync_dist: Whether the value of a step is that of all ranks, at log boundaries.
         rank_zero_only: Whether rank 0's values are the only ones that count.
         weighs: Whether the values of a mean always need their weights: where they are joined with others.
-        agreed: The ranks' common value of the step of `agreed_window`.
+        synchronized: The ranks' common value of the step of `synchronized_window`.
         window: Number of the window that `step_values` belong to.
         finished_window: Window of the latest step value when the epoch's value was published.
         step: `global_step` that a step value logged now belongs to.
@@ -69,9 +69,34 @@ class ScalarSlot:
     """
 
     __slots__ = (
-        "agreed", "agreed_window", "asked", "dtype", "finished_window", "hook", "is_empty", "logger", "look_at", "name",
-        "on_epoch", "on_step", "prog_bar", "rank_zero_only", "reduce", "shapes", "step", "step_values", "step_version",
-        "step_weights", "sync_dist", "total", "total_weight", "values", "version", "weighs", "weights", "where",
+        "dtype",
+        "finished_window",
+        "hook",
+        "is_empty",
+        "logger",
+        "look_at",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "rank_zero_only",
+        "reduce",
+        "requested",
+        "shapes",
+        "step",
+        "step_values",
+        "step_version",
+        "step_weights",
+        "sync_dist",
+        "synchronized",
+        "synchronized_window",
+        "total",
+        "total_weight",
+        "values",
+        "version",
+        "weighs",
+        "weights",
+        "where",
         "window",
     )  # fmt: skip
 
@@ -86,9 +111,9 @@ class ScalarSlot:
         self.sync_dist = False
         self.rank_zero_only = False
         self.weighs = on_epoch
-        self.agreed = 0.0
-        self.agreed_window = -1
-        self.asked: tuple[Any, ...] | None = None  # Any: the raw arguments, compared by ==
+        self.synchronized = 0.0
+        self.synchronized_window = -1
+        self.requested: tuple[Any, ...] | None = None  # Any: the raw arguments, compared by ==
         self.where = "a line of the run that was resumed"
         self.dtype = torch.float32
         self.shapes: Any = None  # Any: nested sizes of an ambiguous batch, compared by ==
@@ -228,29 +253,29 @@ class ScalarSlot:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> ScalarSlot:
-        """Return a slot that goes on where `state_dict` was taken."""
-        slot = cls(
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> ScalarAccumulator:
+        """Return a accumulator that goes on where `state_dict` was taken."""
+        accumulator = cls(
             state["name"],
             state["hook"],
             reduce=state["reduce"],
             on_step=state["on_step"],
             on_epoch=state["on_epoch"],
         )
-        slot.prog_bar, slot.logger, slot.dtype = state["prog_bar"], state["logger"], state["dtype"]
-        slot.rank_zero_only = state.get("rank_zero_only", False)
+        accumulator.prog_bar, accumulator.logger, accumulator.dtype = state["prog_bar"], state["logger"], state["dtype"]
+        accumulator.rank_zero_only = state.get("rank_zero_only", False)
         for name in ("total", "total_weight"):
             value = state[name]
-            setattr(slot, name, None if value is None else value.to(device))
+            setattr(accumulator, name, None if value is None else value.to(device))
         if state["values"] is not None:
-            slot.values = list(state["values"].to(device).unbind())
-            slot.weights = list(state["weights"].to(device).unbind())
-            slot.version = sum(version_of(value) for value in slot.values)
-        slot.is_empty = slot.total is None and not slot.values
-        return slot
+            accumulator.values = list(state["values"].to(device).unbind())
+            accumulator.weights = list(state["weights"].to(device).unbind())
+            accumulator.version = sum(version_of(value) for value in accumulator.values)
+        accumulator.is_empty = accumulator.total is None and not accumulator.values
+        return accumulator
 
 
-class MetricSlot(ScalarSlot):
+class MetricAccumulator(ScalarAccumulator):
     """A torchmetrics metric object: it keeps its own state, and computes the epoch's value itself."""
 
     __slots__ = ("metric",)
@@ -260,13 +285,13 @@ class MetricSlot(ScalarSlot):
         super().__init__(name, hook, reduce="metric", on_step=on_step, on_epoch=on_epoch)
 
     @classmethod
-    def from_metric(cls, state: dict[str, Any], metric: Any) -> MetricSlot:
-        """Return the slot of a metric object in the middle of an epoch."""
-        slot = cls(state["name"], state["hook"], metric, on_step=state["on_step"], on_epoch=state["on_epoch"])
-        slot.prog_bar, slot.logger = state["prog_bar"], state["logger"]
-        slot.rank_zero_only = state.get("rank_zero_only", False)
-        slot.is_empty = False
-        return slot
+    def from_metric(cls, state: dict[str, Any], metric: Any) -> MetricAccumulator:
+        """Return the accumulator of a metric object in the middle of an epoch."""
+        accumulator = cls(state["name"], state["hook"], metric, on_step=state["on_step"], on_epoch=state["on_epoch"])
+        accumulator.prog_bar, accumulator.logger = state["prog_bar"], state["logger"]
+        accumulator.rank_zero_only = state.get("rank_zero_only", False)
+        accumulator.is_empty = False
+        return accumulator
 
     def reset(self) -> None:
         """Reset the metric."""

@@ -19,7 +19,7 @@ from ...data.move import find_batch_size
 from ...errors import ConfigError, ModuleError
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
-from .accumulators import MetricSlot, ScalarSlot, accumulation_dtype, version_of
+from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, version_of
 
 if TYPE_CHECKING:
     from ...data.batch_size import BatchSizes
@@ -33,7 +33,7 @@ _REDUCE: dict[Any, str] = {
 }  # fmt: skip
 
 
-_METRIC_SLOT_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
+_METRIC_ACCUMULATOR_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
 
 
 def _stage_of(hook: str) -> str:
@@ -45,24 +45,24 @@ def _is_of_batches(hook: str) -> bool:
 
 
 class HookTable:
-    """The slots that one hook logs to.
+    """The accumulators that one hook logs to.
 
     Attributes:
         hook: Name of the hook.
         rule: Defaults of `log` there; None where logging is an error.
         stage: "train", "validation" or "test".
-        slots: Key -> slot, for the data loader that is being read.
+        accumulators: Key -> accumulator, for the data loader that is being read.
         by_loader: The same for each data loader.
     """
 
-    __slots__ = ("by_loader", "hook", "rule", "slots", "stage")
+    __slots__ = ("accumulators", "by_loader", "hook", "rule", "stage")
 
     def __init__(self, hook: str, rule: LogRule | None) -> None:
         self.hook = hook
         self.rule = rule
         self.stage = _stage_of(hook)
-        self.by_loader: dict[int, dict[str, ScalarSlot]] = {0: {}}
-        self.slots = self.by_loader[0]
+        self.by_loader: dict[int, dict[str, ScalarAccumulator]] = {0: {}}
+        self.accumulators = self.by_loader[0]
 
 
 class Metrics:
@@ -107,7 +107,7 @@ class Metrics:
         self.loaders_of_keys: dict[str, set[int]] = {}
         self._replaced: dict[str, tuple[Tensor | None, int]] = {}
         self.progress_bar: dict[str, float] = {}
-        self._step_slots: list[ScalarSlot] = []
+        self._step_accumulators: list[ScalarAccumulator] = []
         self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
         self.decisive: frozenset[str] = frozenset()
         self.late_listeners: dict[str, bool] = {}
@@ -171,12 +171,12 @@ class Metrics:
         rank_zero_only: bool = False,
     ) -> None:
         """Keep a value; see `Module.log`. Called for every value of every batch: the first lines are the hot path."""
-        slot = self.table.slots.get(name)
-        asked = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only)
-        if slot is None or slot.asked != asked:
+        accumulator = self.table.accumulators.get(name)
+        requested = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only)
+        if accumulator is None or accumulator.requested != requested:
             if self.is_disabled:
                 return
-            slot = self._open_slot(name, value, asked)
+            accumulator = self._open_accumulator(name, value, requested)
         if self.is_muted:
             return
         weight: Tensor | float = 1.0
@@ -184,57 +184,57 @@ class Metrics:
         if value.__class__ is Tensor:
             if value.requires_grad and not enable_graph:
                 value = value.detach()
-            if slot.reduce == "mean" and (slot.weighs or self.is_weighing_steps):
-                weight = self._weight(slot) if batch_size is None else batch_size
+            if accumulator.reduce == "mean" and (accumulator.weighs or self.is_weighing_steps):
+                weight = self._weight(accumulator) if batch_size is None else batch_size
             try:
                 version = value._version
             except RuntimeError:  # an inference tensor
                 value = value.clone()
         else:
-            value, weight = self._number(slot, value, batch_size)
+            value, weight = self._number(accumulator, value, batch_size)
             version = version_of(value)
-        if slot.on_step:
-            if slot.window != self.window:
-                slot.window = self.window
-                slot.step = self.step
-                slot.step_values = [value]
-                slot.step_weights = [weight]
-                slot.step_version = version
+        if accumulator.on_step:
+            if accumulator.window != self.window:
+                accumulator.window = self.window
+                accumulator.step = self.step
+                accumulator.step_values = [value]
+                accumulator.step_weights = [weight]
+                accumulator.step_version = version
             else:
-                slot.step_values.append(value)
-                slot.step_weights.append(weight)
-                slot.step_version += version
-        if slot.on_epoch:
-            slot.is_empty = False
-            slot.values.append(value)
-            slot.weights.append(weight)
-            slot.version += version
-            if len(slot.values) >= slot.look_at:
-                slot.inspect(self.device)
+                accumulator.step_values.append(value)
+                accumulator.step_weights.append(weight)
+                accumulator.step_version += version
+        if accumulator.on_epoch:
+            accumulator.is_empty = False
+            accumulator.values.append(value)
+            accumulator.weights.append(weight)
+            accumulator.version += version
+            if len(accumulator.values) >= accumulator.look_at:
+                accumulator.inspect(self.device)
 
-    def _number(self, slot: ScalarSlot, value: Any, batch_size: int | None) -> tuple[Any, Tensor | float]:
+    def _number(self, accumulator: ScalarAccumulator, value: Any, batch_size: int | None) -> tuple[Any, Tensor | float]:
         """Return value and weight of what is no plain tensor."""
         if isinstance(value, Loss):
             weight = value.weight
             return value.mean().detach(), weight.detach().clone() if isinstance(weight, Tensor) else weight
-        if isinstance(slot, MetricSlot):
-            cached = getattr(value, "_forward_cache", None) if slot.on_step else 0.0
+        if isinstance(accumulator, MetricAccumulator):
+            cached = getattr(value, "_forward_cache", None) if accumulator.on_step else 0.0
             if cached is None:
                 raise ModuleError(
-                    f"log({slot.name!r}): on_step=True needs the metric's value of this batch, and only update() "
-                    "was called.",
+                    f"log({accumulator.name!r}): on_step=True needs the metric's value of this batch, and only "
+                    "update() was called.",
                     fix="call the metric itself, metric(preds, target), or log it with on_step=False, on_epoch=True.",
                 )
             return cached, 1.0
         if isinstance(value, Tensor):
             value = value.detach().clone()  # a parameter: the optimizer changes it in place
         elif not isinstance(value, int | float):
-            raise _bad_value(slot.name, value)
-        if slot.reduce != "mean" or not (slot.weighs or self.is_weighing_steps):
+            raise _bad_value(accumulator.name, value)
+        if accumulator.reduce != "mean" or not (accumulator.weighs or self.is_weighing_steps):
             return value, 1.0
-        return value, self._weight(slot) if batch_size is None else batch_size
+        return value, self._weight(accumulator) if batch_size is None else batch_size
 
-    def _weight(self, slot: ScalarSlot) -> float:
+    def _weight(self, accumulator: ScalarAccumulator) -> float:
         batch = self.batch
         if batch is None:
             return 1.0
@@ -246,18 +246,18 @@ class Metrics:
             return self._size
         # The batch does not tell its size. As long as all batches look the same they weigh the same.
         shapes = _shapes(batch)
-        if slot.shapes is None:
-            slot.shapes = shapes
-        elif slot.shapes != shapes:
+        if accumulator.shapes is None:
+            accumulator.shapes = shapes
+        elif accumulator.shapes != shapes:
             raise ModuleError(
-                f"log({slot.name!r}): the mean over the epoch needs the size of each batch; the batches differ "
-                f"({slot.shapes} and {shapes}) and their tensors do not agree on a first dimension.",
-                fix=f"pass it: self.log({slot.name!r}, value, batch_size=n), or log lw.Loss(sum, weight).",
+                f"log({accumulator.name!r}): the mean over the epoch needs the size of each batch; the batches differ "
+                f"({accumulator.shapes} and {shapes}) and their tensors do not agree on a first dimension.",
+                fix=f"pass it: self.log({accumulator.name!r}, value, batch_size=n), or log lw.Loss(sum, weight).",
             )
         return 1.0
 
-    def _open_slot(self, name: str, value: Any, asked: tuple[Any, ...]) -> ScalarSlot:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = asked
+    def _open_accumulator(self, name: str, value: Any, requested: tuple[Any, ...]) -> ScalarAccumulator:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = requested
         table = self.table
         rule = table.rule
         if rule is None:
@@ -269,9 +269,9 @@ class Metrics:
                 if is_after_save
                 else "log in a step, a batch hook or an epoch hook; `python -m loopwright lifecycle` lists them.",
             )
-        existing = table.slots.get(name)
-        if existing is not None and existing.asked is not None:
-            raise self._other_arguments(name, existing, asked)
+        existing = table.accumulators.get(name)
+        if existing is not None and existing.requested is not None:
+            raise self._other_arguments(name, existing, requested)
         step = rule.on_step if on_step is None else on_step
         epoch = rule.on_epoch if on_epoch is None else on_epoch
         if step and not rule.may_step:
@@ -281,47 +281,50 @@ class Metrics:
             )
         if not epoch and not rule.may_step:
             raise ModuleError(f"log({name!r}, on_epoch=False) in {table.hook}.", fix="leave on_epoch out.")
-        slot = existing or (None if add_dataloader_idx else self._shared_slot(name, asked))
-        if slot is None:
-            slot, where = self._new_slot(name, value, reduce_fx, step, epoch, add_dataloader_idx), _calling_line()
-            self._refuse_conflict(slot, where)
-            slot.where = where
-        slot.asked = asked
-        slot.prog_bar = bool(prog_bar)
-        slot.logger = logger is not False
-        slot.sync_dist = bool(sync_dist) and not isinstance(slot, MetricSlot)
-        slot.rank_zero_only = bool(rank_zero_only)
-        is_joined = slot.sync_dist or not self.decisive.isdisjoint((slot.name, slot.step_key))
-        slot.weighs = slot.on_epoch or (is_joined and self._ranks is not None)
-        if slot.on_step and slot not in self._step_slots:
-            self._step_slots.append(slot)
-        table.slots[name] = slot
-        return slot
+        accumulator = existing or (None if add_dataloader_idx else self._shared_accumulator(name, requested))
+        if accumulator is None:
+            accumulator, where = (
+                self._new_accumulator(name, value, reduce_fx, step, epoch, add_dataloader_idx),
+                _calling_line(),
+            )
+            self._refuse_conflict(accumulator, where)
+            accumulator.where = where
+        accumulator.requested = requested
+        accumulator.prog_bar = bool(prog_bar)
+        accumulator.logger = logger is not False
+        accumulator.sync_dist = bool(sync_dist) and not isinstance(accumulator, MetricAccumulator)
+        accumulator.rank_zero_only = bool(rank_zero_only)
+        is_joined = accumulator.sync_dist or not self.decisive.isdisjoint((accumulator.name, accumulator.step_key))
+        accumulator.weighs = accumulator.on_epoch or (is_joined and self._ranks is not None)
+        if accumulator.on_step and accumulator not in self._step_accumulators:
+            self._step_accumulators.append(accumulator)
+        table.accumulators[name] = accumulator
+        return accumulator
 
-    def _shared_slot(self, name: str, asked: tuple[Any, ...]) -> ScalarSlot | None:
-        """Return the slot that another loader opened for a key without the loader's number: all count into one.
+    def _shared_accumulator(self, name: str, requested: tuple[Any, ...]) -> ScalarAccumulator | None:
+        """Return the accumulator that another loader opened for a key without the loader's number: all count into one.
 
         Raises:
             ModuleError: It was opened with other arguments.
         """
-        for slots in self.table.by_loader.values():
-            slot = slots.get(name)
-            if slot is not None and slot.asked in (asked, None):
-                return slot
-            if slot is not None and slot.asked is not None and slot.name == name:
-                raise self._other_arguments(name, slot, asked)
+        for accumulators in self.table.by_loader.values():
+            accumulator = accumulators.get(name)
+            if accumulator is not None and accumulator.requested in (requested, None):
+                return accumulator
+            if accumulator is not None and accumulator.requested is not None and accumulator.name == name:
+                raise self._other_arguments(name, accumulator, requested)
         return None
 
-    def _other_arguments(self, name: str, slot: ScalarSlot, now: tuple[Any, ...]) -> ModuleError:
+    def _other_arguments(self, name: str, accumulator: ScalarAccumulator, now: tuple[Any, ...]) -> ModuleError:
         return ModuleError(
             f"log({name!r}) was called in {self.table.hook} ({_calling_line()}) with other arguments than before "
-            f"({slot.where}): {_difference(slot.asked or (), now)}.",
+            f"({accumulator.where}): {_difference(accumulator.requested or (), now)}.",
             fix="log one key with the same arguments each time, or use another key.",
         )
 
-    def _new_slot(
+    def _new_accumulator(
         self, name: str, value: Any, reduce_fx: Any, on_step: bool, on_epoch: bool, add_dataloader_idx: bool
-    ) -> ScalarSlot:
+    ) -> ScalarAccumulator:
         table = self.table
         if not isinstance(name, str):
             raise ModuleError(f"log got the name {name!r}, expected a string.", fix="pass the key as a string.")
@@ -336,7 +339,7 @@ class Metrics:
             full = f"{name}/dataloader_idx_{self.loader_index}"
         reduce = _REDUCE.get(reduce_fx)
         if is_metric(value):
-            return MetricSlot(full, table.hook, value, on_step=on_step, on_epoch=on_epoch)
+            return MetricAccumulator(full, table.hook, value, on_step=on_step, on_epoch=on_epoch)
         if reduce is None:
             raise ConfigError(
                 f"log({name!r}): reduce_fx={reduce_fx!r} is not supported.",
@@ -344,7 +347,7 @@ class Metrics:
             )
         if isinstance(value, Mapping):
             raise _bad_value(name, value)
-        slot = ScalarSlot(full, table.hook, reduce=reduce, on_step=on_step, on_epoch=on_epoch)
+        accumulator = ScalarAccumulator(full, table.hook, reduce=reduce, on_step=on_step, on_epoch=on_epoch)
         if isinstance(value, Loss):
             value = value.sum
         if isinstance(value, Tensor):
@@ -354,35 +357,41 @@ class Metrics:
                     fix="reduce it first, for example with value.mean().",
                 )
             is_single = value.dtype.is_floating_point and value.dtype != torch.float64
-            slot.dtype = torch.float32 if is_single else accumulation_dtype(self.device)  # integers stay exact
+            accumulator.dtype = torch.float32 if is_single else accumulation_dtype(self.device)  # integers stay exact
         else:
-            slot.dtype = accumulation_dtype(self.device)
-        return slot
+            accumulator.dtype = accumulation_dtype(self.device)
+        return accumulator
 
-    def _refuse_conflict(self, new: ScalarSlot, where: str) -> None:
+    def _refuse_conflict(self, new: ScalarAccumulator, where: str) -> None:
         """Refuse a key of which another key that is in use would take or give the values.
 
         The same name in training and in validation is one key with two sources, as in the field: the latest counts.
         """
         table = self.table
         for other in self._tables.values():
-            for slot in (slot for slots in other.by_loader.values() for slot in slots.values()):
-                if slot.is_empty and not (slot.on_step and slot.window == self.window):
+            for accumulator in (
+                accumulator for accumulators in other.by_loader.values() for accumulator in accumulators.values()
+            ):
+                if accumulator.is_empty and not (accumulator.on_step and accumulator.window == self.window):
                     continue
-                is_same_name = slot.name == new.name
+                is_same_name = accumulator.name == new.name
                 if is_same_name and other.stage != table.stage:
                     continue
-                shared = slot.keys & new.keys
+                shared = accumulator.keys & new.keys
                 if not shared:
                     continue
                 key = min(shared)
                 if is_same_name:
-                    what = f"log({new.name!r}) was called in {slot.hook} ({slot.where}) and in {new.hook} ({where})."
+                    what = (
+                        f"log({new.name!r}) was called in {accumulator.hook} ({accumulator.where}) and in {new.hook} "
+                        f"({where})."
+                    )
                     fix = "log a key in one hook only, or use two keys."
                 else:
                     what = (
-                        f"log({slot.name!r}) in {slot.hook} ({slot.where}) and log({new.name!r}) in {new.hook} "
-                        f"({where}) both give {key!r}: on_step=True with on_epoch=True adds '_step' and '_epoch'."
+                        f"log({accumulator.name!r}) in {accumulator.hook} ({accumulator.where}) and log({new.name!r}) "
+                        f"in {new.hook} ({where}) both give {key!r}: on_step=True with on_epoch=True adds '_step' "
+                        "and '_epoch'."
                     )
                     fix = "rename one of the two."
                 raise ModuleError(what, fix=fix)
@@ -390,12 +399,12 @@ class Metrics:
     # --- windows and loaders -------------------------------------------------------------------------------------
 
     def select_loader(self, stage: str, index: int, *, several: bool) -> None:
-        """Log to the slots of this data loader from now on, in the hooks of the stage."""
+        """Log to the accumulators of this data loader from now on, in the hooks of the stage."""
         self.several_loaders = several
         self.loader_index = index
         for table in self._tables.values():
             if table.stage == stage:
-                table.slots = table.by_loader.setdefault(index, {})
+                table.accumulators = table.by_loader.setdefault(index, {})
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -414,18 +423,18 @@ class Metrics:
             Key -> value for the loggers, and the value of `extra` (0.0 without one; NaN if it is not finite on some
             rank).
         """
-        fresh = [slot for slot in self._step_slots if slot.window == self.window]
+        fresh = [accumulator for accumulator in self._step_accumulators if accumulator.window == self.window]
         if self._ranks is not None and on_all_ranks:
             return self._ranks.read_step(fresh, extra)
         *numbers, probed = self.read_numbers(
-            [*(slot.step_value(self.device) for slot in fresh), 0.0 if extra is None else extra]
+            [*(accumulator.step_value(self.device) for accumulator in fresh), 0.0 if extra is None else extra]
         )
         row: dict[str, float] = {}
-        for slot, number in zip(fresh, numbers, strict=True):
-            if slot.logger:
-                row[slot.step_key] = number
-            if slot.prog_bar:
-                self.show(number, slot.step_key, slot.name if slot.on_epoch else None)
+        for accumulator, number in zip(fresh, numbers, strict=True):
+            if accumulator.logger:
+                row[accumulator.step_key] = number
+            if accumulator.prog_bar:
+                self.show(number, accumulator.step_key, accumulator.name if accumulator.on_epoch else None)
         return row, probed
 
     def read_numbers(self, values: list[Tensor | float]) -> list[float]:
@@ -440,7 +449,7 @@ class Metrics:
     @property
     def has_step_values(self) -> bool:
         """Whether any step value was logged in the present window."""
-        return any(slot.window == self.window for slot in self._step_slots)
+        return any(accumulator.window == self.window for accumulator in self._step_accumulators)
 
     def _pack(self, values: list[Tensor]) -> list[float]:
         if not values:
@@ -456,9 +465,9 @@ class Metrics:
         if self._ranks is not None:
             self._ranks.publish_epoch(stage, step)
             return
-        for slot in self.filled_slots(stage):
-            self.put(slot.epoch_value(self.device), step, slot.epoch_key, slot.name)
-            slot.finished_window = slot.window
+        for accumulator in self.filled_accumulators(stage):
+            self.put(accumulator.epoch_value(self.device), step, accumulator.epoch_key, accumulator.name)
+            accumulator.finished_window = accumulator.window
 
     def put(self, value: Tensor, step: int, *keys: str) -> None:
         """Make an epoch's value readable under these keys, remembering what was there before."""
@@ -474,14 +483,20 @@ class Metrics:
         Returns:
             Key -> value for the loggers, and key -> value of everything; the same on every rank.
         """
-        slots = list(self.filled_slots(stage))
+        accumulators = list(self.filled_accumulators(stage))
         self.loaders_of_keys = self.find_loaders(stage)
         if self._ranks is not None:
             finished, self.loaders_of_keys = self._ranks.finish_epoch(stage, step)
         else:
             self.publish_epoch(stage, step)
             finished = [
-                (slot.epoch_key, slot.name if slot.on_step else None, slot.logger, slot.prog_bar) for slot in slots
+                (
+                    accumulator.epoch_key,
+                    accumulator.name if accumulator.on_step else None,
+                    accumulator.logger,
+                    accumulator.prog_bar,
+                )
+                for accumulator in accumulators
             ]
         numbers = self._pack([self.results[key] for key, *_ in finished])
         row, everything = {}, {}
@@ -491,8 +506,8 @@ class Metrics:
                 row[key] = number
             if is_shown:
                 self.show(number, key, name)
-        for slot in slots:
-            slot.reset()
+        for accumulator in accumulators:
+            accumulator.reset()
         self._replaced = {}
         return row, everything
 
@@ -506,10 +521,10 @@ class Metrics:
             return found
         for table in self._tables.values():
             if table.stage == stage and _is_of_batches(table.hook):
-                for index, slots in table.by_loader.items():
-                    for slot in slots.values():
-                        if not slot.is_empty:
-                            found.setdefault(slot.epoch_key, set()).add(index)
+                for index, accumulators in table.by_loader.items():
+                    for accumulator in accumulators.values():
+                        if not accumulator.is_empty:
+                            found.setdefault(accumulator.epoch_key, set()).add(index)
         return found
 
     def discard_epoch(self, stage: str) -> None:
@@ -520,30 +535,34 @@ class Metrics:
             else:
                 self.results[key], self.result_steps[key] = value, step
         self._replaced = {}
-        for slot in self.slots(stage):
-            slot.reset()
+        for accumulator in self.accumulators(stage):
+            accumulator.reset()
         if self._ranks is not None:
             self._ranks.discard_epoch(stage)
         for table in self._tables.values():
             if table.stage == stage:
                 table.by_loader = {0: {}}
-                table.slots = table.by_loader[0]
-        self._step_slots = [slot for slot in self._step_slots if _stage_of(slot.hook) != stage]
+                table.accumulators = table.by_loader[0]
+        self._step_accumulators = [
+            accumulator for accumulator in self._step_accumulators if _stage_of(accumulator.hook) != stage
+        ]
 
-    def filled_slots(self, stage: str) -> Iterator[ScalarSlot]:
-        """Yield the slots of a stage that have something for the epoch."""
-        return (slot for slot in self.slots(stage) if slot.on_epoch and not slot.is_empty)
+    def filled_accumulators(self, stage: str) -> Iterator[ScalarAccumulator]:
+        """Yield the accumulators of a stage that have something for the epoch."""
+        return (
+            accumulator for accumulator in self.accumulators(stage) if accumulator.on_epoch and not accumulator.is_empty
+        )
 
-    def slots(self, stage: str) -> list[ScalarSlot]:
-        """Return the slots of a stage, each once also where several loaders share it."""
-        slots = {
-            id(slot): slot
+    def accumulators(self, stage: str) -> list[ScalarAccumulator]:
+        """Return the accumulators of a stage, each once also where several loaders share it."""
+        accumulators = {
+            id(accumulator): accumulator
             for table in self._tables.values()
             if table.stage == stage
             for by_key in table.by_loader.values()
-            for slot in by_key.values()
+            for accumulator in by_key.values()
         }
-        return list(slots.values())
+        return list(accumulators.values())
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of each key: shape (), on the device; nothing is read.
@@ -552,14 +571,18 @@ class Metrics:
         ranks' once they were joined: by `synchronize`, or with sync_dist=True at a log boundary.
         """
         values = dict(self.results)
-        for slot in self._step_slots:
-            if slot.step_values:
-                value = slot.agreed if slot.agreed_window == slot.window else slot.step_value(self.device)
+        for accumulator in self._step_accumulators:
+            if accumulator.step_values:
+                value = (
+                    accumulator.synchronized
+                    if accumulator.synchronized_window == accumulator.window
+                    else accumulator.step_value(self.device)
+                )
                 if not isinstance(value, Tensor):
-                    value = torch.tensor(value, dtype=slot.dtype)
-                values[slot.step_key] = value.reshape(())
-                if slot.is_ahead:
-                    values[slot.name] = values[slot.step_key]
+                    value = torch.tensor(value, dtype=accumulator.dtype)
+                values[accumulator.step_key] = value.reshape(())
+                if accumulator.is_ahead:
+                    values[accumulator.name] = values[accumulator.step_key]
         for name in self._synchronized:
             if (joint := self._joint(name)) is not None:
                 values[name] = joint[0]
@@ -569,14 +592,16 @@ class Metrics:
         """Return the `global_step` at which the value of `callback_metrics[name]` was computed; None without one."""
         if (joint := self._joint(name)) is not None:
             return joint[1]
-        slot = self.step_slot(name)
-        return self.result_steps.get(name) if slot is None else slot.step
+        accumulator = self.step_accumulator(name)
+        return self.result_steps.get(name) if accumulator is None else accumulator.step
 
-    def step_slot(self, name: str) -> ScalarSlot | None:
-        """Return the slot whose step value `callback_metrics[name]` is; None where that is an epoch's, or nothing."""
-        for slot in self._step_slots:
-            if slot.step_values and (name == slot.step_key or (name == slot.name and slot.is_ahead)):
-                return slot
+    def step_accumulator(self, name: str) -> ScalarAccumulator | None:
+        """Return the accumulator whose step value `callback_metrics[name]` is; None where it is not a step value."""
+        for accumulator in self._step_accumulators:
+            if accumulator.step_values and (
+                name == accumulator.step_key or (name == accumulator.name and accumulator.is_ahead)
+            ):
+                return accumulator
         return None
 
     def _joint(self, name: str) -> tuple[Tensor, int] | None:
@@ -585,8 +610,8 @@ class Metrics:
         if found is None:
             return None
         value, step, window = found
-        slot = self.step_slot(name)
-        return None if slot is not None and slot.window > window else (value, step)
+        accumulator = self.step_accumulator(name)
+        return None if accumulator is not None and accumulator.window > window else (value, step)
 
     def synchronize(self, names: Iterable[str]) -> None:
         """Let `callback_metrics` and `metric_step` hold the same on all ranks for these keys, until they log them anew.
@@ -607,7 +632,7 @@ class Metrics:
 
         Args:
             module: Where metric objects that were logged are named by their path in it.
-            alone: Whether other ranks may be gone, so that nothing is asked of them and the state is this rank's own.
+            alone: Whether other ranks may be gone: then nothing is requested of them, and the state is this rank's own.
 
         With several ranks the state holds the sums of each of them: on every rank, it communicates.
         """
@@ -617,14 +642,14 @@ class Metrics:
             "window": self.window,
             "progress_bar": dict(self.progress_bar),
             "slots": [
-                {**slot.state_dict(self.device), "loader": loader, "key": key}
+                {**accumulator.state_dict(self.device), "loader": loader, "key": key}
                 for table in self._tables.values()
                 if table.stage == "train"  # a validation that has not ended is repeated
-                for loader, slots in table.by_loader.items()
-                for key, slot in slots.items()
-                if not isinstance(slot, MetricSlot) and slot.on_epoch and not slot.is_empty
+                for loader, accumulators in table.by_loader.items()
+                for key, accumulator in accumulators.items()
+                if not isinstance(accumulator, MetricAccumulator) and accumulator.on_epoch and not accumulator.is_empty
             ],
-            "metric_slots": self._metric_slots(module) if module is not None else [],
+            "metric_slots": self._metric_accumulators(module) if module is not None else [],
         }
         return state if self._ranks is None or alone else self._ranks.joined_state(state)
 
@@ -639,18 +664,20 @@ class Metrics:
 
         return self._ranks.gather(to_cpu(states))
 
-    def _metric_slots(self, module: torch.nn.Module) -> list[dict[str, Any]]:
+    def _metric_accumulators(self, module: torch.nn.Module) -> list[dict[str, Any]]:
         paths = {id(child): path for path, child in module.named_modules()}
         return [
             {
-                "metric": paths[id(slot.metric)],
+                "metric": paths[id(accumulator.metric)],
                 "key": key,
-                **{name: getattr(slot, name) for name in _METRIC_SLOT_STATE},
+                **{name: getattr(accumulator, name) for name in _METRIC_ACCUMULATOR_STATE},
             }
             for table in self._tables.values()
             if table.stage == "train"
-            for key, slot in table.slots.items()
-            if isinstance(slot, MetricSlot) and not slot.is_empty and id(slot.metric) in paths
+            for key, accumulator in table.accumulators.items()
+            if isinstance(accumulator, MetricAccumulator)
+            and not accumulator.is_empty
+            and id(accumulator.metric) in paths
         ]
 
     def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module | None = None) -> None:
@@ -669,13 +696,13 @@ class Metrics:
         for state in state_dict["slots"]:
             if state["hook"] in HOOKS:
                 table = self._tables[state["hook"]]
-                slots = table.by_loader.setdefault(state["loader"], {})
-                slots[state["key"]] = ScalarSlot.from_state(state, self.device)
+                accumulators = table.by_loader.setdefault(state["loader"], {})
+                accumulators[state["key"]] = ScalarAccumulator.from_state(state, self.device)
         children = dict(module.named_modules()) if module is not None else {}
         for state in state_dict.get("metric_slots", []):
             metric = children.get(state["metric"])
             if state["hook"] in HOOKS and is_metric(metric):
-                self._tables[state["hook"]].slots[state["key"]] = MetricSlot.from_metric(state, metric)
+                self._tables[state["hook"]].accumulators[state["key"]] = MetricAccumulator.from_metric(state, metric)
 
 
 def is_metric(value: Any) -> bool:

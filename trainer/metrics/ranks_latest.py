@@ -49,20 +49,22 @@ def latest_values(
     Returns:
         Key -> value (shape (), on the device) and the `global_step` at which it was computed.
     """
-    slots = {name: metrics.step_slot(name) for name in dict.fromkeys(names)}
-    of_step = {name: slot for name, slot in slots.items() if slot is not None}
-    of_epoch = {name: metrics.results[name] for name in slots if name not in of_step and name in metrics.results}
-    pairs = [slot.step_share(metrics.device) for slot in of_step.values()]
+    accumulators = {name: metrics.step_accumulator(name) for name in dict.fromkeys(names)}
+    of_step = {name: accumulator for name, accumulator in accumulators.items() if accumulator is not None}
+    of_epoch = {name: metrics.results[name] for name in accumulators if name not in of_step and name in metrics.results}
+    pairs = [accumulator.step_share(metrics.device) for accumulator in of_step.values()]
     numbers = iter(metrics.read_numbers([*(number for pair in pairs for number in pair), *of_epoch.values()]))
     mine: dict[str, _Latest] = {}
-    for name, slot in of_step.items():
+    for name, accumulator in of_step.items():
         value, weight = next(numbers), next(numbers)
-        mine[name] = _Latest(slot.step, True, slot.dtype, value, weight, slot.reduce, slot.rank_zero_only)
+        mine[name] = _Latest(
+            accumulator.step, True, accumulator.dtype, value, weight, accumulator.reduce, accumulator.rank_zero_only
+        )
     for name, result in of_epoch.items():
         mine[name] = _Latest(metrics.result_steps[name], False, result.dtype, next(numbers))
     everywhere = gather(mine)
     found = {}
-    for name in slots:
+    for name in accumulators:
         shares = {rank: theirs[name] for rank, theirs in enumerate(everywhere) if name in theirs}
         if shares:
             found[name] = _newest(shares, metrics.device)

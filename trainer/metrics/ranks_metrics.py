@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModuleError
-from .accumulators import MetricSlot, ScalarSlot
+from .accumulators import MetricAccumulator, ScalarAccumulator
 from .metrics import is_metric, metric_states
 from .ranks_objects import compute_joined, to_cpu
 
@@ -130,8 +130,8 @@ class RanksMetrics:
         """
         metrics = self._metrics
         epoch = self._epochs.setdefault(stage, _Epoch([{} for _ in range(self.size)]))
-        slots = {slot.name: slot for slot in metrics.filled_slots(stage)}
-        mine = self._shares(slots.values(), metrics.find_loaders(stage))
+        accumulators = {accumulator.name: accumulator for accumulator in metrics.filled_accumulators(stage)}
+        mine = self._shares(accumulators.values(), metrics.find_loaders(stage))
         changed = {name: share for name, share in mine.items() if epoch.sent.get(name) != share}
         epoch.sent = mine
         everywhere = self.gather((changed, metrics.late_listeners.get(stage, True)))
@@ -141,14 +141,15 @@ class RanksMetrics:
             known.update(theirs)
         shares = {name: self._counting(name, epoch) for name in names}
         objects = self._compute_objects(
-            {name: next(iter(s.values())) for name, s in shares.items() if next(iter(s.values())).is_object}, slots
+            {name: next(iter(s.values())) for name, s in shares.items() if next(iter(s.values())).is_object},
+            accumulators,
         )
         for name, theirs in shares.items():
             share = next(iter(theirs.values()))
             value = objects[name] if share.is_object else _merged(name, theirs).to(metrics.device)
             metrics.put(value, step, share.epoch_key, name)
-        for slot in slots.values():
-            slot.finished_window = slot.window
+        for accumulator in accumulators.values():
+            accumulator.finished_window = accumulator.window
 
     def finish_epoch(
         self, stage: str, step: int
@@ -189,25 +190,28 @@ class RanksMetrics:
                 metric.reset()
         return logged
 
-    def _shares(self, slots: Iterable[ScalarSlot], loaders: Mapping[str, set[int]]) -> dict[str, _Share]:
+    def _shares(self, accumulators: Iterable[ScalarAccumulator], loaders: Mapping[str, set[int]]) -> dict[str, _Share]:
         """Return this rank's shares, read in one packed copy; `loaders` are those of each epoch's key."""
         metrics = self._metrics
-        slots = list(slots)
-        sums = [None if isinstance(slot, MetricSlot) else slot.sums(metrics.device) for slot in slots]
+        accumulators = list(accumulators)
+        sums = [
+            None if isinstance(accumulator, MetricAccumulator) else accumulator.sums(metrics.device)
+            for accumulator in accumulators
+        ]
         numbers = iter(metrics.read_numbers([n for pair in sums if pair is not None for n in pair if n is not None]))
         paths: dict[int, str] = {}
         if self._module is not None and None in sums:
             paths = {id(child): path for path, child in self._module.named_modules()}
         shares = {}
-        for slot, pair in zip(slots, sums, strict=True):
+        for accumulator, pair in zip(accumulators, sums, strict=True):
             own: dict[str, Any] = {}
-            if isinstance(slot, MetricSlot):
-                own = {"path": paths.get(id(slot.metric)), "updates": slot.metric._update_count}
+            if isinstance(accumulator, MetricAccumulator):
+                own = {"path": paths.get(id(accumulator.metric)), "updates": accumulator.metric._update_count}
             elif pair is not None:
-                own = {"total": next(numbers), "shapes": slot.shapes}
+                own = {"total": next(numbers), "shapes": accumulator.shapes}
                 own["weight"] = next(numbers) if pair[1] is not None else 0.0
-            how = {name: getattr(slot, name) for name in _HOW}
-            shares[slot.name] = _Share(**how, **own, loaders=frozenset(loaders.get(slot.epoch_key, ())))
+            how = {name: getattr(accumulator, name) for name in _HOW}
+            shares[accumulator.name] = _Share(**how, **own, loaders=frozenset(loaders.get(accumulator.epoch_key, ())))
         return shares
 
     def _counting(self, name: str, epoch: _Epoch) -> dict[int, _Share]:
@@ -231,11 +235,13 @@ class RanksMetrics:
 
     # --- metric objects ----------------------------------------------------------------------------------------------
 
-    def _compute_objects(self, shares: dict[str, _Share], slots: dict[str, ScalarSlot]) -> dict[str, Tensor]:
+    def _compute_objects(
+        self, shares: dict[str, _Share], accumulators: dict[str, ScalarAccumulator]
+    ) -> dict[str, Tensor]:
         """Compute metric objects on every rank from the states of all, in one exchange; none without any."""
         if not shares:
             return {}
-        metrics = {name: self._object(name, share.path, slots) for name, share in shares.items()}
+        metrics = {name: self._object(name, share.path, accumulators) for name, share in shares.items()}
         states = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
         everywhere = self.gather(states)
         values: dict[str, Tensor] = {}
@@ -257,10 +263,10 @@ class RanksMetrics:
             values[name] = values[name].to(self._metrics.device)
         return values
 
-    def _object(self, name: str, path: str | None, slots: dict[str, ScalarSlot]) -> Any:
+    def _object(self, name: str, path: str | None, accumulators: dict[str, ScalarAccumulator]) -> Any:
         """Return this rank's metric object of a key: the one that it logged, else the one at the same place."""
-        slot = slots.get(name)
-        return slot.metric if isinstance(slot, MetricSlot) else self._find(path)
+        accumulator = accumulators.get(name)
+        return accumulator.metric if isinstance(accumulator, MetricAccumulator) else self._find(path)
 
     def _find(self, path: str | None) -> Any:
         """Return the metric object at this place of the module; None where there is none."""
@@ -275,23 +281,25 @@ class RanksMetrics:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def read_step(self, slots: Sequence[ScalarSlot], extra: Tensor | None) -> tuple[dict[str, float], float]:
+    def read_step(
+        self, accumulators: Sequence[ScalarAccumulator], extra: Tensor | None
+    ) -> tuple[dict[str, float], float]:
         """Exchange the step values of the present window; see `Metrics.read_step`."""
         metrics = self._metrics
-        pairs = [slot.step_share(metrics.device) for slot in slots]
+        pairs = [accumulator.step_share(metrics.device) for accumulator in accumulators]
         *numbers, probed = metrics.read_numbers([n for pair in pairs for n in pair] + [0.0 if extra is None else extra])
         mine = {
-            slot.step_key: _StepShare(
-                slot.name if slot.on_epoch else None,
-                slot.reduce,
-                slot.sync_dist,
-                slot.logger,
-                slot.prog_bar,
-                slot.rank_zero_only,
+            accumulator.step_key: _StepShare(
+                accumulator.name if accumulator.on_epoch else None,
+                accumulator.reduce,
+                accumulator.sync_dist,
+                accumulator.logger,
+                accumulator.prog_bar,
+                accumulator.rank_zero_only,
                 numbers[2 * index],
                 numbers[2 * index + 1],
             )
-            for index, slot in enumerate(slots)
+            for index, accumulator in enumerate(accumulators)
         }
         everywhere = self.gather((mine, probed))
         values: dict[str, float] = {}
@@ -313,9 +321,12 @@ class RanksMetrics:
                 row[key] = value
             if first.prog_bar:
                 metrics.show(value, key, first.name)
-        for slot in slots:
-            if slot.sync_dist:
-                slot.agreed, slot.agreed_window = values[slot.step_key], slot.window
+        for accumulator in accumulators:
+            if accumulator.sync_dist:
+                accumulator.synchronized, accumulator.synchronized_window = (
+                    values[accumulator.step_key],
+                    accumulator.window,
+                )
         is_finite = all(math.isfinite(theirs) for _, theirs in everywhere)
         return row, probed if is_finite else math.nan
 
@@ -324,12 +335,16 @@ class RanksMetrics:
     def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state that holds the sums of every rank; `state_of_rank` takes it apart again."""
         everywhere = self.gather(to_cpu((state["slots"], state["metric_slots"])))
-        metric_slots = {(slot["hook"], slot["key"]): slot for _, slots in reversed(everywhere) for slot in slots}
+        metric_accumulators = {
+            (accumulator["hook"], accumulator["key"]): accumulator
+            for _, accumulators in reversed(everywhere)
+            for accumulator in accumulators
+        }
         return {
             **state,
             "slots": [],
-            "ranks": [slots for slots, _ in everywhere],
-            "metric_slots": list(metric_slots.values()),
+            "ranks": [accumulators for accumulators, _ in everywhere],
+            "metric_slots": list(metric_accumulators.values()),
         }
 
 
@@ -342,21 +357,21 @@ def state_of_rank(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]
     ranks: list[list[dict[str, Any]]] = state["ranks"]
     if len(ranks) == size:
         return {**state, "slots": ranks[rank]}
-    return {**state, "slots": _joined_slots(ranks) if rank == 0 else []}
+    return {**state, "slots": _joined_accumulators(ranks) if rank == 0 else []}
 
 
-def _joined_slots(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _joined_accumulators(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     found: dict[Any, list[dict[str, Any]]] = {}
-    for slots in ranks:
-        for slot in slots:
-            found.setdefault((slot["hook"], slot["loader"], slot["key"]), []).append(slot)
+    for accumulators in ranks:
+        for accumulator in accumulators:
+            found.setdefault((accumulator["hook"], accumulator["loader"], accumulator["key"]), []).append(accumulator)
     cpu = torch.device("cpu")
     joined = []
     for states in found.values():
         counting = states[:1] if states[0].get("rank_zero_only") else states
         pairs = []
         for state in counting:
-            own_total, own_weight = ScalarSlot.from_state(state, cpu).sums(cpu)
+            own_total, own_weight = ScalarAccumulator.from_state(state, cpu).sums(cpu)
             pairs.append((own_total.item(), 0.0 if own_weight is None else own_weight.item()))
         reduce, dtype = states[0]["reduce"], torch.float64
         total, weight = _sums(reduce, pairs)

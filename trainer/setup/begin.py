@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...strategies import TrainerConfig
     from ..loop.fit_loop import FitLoop
     from ..loop.non_finite import LossWatch
-    from ..loop.run_signals import Guard
+    from ..loop.run_signals import RunSignals
     from ..metrics.log_output import LogOutput
     from ..metrics.metrics import Metrics
     from ..state import Progress, TrainerState
@@ -86,7 +86,7 @@ class Plan:
     metrics: Metrics
     progress: Progress
     state: TrainerState
-    guard: Guard
+    run_signals: RunSignals
     watch: LossWatch
     profiler: Profiler | None
     system: Mapping[str, Callable[..., object]]
@@ -233,14 +233,14 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
     gather = strategy.gather_objects if has_ranks else None
     metrics.connect(gather, rank=fabric.global_rank, size=fabric.world_size, module=module)
     plan.watch.gather = gather
-    window_loss, agreement = WindowLoss(fabric.device), None
+    window_loss, stop_coordination = WindowLoss(fabric.device), None
     if has_ranks:
         counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
         window_loss = RanksWindowLoss(fabric.device, strategy, counts=counts)
-        if plan.guard.stop_coordinator is not None:
-            from ..loop.agreement import Agreement  # not imported where there is one process
+        if plan.run_signals.stop_coordinator is not None:
+            from ..loop.stop_coordination import StopCoordination  # not imported where there is one process
 
-            agreement = Agreement(plan.trainer, plan.guard, plan.guard.stop_coordinator)
+            stop_coordination = StopCoordination(plan.trainer, plan.run_signals, plan.run_signals.stop_coordinator)
     return Run(
         trainer=plan.trainer,
         fabric=fabric,
@@ -250,7 +250,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         lifecycle=lifecycle,
         metrics=metrics,
         progress=plan.progress,
-        guard=plan.guard,
+        run_signals=plan.run_signals,
         callbacks=plan.callbacks,
         loaders=plan.loaders,
         output=plan.output,
@@ -261,7 +261,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         is_automatic=bool(getattr(module, "automatic_optimization", True)),
         skips_bad_steps=plan.skips_bad_steps,
         has_ranks=has_ranks,
-        agreement=agreement,
+        stop_coordination=stop_coordination,
     )
 
 
@@ -277,10 +277,12 @@ def set_up(plan: Plan, run: Run) -> None:
                 getattr(module, name)()
     strategy.configure_topology(module)
     if run.has_ranks:
-        from ..loop import ranks  # not imported where there is one process
+        from ..loop import rank_coordination  # not imported where there is one process
 
-        ranks.compare(strategy, ranks.facts_of(run.fabric, plan.verb, module, plan.same_everywhere))
-        ranks.share_out(plan.loaders, strategy, splits=plan.use_distributed_sampler)
+        rank_coordination.compare(
+            strategy, rank_coordination.facts_of(run.fabric, plan.verb, module, plan.same_everywhere)
+        )
+        rank_coordination.distribute_loaders(plan.loaders, strategy, splits=plan.use_distributed_sampler)
 
 
 def place(run: Run, verb: str) -> None:
@@ -435,9 +437,9 @@ def set_modes(run: Run, content: Content | None) -> None:
     if content is not None:
         snapshot.restore_frozen(run, content)
     elif run.has_ranks and not run.progress.total_batches:
-        from ..loop import ranks
+        from ..loop import rank_coordination
 
-        ranks.separate_generators(run.fabric.global_rank)
+        rank_coordination.separate_generators(run.fabric.global_rank)
 
 
 def build_optimizers(run: Run) -> None:

@@ -83,7 +83,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         content["progress"] = trainer.progress.state_dict()
         content["stream"] = trainer.stream_state
         content["timeline"] = trainer.timeline
-        content["rng_of_ranks"] = trainer.strategy.gather_objects(trainer.rng_course.left)
+        content["rng_of_ranks"] = trainer.strategy.gather_objects(trainer.training_rng.left)
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     content["callbacks"] = trainer.strategy.gather_state(states)  # averages of shards, say
     return content if trainer.is_global_zero else {}

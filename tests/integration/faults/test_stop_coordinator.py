@@ -17,7 +17,7 @@ import torch.distributed as dist
 from broken_ranks import Ranks
 
 from loopwright.fabric.watch import Watch
-from loopwright.trainer.loop.run_signals import Guard
+from loopwright.trainer.loop.run_signals import RunSignals
 
 
 def say(**values: Any) -> None:
@@ -36,34 +36,34 @@ def fit(rank: int, size: int, store: Any, *, seed: int = 0, steps: int = 100_000
     rng = random.Random(seed * 100 + rank)
     done, batches = 0, 0
     collectives = 0
-    guard = Guard()
+    run_signals = RunSignals()
     try:
-        with guard:
-            guard.connect(watch)
+        with run_signals:
+            run_signals.connect(watch)
             coordinator = watch.stop_coordinator
             say(ready=rank)
             try:
                 for step in range(steps):
                     if not coordinator.begin():
-                        guard.stop()
+                        run_signals.stop()
                     time.sleep(rng.random() * 0.003)
                     dist.all_reduce(torch.ones(1))
                     collectives += 1
                     done += 1
                     if step % 7 == 3:  # an evaluation: batches of one's own, then a collective
                         if not coordinator.begin():
-                            guard.stop()
+                            run_signals.stop()
                         for _ in range(rng.randrange(6)):
                             if not coordinator.within():
-                                guard.stop()
+                                run_signals.stop()
                             batches += 1
                             time.sleep(0.001)
                         if not coordinator.end():
-                            guard.stop()
+                            run_signals.stop()
                         dist.all_reduce(torch.ones(1))
                         collectives += 1
                 if not coordinator.begin():
-                    guard.stop()
+                    run_signals.stop()
             finally:
                 say(done=done, collectives=collectives, reason=coordinator.reason, position=coordinator.position)
     finally:
@@ -113,8 +113,8 @@ def test_a_second_ctrl_c_ends_a_rank_that_hangs_in_a_collective() -> None:
         dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=timeout)
         watch = Watch(store, rank=rank, size=size, local_rank=rank, timeout=timeout)
         watch.start()
-        with Guard() as guard:
-            guard.connect(watch)
+        with RunSignals() as run_signals:
+            run_signals.connect(watch)
             say(ready=rank)
             if rank == 0:
                 dist.all_reduce(torch.ones(1))  # C++, which no handler interrupts

@@ -184,7 +184,7 @@ def test_ten_thousand_log_calls_keep_a_bounded_number_of_values() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             for _ in range(100):
                 self.log("x", 1.0, on_step=False, on_epoch=True)
-            slot = self.trainer._metrics.table_of("training_step").slots["x"]
+            slot = self.trainer._metrics.table_of("training_step").accumulators["x"]
             sizes.append(len(slot.values))
             return self.loss(batch)
 

@@ -27,7 +27,7 @@ class Acts(lw.Callback):
         if trainer.global_step == self.step:
             self.act()
             ends = time.monotonic() + 5
-            while trainer.guard.requested is None and time.monotonic() < ends:
+            while trainer.run_signals.requested is None and time.monotonic() < ends:
                 time.sleep(0.001)
 
 

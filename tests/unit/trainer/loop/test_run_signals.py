@@ -1,4 +1,4 @@
-"""The guard of a run: flags set by handlers, and how it works with the ranks' watch."""
+"""The run_signals of a run: flags set by handlers, and how it works with the ranks' watch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from loopwright.errors import StopBySignal
 from loopwright.fabric.watch import Watch
-from loopwright.trainer.loop.run_signals import Guard
+from loopwright.trainer.loop.run_signals import RunSignals
 
 
 def send(number: signal.Signals) -> None:
@@ -29,16 +29,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StopBySignal)])
 def test_a_signal_ends_the_run_at_the_next_boundary(number: signal.Signals, error: type[BaseException]) -> None:
-    with Guard() as guard:
-        guard.check()
+    with RunSignals() as run_signals:
+        run_signals.check()
         send(number)
-        assert guard.requested is number
+        assert run_signals.requested is number
         with pytest.raises(error):
-            guard.check()
+            run_signals.check()
 
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:
-    with Guard():
+    with RunSignals():
         send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
@@ -46,7 +46,7 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
 
 def test_handlers_are_given_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with Guard():
+    with RunSignals():
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -56,15 +56,15 @@ def test_a_handler_of_the_user_stays() -> None:
 
     before = signal.signal(signal.SIGTERM, mine)
     try:
-        with Guard() as guard:
+        with RunSignals() as run_signals:
             assert signal.getsignal(signal.SIGTERM) is mine
-            assert guard.handled == {signal.SIGINT}
+            assert run_signals.handled == {signal.SIGINT}
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 class Two:
-    """Two ranks in this process; the first has the guard."""
+    """Two ranks in this process; the first has the run_signals."""
 
     def __init__(self) -> None:
         store = dist.HashStore()
@@ -83,38 +83,38 @@ class Two:
 
 
 def test_a_signal_at_one_rank_stops_both() -> None:
-    with Two() as (watch, other), Guard() as guard:
-        guard.connect(watch)
-        assert guard.stop_coordinator is watch.stop_coordinator
-        assert guard.stop_coordinator.begin()
+    with Two() as (watch, other), RunSignals() as run_signals:
+        run_signals.connect(watch)
+        assert run_signals.stop_coordinator is watch.stop_coordinator
+        assert run_signals.stop_coordinator.begin()
         send(signal.SIGTERM)
         wait_until(lambda: other.stop_coordinator.reason is not None)
         assert other.stop_coordinator.begin()  # it has not begun the phase that the first is in
         assert not other.stop_coordinator.begin()
-        assert not guard.stop_coordinator.begin()
-        assert isinstance(guard.stop_error(), StopBySignal)
+        assert not run_signals.stop_coordinator.begin()
+        assert isinstance(run_signals.stop_error(), StopBySignal)
         with pytest.raises(StopBySignal):
-            guard.stop()
+            run_signals.stop()
 
 
 def test_a_signal_after_the_last_segment_stops_the_next_run() -> None:
     with Two() as (watch, other):
-        with Guard() as guard:
-            guard.connect(watch)
+        with RunSignals() as run_signals:
+            run_signals.connect(watch)
             send(signal.SIGINT)
         wait_until(lambda: other.stop_coordinator.reason is not None)
-        with Guard() as guard:
-            guard.connect(watch)
-            assert guard.stop_coordinator is not None
-            assert not guard.stop_coordinator.begin()
+        with RunSignals() as run_signals:
+            run_signals.connect(watch)
+            assert run_signals.stop_coordinator is not None
+            assert not run_signals.stop_coordinator.begin()
             with pytest.raises(KeyboardInterrupt):
-                guard.stop()
+                run_signals.stop()
 
 
 def test_signals_reach_the_watch_and_the_pipe_is_given_back() -> None:
     with Two() as (watch, other):
-        with Guard() as guard:
-            guard.connect(watch)
+        with RunSignals() as run_signals:
+            run_signals.connect(watch)
             fd = signal.set_wakeup_fd(-1)
             assert fd == watch.signal_pipe
             signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
@@ -123,14 +123,14 @@ def test_signals_reach_the_watch_and_the_pipe_is_given_back() -> None:
 
 
 def test_ctrl_c_in_a_forked_loader_worker_is_not_taken_for_a_second_one() -> None:
-    with Two() as (watch, _), Guard() as guard:
-        guard.connect(watch)
+    with Two() as (watch, _), RunSignals() as run_signals:
+        run_signals.connect(watch)
         child = os.fork()
         if child == 0:
             is_silent = signal.set_wakeup_fd(-1) == -1
             os._exit(0 if is_silent else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert guard.requested is None
+        assert run_signals.requested is None
 
 
 def test_an_event_loops_pipe_is_left_alone() -> None:
@@ -138,8 +138,8 @@ def test_an_event_loops_pipe_is_left_alone() -> None:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
     try:
-        with Two() as (watch, _), Guard() as guard:
-            guard.connect(watch)
+        with Two() as (watch, _), RunSignals() as run_signals:
+            run_signals.connect(watch)
             assert signal.set_wakeup_fd(writing) == writing
     finally:
         assert signal.set_wakeup_fd(-1) == writing

@@ -1,4 +1,4 @@
-"""Lets all ranks of a run stop at the same point, without a collective per step.
+"""`StopCoordination`: all ranks of a run stop at the same point, without a collective per step.
 
 A phase is a training window, an evaluation, or the end of an epoch. All ranks go through the same
 sequence of them. A signal at one rank, or `should_stop` set on one, becomes a request; fabric/watch/stop_coordinator.py
@@ -16,26 +16,26 @@ from .run_signals import FAILED_SAVE
 if TYPE_CHECKING:
     from ...fabric.watch import StopCoordinator
     from ..trainer import Trainer
-    from .run_signals import Guard
+    from .run_signals import RunSignals
 
-__all__ = ["Agreement"]
+__all__ = ["StopCoordination"]
 
 
-class Agreement:
-    """One run's agreement on where it stops.
+class StopCoordination:
+    """The coordination of one run's ranks on where it stops.
 
     Args:
         trainer: Its `should_stop` becomes a request, and is set where another rank's was.
-        guard: Ends the run after a signal.
+        run_signals: Ends the run after a signal.
         coordinator: Agrees with the other ranks on where to stop.
 
     Attributes:
         is_to_stop: Whether all ranks know that `should_stop` was asked for; the fit loop acts on it.
     """
 
-    def __init__(self, trainer: Trainer, guard: Guard, coordinator: StopCoordinator) -> None:
+    def __init__(self, trainer: Trainer, run_signals: RunSignals, coordinator: StopCoordinator) -> None:
         self._trainer = trainer
-        self._guard = guard
+        self._run_signals = run_signals
         self._stop_coordinator = coordinator
         self.is_to_stop = False
 
@@ -44,7 +44,7 @@ class Agreement:
         """Whether all ranks stopped here because of a signal."""
         return self._stop_coordinator.has_stopped and self._stop_coordinator.reason not in ("should_stop", FAILED_SAVE)
 
-    def begin_segment(self, *, may_stop: bool = False) -> None:
+    def begin_phase(self, *, may_stop: bool = False) -> None:
         """Begin the next phase, or find out that all ranks stop here. On every rank.
 
         Args:
@@ -56,19 +56,19 @@ class Agreement:
         """
         if self.is_to_stop:
             return
-        if self._guard.is_called:  # sooner than the watch's thread would see it
-            requested = self._guard.requested
+        if self._run_signals.is_called:  # sooner than the watch's thread would see it
+            requested = self._run_signals.requested
             self._stop_coordinator.request(FAILED_SAVE if requested is None else requested.name)
         elif may_stop and self._trainer.should_stop:
             self._stop_coordinator.request("should_stop")
         if not self._stop_coordinator.begin():
             self._stop(self._stop_coordinator.begin)
 
-    def within_segment(self) -> None:
+    def within_phase(self) -> None:
         """Find out whether all ranks stop within the present phase; called between two batches of an evaluation.
 
         Raises:
-            KeyboardInterrupt, StopBySignal: As `begin_segment`.
+            KeyboardInterrupt, StopBySignal: As `begin_phase`.
         """
         # After should_stop, _stop returns: an evaluation is finished before it takes effect.
         if not self.is_to_stop and not self._stop_coordinator.within():
@@ -80,18 +80,18 @@ class Agreement:
         Ranks have different numbers of batches: one that is through must not wait for one that stops.
 
         Raises:
-            KeyboardInterrupt, StopBySignal: As `begin_segment`.
+            KeyboardInterrupt, StopBySignal: As `begin_phase`.
         """
         if not self.is_to_stop and not self._stop_coordinator.end():
             self._stop(self._stop_coordinator.end)
 
     def _stop(self, go_on: Callable[[], bool]) -> None:
         if self.is_by_signal:
-            self._guard.stop()
+            self._run_signals.stop()
         if self._stop_coordinator.reason == FAILED_SAVE:
             self._trainer.wait_for_save()
             # Nothing was raised: all ranks know of the failure already, from a place that came before this one.
-            self._guard.is_called = self._guard.requested is not None
+            self._run_signals.is_called = self._run_signals.requested is not None
             self._stop_coordinator.reset()
             if not go_on():
                 self._stop(go_on)

@@ -1,4 +1,4 @@
-"""What the ranks of one run owe to each other beside gradients: equal beginnings, random numbers, answers.
+"""Coordination of the ranks of a run beside gradients: equal arguments, data, random numbers, meetings, files.
 
 Each function communicates and is called on every rank.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 __all__ = [
     "check_first_batch",
     "compare",
+    "distribute_loaders",
     "facts_of",
     "gather_data",
     "meet",
     "open_epoch",
     "ordered",
     "plain",
+    "require_full",
     "require_skip_everywhere",
-    "require_whole",
     "restore_rng_of",
     "separate_generators",
-    "share_out",
     "write_on_rank_zero",
 ]
 
@@ -116,7 +116,7 @@ def _ranks(ranks: list[int]) -> str:
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-def share_out(loaders: Loaders, strategy: Strategy, *, splits: bool) -> None:
+def distribute_loaders(loaders: Loaders, strategy: Strategy, *, splits: bool) -> None:
     """Let the loaders of this run be read in shares, one for each rank."""
     from ...data.distributed.evaluation import count_eval_rounds, shard_eval
     from ...data.distributed.shard import Shard
@@ -378,7 +378,7 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
         )
 
 
-def require_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
+def require_full(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Refuse a checkpoint of which other ranks have parts, where they do not answer: after an error of this rank alone.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The course of training's random numbers, kept apart from what else draws from the global generators.
+"""The random numbers of training, kept apart from what else draws from the global generators.
 
 Training draws as a handwritten loop does: samplers and dropout from the global generators, one after the other. So that
 the order of samples depends on the seed, the epoch and training alone, nothing else may move them in between:
@@ -20,7 +20,7 @@ import torch
 
 from ...data.rng import capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
 
-__all__ = ["RngCourse"]
+__all__ = ["TrainingRng"]
 
 RngState = dict[str, Any]  # Any: what `capture_rng` returns
 
@@ -37,7 +37,7 @@ class _Process:
     evaluated: tuple[RngState, RngState] | None = None
 
 
-class RngCourse:
+class TrainingRng:
     """Where one Trainer's training is in its random numbers.
 
     A verb calls `enter` first and `leave` last; fit calls `begin_training` when its rank is known.
