@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..protocols import Batch, StateDict
+
 __all__ = ["DefaultDtype", "Precision", "PrecisionPolicy", "cast_floats"]
 
 
@@ -56,23 +58,23 @@ class Precision:
         """Return the module with its parameters and buffers in this precision's dtypes; may change it in place."""
         return module
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
+    def tensor_init_context(self) -> AbstractContextManager[object]:
         """Return a context in which tensors made without a dtype get this precision's."""
         return nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         """Return a context in which parameters are made in this precision's dtype."""
         return nullcontext()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Return the context in which the user's steps run: a new one for every use."""
         return nullcontext()
 
-    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+    def convert_input(self, data: Batch) -> Batch:
         """Return the data with floating point tensors in the dtype that the forward pass takes."""
         return data
 
-    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+    def convert_output(self, data: Batch) -> Batch:
         """Return the data with floating point tensors in `policy.output_dtype`; gradients flow through."""
         return data
 
@@ -83,7 +85,7 @@ class Precision:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Bring the gradients of an optimizer's parameters to their true size, before they are clipped or read."""
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:  # Any: a loss
         """Step the optimizer.
 
         Args:
@@ -102,11 +104,11 @@ class Precision:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise a ConfigError if this precision cannot work with the optimizer."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state as plain values; empty if there is none."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put back what `state_dict` returned."""
 
     def teardown(self) -> None:
@@ -139,7 +141,7 @@ class DefaultDtype:
         torch.set_default_dtype(self._before.pop())
 
 
-def cast_floats(data: Any, dtype: torch.dtype) -> Any:  # Any: a batch of any structure
+def cast_floats(data: Batch, dtype: torch.dtype) -> Batch:
     """Return the data with each real floating point tensor cast to `dtype`.
 
     Mappings, lists, tuples, named tuples and dataclass instances are walked and keep their type; a container in
@@ -159,7 +161,7 @@ def cast_floats(data: Any, dtype: torch.dtype) -> Any:  # Any: a batch of any st
     return data
 
 
-def _cast_mapping(data: Mapping[Any, Any], dtype: torch.dtype) -> Any:
+def _cast_mapping(data: Mapping[object, Batch], dtype: torch.dtype) -> Batch:
     changed = {key: new for key, value in data.items() if (new := cast_floats(value, dtype)) is not value}
     if not changed:
         return data
@@ -172,7 +174,7 @@ def _cast_mapping(data: Mapping[Any, Any], dtype: torch.dtype) -> Any:
     return result
 
 
-def _cast_dataclass(data: Any, dtype: torch.dtype) -> Any:
+def _cast_dataclass(data: Batch, dtype: torch.dtype) -> Batch:
     changed = {}
     for field in dataclasses.fields(data):
         old = getattr(data, field.name)

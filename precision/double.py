@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..protocols import Batch
 from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats
 
 __all__ = ["DoublePrecision"]
@@ -25,22 +25,22 @@ class DoublePrecision(Precision):
         """Cast floating point parameters and buffers in place and return the module."""
         return module.double()
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
+    def tensor_init_context(self) -> AbstractContextManager[object]:
         """Make float64 the default dtype."""
         return DefaultDtype(torch.float64)
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         """Make float64 the default dtype."""
         return DefaultDtype(torch.float64)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Make float64 the default dtype."""
         return DefaultDtype(torch.float64)
 
-    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+    def convert_input(self, data: Batch) -> Batch:
         """Cast floating point tensors to float64."""
         return cast_floats(data, torch.float64)
 
-    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+    def convert_output(self, data: Batch) -> Batch:
         """Cast floating point tensors to float64."""
         return cast_floats(data, torch.float64)

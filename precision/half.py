@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError, nearest
+from ..protocols import Batch
 from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats
 
 __all__ = ["HalfPrecision"]
@@ -44,22 +44,22 @@ class HalfPrecision(Precision):
         """Cast floating point parameters and buffers in place and return the module."""
         return module.half() if self._dtype is torch.float16 else module.bfloat16()
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
+    def tensor_init_context(self) -> AbstractContextManager[object]:
         """Make the 16-bit dtype the default one."""
         return DefaultDtype(self._dtype)
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         """Make the 16-bit dtype the default one."""
         return DefaultDtype(self._dtype)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Make the 16-bit dtype the default one."""
         return DefaultDtype(self._dtype)
 
-    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+    def convert_input(self, data: Batch) -> Batch:
         """Cast floating point tensors to the 16-bit dtype."""
         return cast_floats(data, self._dtype)
 
-    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+    def convert_output(self, data: Batch) -> Batch:
         """Cast floating point tensors to float32."""
         return cast_floats(data, torch.float32)

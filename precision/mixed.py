@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import CheckpointError, ConfigError, nearest
+from ..protocols import Batch, StateDict, StepOutput
 from .base import Precision, PrecisionPolicy, cast_floats
 
 __all__ = ["MixedPrecision"]
@@ -68,11 +68,11 @@ class MixedPrecision(Precision):
         self._has_stepped = False
         self._found_inf: Tensor | None = None
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Return a new autocast context."""
         return torch.autocast(self.device, dtype=self._dtype)
 
-    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+    def convert_output(self, data: Batch) -> Batch:
         """Cast floating point tensors to float32."""
         return cast_floats(data, torch.float32)
 
@@ -105,7 +105,7 @@ class MixedPrecision(Precision):
         self.scaler.unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], StepOutput] | None = None) -> bool:
         """Step the optimizer unless a gradient is infinite or NaN.
 
         Args:
@@ -159,14 +159,14 @@ class MixedPrecision(Precision):
         self._update_scale()
         return float(self.scaler.get_scale())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the scaler's scale, factors and counter as plain numbers; {} without a scaler. Reads the device."""
         if self.scaler is None:
             return {}
         self._update_scale()
         return dict(self.scaler.state_dict())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Put back the scaler's state.
 
         Raises:
@@ -194,7 +194,7 @@ class MixedPrecision(Precision):
             self._unscaled.clear()
             self._stepped.clear()
 
-    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _note_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._has_stepped = True
         self._found_inf = getattr(optimizer, "found_inf", None)
 

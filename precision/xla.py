@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError, nearest
+from ..protocols import Batch
 from .base import Precision
 from .half import HalfPrecision
 from .mixed import MixedPrecision
@@ -52,22 +52,22 @@ class XLAPrecision(Precision):
         """Return the module with its parameters and buffers in this precision's dtypes, changed in place."""
         return self._inner.convert_module(module)
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
+    def tensor_init_context(self) -> AbstractContextManager[object]:
         """Return a context in which tensors made without a dtype get this precision's."""
         return self._inner.tensor_init_context()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         """Return a context in which parameters are made in this precision's dtype."""
         return self._inner.module_init_context()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """Return the context in which the user's steps run."""
         return self._inner.forward_context()
 
-    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+    def convert_input(self, data: Batch) -> Batch:
         """Return the data with floating point tensors in the dtype that the forward pass takes."""
         return self._inner.convert_input(data)
 
-    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+    def convert_output(self, data: Batch) -> Batch:
         """Return the data with floating point tensors in float32."""
         return self._inner.convert_output(data)

@@ -7,7 +7,6 @@ context of the forward pass, or the cast of its input.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...precision import Precision, PrecisionPolicy
 from ...precision.base import DefaultDtype, cast_floats
+from ...protocols import Batch
 
 __all__ = ["DeepSpeedPrecision"]
 
@@ -65,7 +65,7 @@ class DeepSpeedPrecision(Precision):
         """Return the module as it is: the engine casts it, and makes its masters of what it was."""
         return module
 
-    def step_context(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[object]:
         """Return the context of a step, entered within the engine, which turns off an autocast from outside.
 
         For the mixed precisions it is autocast, for the others one in which new tensors have the 16-bit dtype.
@@ -74,11 +74,11 @@ class DeepSpeedPrecision(Precision):
             return torch.autocast(self.device, dtype=self.dtype)
         return DefaultDtype(self.dtype) if self.dtype is not torch.float32 else nullcontext()
 
-    def convert_input(self, data: Any) -> Any:  # Any: a batch of any structure
+    def convert_input(self, data: Batch) -> Batch:
         """Cast floating point tensors to the dtype of the parameters, unless autocast does."""
         return cast_floats(data, self.dtype) if self.converts_input else data
 
-    def convert_output(self, data: Any) -> Any:  # Any: whatever a module returns
+    def convert_output(self, data: Batch) -> Batch:
         """Cast floating point tensors to float32."""
         return cast_floats(data, torch.float32)
 

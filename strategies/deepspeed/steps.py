@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import ModuleError
+from ...protocols import StepOutput
 from ..ddp.replica import Call, loss_tensor
 from .engine import EngineRoot
 from .pipeline.engine import PipelineRoot
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bind_step"]
 
-# Any in this file: what users' steps take and return.
-Step = Callable[..., Any]
+Step = Callable[..., StepOutput]
 
 
 def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step:
@@ -32,7 +32,7 @@ def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step
         if name == "forward" and original is module.pipe:
             return module.predict  # its own forward runs the layers of this rank only
         return _checked(strategy, step) if name == "training_step" else module.count_evaluations(step)
-    context: Callable[[], AbstractContextManager[Any]] | None = getattr(strategy.precision, "step_context", None)
+    context: Callable[[], AbstractContextManager[object]] | None = getattr(strategy.precision, "step_context", None)
     if context is not None and strategy.precision.policy.compute_dtype is not torch.float32:
         step = _within(context, step)
     if not isinstance(module, EngineRoot):
@@ -43,7 +43,7 @@ def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step
 def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_training: bool) -> Step:
     call, reference = Call(step, is_training=is_training), weakref.ref(root)
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: object, **kwargs: object) -> StepOutput:
         if not strategy.shards_parameters:
             output = step(*args, **kwargs)
         else:
@@ -54,7 +54,7 @@ def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_train
             checkpointing.reset()
         return output
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> StepOutput:
         if not torch.is_grad_enabled():
             return evaluate(*args, **kwargs)
         strategy.last_root = reference
@@ -67,7 +67,7 @@ def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_train
 
 
 def _checked(strategy: DeepSpeedStrategy, step: Step) -> Step:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> StepOutput:
         output = step(*args, **kwargs)
         if output.__class__ is not Tensor:
             _check_loss(strategy, output)
@@ -76,7 +76,7 @@ def _checked(strategy: DeepSpeedStrategy, step: Step) -> Step:
     return run
 
 
-def _check_loss(strategy: DeepSpeedStrategy, output: Any) -> None:
+def _check_loss(strategy: DeepSpeedStrategy, output: StepOutput) -> None:
     loss = loss_tensor(output)
     has_no_pass = strategy.world_size > 1 if loss is None else not loss.requires_grad
     if has_no_pass:
@@ -88,8 +88,8 @@ def _check_loss(strategy: DeepSpeedStrategy, output: Any) -> None:
         )
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], step: Step) -> Step:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _within(context: Callable[[], AbstractContextManager[object]], step: Step) -> Step:
+    def run(*args: object, **kwargs: object) -> StepOutput:
         with context():
             return step(*args, **kwargs)
 

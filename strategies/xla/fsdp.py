@@ -148,7 +148,7 @@ class XLAFSDPStrategy(XLAStrategy):
         longest = shape.index(max(shape))
         return tuple(self.data_axis if dim == longest else None for dim in range(len(shape)))
 
-    def _shard_output(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def _shard_output(self, unit: nn.Module, args: object, output: object) -> None:
         lib = import_xla()._XLAC
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % self.num_devices == 0:
@@ -156,7 +156,7 @@ class XLAFSDPStrategy(XLAStrategy):
                 lib._xla_mark_sharding(leaf, self.mesh.get_op_sharding(spec))
 
 
-def _set_barrier(unit: nn.Module, args: Any) -> None:
+def _set_barrier(unit: nn.Module, args: object) -> None:
     """End the backward pass of a unit in a barrier, so that XLA does not fuse it with the next one's.
 
     torch's full backward hook, as in torch_xla, would warn if no input of a unit needs a gradient.
@@ -173,9 +173,9 @@ def _barrier(unit: nn.Module, gradient: Tensor) -> None:
     import_xla("torch_xla.core.xla_model").optimization_barrier_([*gradients, gradient])
 
 
-def _refused(kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+def _refused(kwargs: dict[str, object]) -> list[tuple[str, str]]:
     """Return the problems of further arguments of torch_xla's classes."""
-    harmless: dict[str, Callable[[Any], bool]] = {
+    harmless: dict[str, Callable[[object], bool]] = {
         "reshard_after_forward": lambda value: value is True,
         "flatten_parameters": lambda value: value is False,
         "pin_layout_in_collective_ops": lambda value: True,  # all collectives are the compiler's

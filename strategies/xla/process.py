@@ -7,7 +7,7 @@ never waits for it, and no tensor is read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
+from ...protocols import Batch, StateDict, StepOutput
 from ..base import Strategy
 from ..skip_init import SkipInit
 from ..tree import leaves, map_leaves
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["XLAProcessStrategy"]
 
-# Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
-
+Step = Callable[..., StepOutput]
 _DEBUG = ("PT_XLA_DEBUG", "XLA_IR_DEBUG", "XLA_HLO_DEBUG")
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 
@@ -62,7 +62,7 @@ class XLAProcessStrategy(Strategy):
     def __init__(
         self,
         accelerator: Accelerator | None = None,
-        checkpoint_io: Any = None,
+        checkpoint_io: Any = None,  # Any: see Strategy
         precision_plugin: Precision | None = None,
         *,
         debug: bool = False,
@@ -166,7 +166,7 @@ class XLAProcessStrategy(Strategy):
         self._variables = {}
         super().teardown()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_sync": None}
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class XLAProcessStrategy(Strategy):
                     state[name] = value.to(device)
         return optimizer
 
-    def process_dataloader(self, loader: Any, **options: Any) -> Any:
+    def process_dataloader(self, loader: Iterable[Batch], **options: object) -> Iterable[Batch]:
         """Return torch_xla's loader for a handwritten loop: a thread moves batches ahead of the loop.
 
         The Trainer and `Fabric.setup_dataloaders` move batches without it: batches that a thread has read ahead would
@@ -244,9 +244,10 @@ class XLAProcessStrategy(Strategy):
         """
         parallel_loader = import_xla("torch_xla.distributed.parallel_loader")
         options = {"batches_per_execution": 2**62, "input_sharding": self.input_sharding(), **options}
-        return parallel_loader.MpDeviceLoader(loader, self.device, **options)
+        found: Iterable[Batch] = parallel_loader.MpDeviceLoader(loader, self.device, **options)
+        return found
 
-    def input_sharding(self) -> Any:
+    def input_sharding(self) -> object:
         """Return the sharding of batches over several devices; None for one."""
         return None
 
@@ -261,7 +262,7 @@ class XLAProcessStrategy(Strategy):
         # The names that a profiler gives to operations may be open here.
         self._sync(reset_scope=False)
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> Step:
         """Return a function that runs `module.<name>`, and ends the graph with the step."""
         step = super().bind_step(module, name)
         if name in _EVALUATIONS:
@@ -273,16 +274,16 @@ class XLAProcessStrategy(Strategy):
         watched = StepWatch(name, step, own_graphs=lambda: self._num_graphs, finds_reads=finds_reads)
         return self._manual(watched) if is_manual else self._split_by_micro_batch(watched)
 
-    def _end_graph_after(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def _end_graph_after(self, step: Step) -> Step:
+        def run(*args: object, **kwargs: object) -> StepOutput:
             output = step(*args, **kwargs)
             self.mark_step()
             return output
 
         return run
 
-    def _split_by_micro_batch(self, watch: StepWatch) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def _split_by_micro_batch(self, watch: StepWatch) -> Step:
+        def run(*args: object, **kwargs: object) -> StepOutput:
             # Else the graph and its memory would grow with the number of micro-batches.
             if self._has_gradients:
                 self.mark_step()
@@ -293,8 +294,8 @@ class XLAProcessStrategy(Strategy):
 
         return run
 
-    def _manual(self, watch: StepWatch) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def _manual(self, watch: StepWatch) -> Step:
+        def run(*args: object, **kwargs: object) -> StepOutput:
             self._is_in_manual_step = True
             try:
                 output = watch.run(*args, **kwargs)
@@ -305,12 +306,12 @@ class XLAProcessStrategy(Strategy):
 
         return run
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # Any: arguments of Tensor.backward
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         tensor.backward(*args, **kwargs)
         self._has_gradients = True
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer and execute the step's graph."""
         super().optimizer_step(optimizer, closure)
         if not self._is_in_manual_step:
@@ -319,7 +320,7 @@ class XLAProcessStrategy(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather_state(self, state: Any) -> Any:
+    def gather_state(self, state: Any) -> Any:  # Any: the content of a checkpoint
         """Return a state with full tensors on the host, in one transfer: any strategy can load it."""
         found = {id(leaf): leaf for _, leaf in leaves(state) if _is_on_xla(leaf)}
         if not found:
@@ -333,16 +334,16 @@ class XLAProcessStrategy(Strategy):
         copies: list[Tensor] = import_xla()._XLAC._xla_get_cpu_tensors(tensors)
         return copies
 
-    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+    def load_module_state_dict(
+        self, module: nn.Module, state: StateDict, strict: bool = True
+    ) -> Any:  # Any: torch's result
         """Load a state of host tensors; see `Strategy`."""
         result = super().load_module_state_dict(module, state, strict)
         self.place_parameters(self.unwrap(module))
         self.mark_step()
         return result
 
-    def load_optimizer_state(
-        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Load a state of host tensors; see `Strategy`."""
         super().load_optimizer_state(optimizer, state, module)
         self.place_optimizer(optimizer)
@@ -352,7 +353,7 @@ class XLAProcessStrategy(Strategy):
         """Set the sharding of the optimizer's loaded state over several devices."""
 
 
-def _is_on_xla(leaf: Any) -> bool:
+def _is_on_xla(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.device.type == "xla"
 
 

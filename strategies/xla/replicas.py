@@ -8,10 +8,10 @@ that they do not wait for a device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import LaunchError
+from ...protocols import Batch, StateDict, StepOutput
 from ..base import NoLoss, Strategy
 from ..ddp.replica import loss_tensor, replace_loss
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
 from ..tree import map_leaves
 from .collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
+from .process import Step
 from .single_device import SingleDeviceXLAStrategy
 
 if TYPE_CHECKING:
@@ -185,10 +187,10 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         self._own.teardown()
         super().teardown()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_averaged": None, "_forwarded": [], "_sums": [], "_collectives": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state, _averaged=WeakSet())
 
     @property
@@ -263,7 +265,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         """Return the optimizer, with its existing state on its parameters' device."""
         return self._own.setup_optimizer(optimizer)
 
-    def process_dataloader(self, loader: Any, **options: Any) -> Any:
+    def process_dataloader(self, loader: Iterable[Batch], **options: object) -> Iterable[Batch]:
         """Return torch_xla's loader for a handwritten loop; see `XLAProcessStrategy`."""
         return self._own.process_dataloader(loader, **options)
 
@@ -283,7 +285,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     def _collective(self) -> AbstractContextManager[None]:
         return nullcontext() if self.one_graph else self._alone()
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> Step:
         """Return a function that runs `module.<name>`; the backward pass after it averages gradients.
 
         Evaluation steps do not communicate. "training_step" returns `NoLoss` instead of None.
@@ -292,7 +294,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         if module not in self._averaged or name in _EVALUATIONS:
             return step
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> StepOutput:
             output = step(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return output
@@ -380,7 +382,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
             self.mark_step()  # a read would execute the graph with the sum in it
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer and execute the graph."""
         return self._own.optimizer_step(optimizer, closure)
 
@@ -415,7 +417,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
         op = op_name(reduce_op)
 
-        def reduced(leaf: Any) -> Any:
+        def reduced(leaf: object) -> object:
             if not _is_of_device(leaf):
                 found = super(XLAReplicasStrategy, self).all_reduce(_on_host(leaf), group, op)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
@@ -434,7 +436,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         if not self._communicates:
             return tensor
 
-        def gathered(leaf: Any) -> Any:
+        def gathered(leaf: object) -> object:
             if not _is_of_device(leaf):
                 found = super(XLAReplicasStrategy, self).all_gather(_on_host(leaf), group, sync_grads)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
@@ -452,35 +454,33 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         """Return a state with tensors on the host, in one transfer: any strategy can load it."""
         return self._own.gather_state(state)
 
-    def module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the full state of a module on the host: a rank may save alone, without gathering."""
-        state: dict[str, Any] = self.gather_state(super().module_state_dict(module))
+        state: StateDict = self.gather_state(super().module_state_dict(module))
         return state
 
     get_module_state_dict = module_state_dict
 
-    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
         """Return the full state of an optimizer on the host, as `module_state_dict` does."""
-        state: dict[str, Any] = self.gather_state(super().optimizer_state(optimizer, module))
+        state: StateDict = self.gather_state(super().optimizer_state(optimizer, module))
         return state
 
     get_optimizer_state = optimizer_state
 
-    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load a state of host tensors; see `Strategy`."""
         return self._own.load_module_state_dict(module, state, strict)
 
-    def load_optimizer_state(
-        self, optimizer: Optimizer, state: dict[str, Any], module: nn.Module | None = None
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Load a state of host tensors; see `Strategy`."""
         self._own.load_optimizer_state(optimizer, state, module)
 
 
-def _is_of_device(leaf: Any) -> bool:
+def _is_of_device(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.device.type == "xla"
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: object) -> object:
     """Return a number as a tensor of the host, so that it does not wait for the device."""
     return torch.tensor(leaf) if isinstance(leaf, bool | int | float | complex) else leaf

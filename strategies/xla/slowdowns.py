@@ -12,19 +12,19 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ...accelerators.xla import import_xla
+from ...protocols import StepOutput
 from ..tree import leaves
 
 __all__ = ["StepWatch"]
 
 logger = logging.getLogger(__name__)
 
-# Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
+Trace = Callable[[FrameType, str, object], "Trace | None"]
 
 _WARM_UP = 10  # steps: every run compiles some graphs at first (optimizer state begins, numbers are logged)
 _WINDOW = 20  # steps that are counted: rare reads, and a last batch of another shape, are normal
@@ -53,9 +53,9 @@ class StepWatch:
     """
 
     def __init__(
-        self, name: str, step: Callable[..., Any], *, own_graphs: Callable[[], int], finds_reads: bool = True
+        self, name: str, step: Callable[..., StepOutput], *, own_graphs: Callable[[], int], finds_reads: bool = True
     ) -> None:
-        self.run: Callable[..., Any] = self._watch
+        self.run: Callable[..., StepOutput] = self._watch
         self._name = name
         self._step = step
         self._own_graphs = own_graphs
@@ -68,7 +68,7 @@ class StepWatch:
         self._new_shapes: list[tuple[tuple[int, ...], ...]] = []  # of batches whose graphs were compiled
         self._finds_reads = finds_reads
 
-    def _watch(self, *args: Any, **kwargs: Any) -> Any:
+    def _watch(self, *args: object, **kwargs: object) -> StepOutput:
         """Return the step's output, and count the graphs that it executed."""
         value = self._value
         compiled = value("UncachedCompile") or 0
@@ -111,7 +111,7 @@ class StepWatch:
             self._new_forms, _WINDOW, self._name, data[0], data[1] / _NS_PER_S, cause, remedy,
         )  # fmt: skip
 
-    def _locate(self, *args: Any, **kwargs: Any) -> Any:
+    def _locate(self, *args: object, **kwargs: object) -> StepOutput:
         """Run the step once line by line, and name the user's lines that executed a graph."""
         self.run = self._step
         places = _Places(self._executed)
@@ -139,7 +139,9 @@ class _Places:
         self._frame: FrameType | None = None
         self._line = 0
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., StepOutput], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> StepOutput:
         """Return the function's result; no lines are found while a debugger traces the thread."""
         if sys.gettrace() is not None:
             return function(*args, **kwargs)
@@ -152,13 +154,13 @@ class _Places:
             self._note()
             self._frame = None
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _called(self, frame: FrameType, event: str, argument: object) -> Trace | None:
         if _is_library(frame.f_code.co_filename):
             return None
         self._moved(frame)
         return self._traced
 
-    def _traced(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _traced(self, frame: FrameType, event: str, argument: object) -> Trace | None:
         self._moved(frame.f_back if event == "return" else frame)
         return self._traced
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError
+from ...protocols import Batch, StateDict
 from ..base import Given
 from ..tree import leaves, map_leaves
 from .process import XLAProcessStrategy, state_like_parameters
@@ -179,11 +180,13 @@ class XLAStrategy(XLAProcessStrategy):
             # torch_xla's mark_sharding, without the object that it returns.
             lib._xla_mark_sharding(tensor, self.mesh.get_op_sharding(spec))
 
-    def load_module_state_dict(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> Any:
+    def load_module_state_dict(
+        self, module: nn.Module, state: StateDict, strict: bool = True
+    ) -> Any:  # Any: torch's result
         """Load a state of host tensors; see `Strategy`. Each device gets its shard of a parameter only."""
         return super().load_module_state_dict(module, self._send_shards(self.unwrap(module), state), strict)
 
-    def _send_shards(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    def _send_shards(self, module: nn.Module, state: StateDict) -> StateDict:
         """Return a state whose sharded tensors are on the devices: torch's copy would send each device all of them."""
         targets = {_plain(name): one for name, one in module.named_parameters(remove_duplicate=False)}
         names: list[str] = []
@@ -234,7 +237,7 @@ class XLAStrategy(XLAProcessStrategy):
             self._batch_sharding = BatchSharding(self.mesh, self.data_axis, self.num_devices)
         return self._batch_sharding
 
-    def place_batch(self, batch: Any) -> Any:
+    def place_batch(self, batch: Batch) -> Batch:
         """Return a batch whose host tensors were sent to the devices, a shard to each, without waiting.
 
         Called by Fabric before it moves the rest.
