@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError
 from ...precision.base import DefaultDtype
+from ...protocols import StepOutput
 from ..base import non_finite_norm
 from ..ddp.replica import NOTHING, Call, loss_tensor
 from ..distributed.clipping import largest_over_ranks
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from .engine_types import Engine, State, Zero
 
 __all__ = ["EngineOptimizer", "EngineRoot", "norm_of", "norm_over_ranks"]
-
-# Any in this file: what the user's steps take and return; process groups, whose type depends on the backend.
 
 # Attribute of a user's module: the root that it was set up with last, perhaps by another strategy object.
 _ROOT = "_deepspeed_root"
@@ -58,7 +57,7 @@ class EngineRoot(nn.Module):
     module: nn.Module
     engine: Engine  # None before start; see has_engine
     stage: int
-    output: Any
+    output: StepOutput
     is_manual: bool
     ends_window: bool
     is_window_open: bool
@@ -77,7 +76,7 @@ class EngineRoot(nn.Module):
             has_gradients=False, grad_norm=None, loaded=None, first={}, evaluated=None, _work=None, _clipped_norm=None,
         )  # fmt: skip
 
-    def forward(self) -> Any:
+    def forward(self) -> StepOutput:
         """Run the current call, and return what a backward pass may begin at."""
         call, args, kwargs = self.__dict__["_work"]
         output = call.step(*args, **kwargs)
@@ -89,8 +88,8 @@ class EngineRoot(nn.Module):
         return None if is_manual else loss_tensor(output)
 
     def run(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], events: list[Event] | None = None
-    ) -> Any:
+        self, call: Call, args: tuple[object, ...], kwargs: Mapping[str, object], events: list[Event] | None = None
+    ) -> StepOutput:
         """Run a step under the engine's hooks and return its output.
 
         What it gathers by itself in stage 3 is added to `events`.
@@ -131,7 +130,7 @@ class EngineRoot(nn.Module):
 
     # -- evaluation in stage 3 -----------------------------------------------------------------------------------
 
-    def evaluate(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def evaluate(self, call: Call, args: tuple[object, ...], kwargs: Mapping[str, object]) -> StepOutput:
         """Run an evaluation step, and remember what it gathered."""
         with modules_noted(self) as events:
             output = self.run(call, args, kwargs, events)
@@ -371,15 +370,15 @@ class EngineOptimizer:
     def __class__(self) -> Any:
         return type(self.optimizer)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # Any: an attribute of the optimizer
         if name in ("optimizer", "root", "groups"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.optimizer, name, value)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], StepOutput] | None = None) -> StepOutput:
         """Let the engine step."""
         loss = closure() if closure is not None else None
         self.root.step()
@@ -403,7 +402,7 @@ def norm_of(tensors: list[Tensor], norm_type: float, device: torch.device) -> Te
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
 
 
-def norm_over_ranks(norm: Tensor, norm_type: float, group: Any = None) -> Tensor:
+def norm_over_ranks(norm: Tensor, norm_type: float, group: Any = None) -> Tensor:  # Any: a process group
     """Return the norm over the ranks of a group, None for all, from the norm of each rank's shards."""
     import torch.distributed as dist
 

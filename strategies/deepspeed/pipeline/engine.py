@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ConfigError, DataError, ModuleError
+from ....protocols import Batch, StepOutput
 from ..engine import EngineRoot, norm_of, norm_over_ranks
 from .micro_batches import micro_batches_of, shapes_of
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from .state import Layout
 
 __all__ = ["PipelineRoot"]
-
-# Any in this file: the users' batches and steps; process groups, whose type depends on the backend.
 
 
 class PipelineRoot(EngineRoot):
@@ -108,7 +107,7 @@ class PipelineRoot(EngineRoot):
 
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data: Any) -> Tensor:
+    def train_batch(self, data: Batch) -> Tensor:
         """Run the forward and backward passes of a batch through all stages. On every rank: it communicates.
 
         The gradients count once `backward` is called with the returned loss. A term that is added to the loss is
@@ -156,7 +155,7 @@ class PipelineRoot(EngineRoot):
         own["_fresh"], own["_leaf"] = fresh, leaf
         return leaf
 
-    def eval_batch(self, data: Any) -> Tensor:
+    def eval_batch(self, data: Batch) -> Tensor:
         """Return the mean loss of a batch without gradients. On every rank, also of other replicas: it communicates.
 
         Args:
@@ -170,7 +169,7 @@ class PipelineRoot(EngineRoot):
             loss: Tensor = engine.eval_batch(iter(pairs), num_micro_batches=len(pairs))
         return loss.detach().float().reshape(())
 
-    def predict_batch(self, inputs: Any) -> Any:
+    def predict_batch(self, inputs: Batch) -> StepOutput:
         """Return the outputs of the last layer for a batch, without gradients. On every rank, also of other replicas.
 
         Args:
@@ -191,7 +190,7 @@ class PipelineRoot(EngineRoot):
             joined = torch.cat(outputs) if is_one else tuple(map(torch.cat, zip(*outputs, strict=True)))
         return self._from_last_stage(joined)
 
-    def predict(self, inputs: Any) -> Any:
+    def predict(self, inputs: Batch) -> StepOutput:
         """Return the result of `predict_batch` for a call of the PipelineModule itself.
 
         Raises:
@@ -204,7 +203,7 @@ class PipelineRoot(EngineRoot):
             )
         return self.predict_batch(inputs)
 
-    def _from_last_stage(self, outputs: Any) -> Any:
+    def _from_last_stage(self, outputs: StepOutput) -> StepOutput:
         """Return the outputs of this replica's last stage."""
         import torch.distributed as dist
 
@@ -242,7 +241,7 @@ class PipelineRoot(EngineRoot):
             for one, was_training in modes:
                 one.training = was_training
 
-    def _pairs_of(self, data: Any) -> list[Any]:
+    def _pairs_of(self, data: Batch) -> list[Batch]:
         own = self.__dict__
         pairs = [own["_precision"].convert_input(pair) for pair in micro_batches_of(data, own["_micro_batches"])]
         shapes = [shapes_of(pair[0]) for pair in pairs]
@@ -257,11 +256,11 @@ class PipelineRoot(EngineRoot):
             own["_shapes"] = shapes[0]
         return pairs
 
-    def count_evaluations(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def count_evaluations(self, step: Callable[..., StepOutput]) -> Callable[..., StepOutput]:
         """Return an evaluation step that counts how often it calls the engine."""
         own = self.__dict__
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> StepOutput:
             before = own["_evaluations"]
             output = step(*args, **kwargs)
             own["_evaluations_of_step"] = own["_evaluations"] - before
@@ -285,7 +284,7 @@ class PipelineRoot(EngineRoot):
             return
         pipe, forward = self.pipe, type(self.pipe).forward
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> StepOutput:
             with precision.step_context():
                 return forward(pipe, *args, **kwargs)
 

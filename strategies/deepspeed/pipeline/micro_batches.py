@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from torch import Tensor
 
 from ....errors import DataError, ModuleError
+from ....protocols import Batch
 
 __all__ = ["micro_batches_of", "pair_of", "shapes_of"]
 
-# Any in this file: the users' batches.
 
-
-def micro_batches_of(data: Any, count: int) -> list[Sequence[Any]]:
+def micro_batches_of(data: Batch, count: int) -> list[Sequence[Batch]]:
     """Return the micro-batches of a batch, or the next ones of an iterator; each a pair of inputs and labels.
 
     Args:
@@ -37,7 +35,7 @@ def micro_batches_of(data: Any, count: int) -> list[Sequence[Any]]:
     return pairs
 
 
-def pair_of(batch: Any) -> Sequence[Any]:
+def pair_of(batch: Batch) -> Sequence[Batch]:
     """Return the batch, which is a pair of inputs and labels.
 
     Raises:
@@ -52,7 +50,7 @@ def pair_of(batch: Any) -> Sequence[Any]:
     )
 
 
-def _split(batch: Sequence[Any], count: int) -> list[Sequence[Any]]:
+def _split(batch: Sequence[Batch], count: int) -> list[Sequence[Batch]]:
     sizes = {len(one) for one in _tensors(batch) if one.ndim}
     if len(sizes) != 1:
         raise DataError(
@@ -65,7 +63,7 @@ def _split(batch: Sequence[Any], count: int) -> list[Sequence[Any]]:
     return [tuple(_narrow(one, begin, step) for one in batch) for begin in range(0, size, step)]
 
 
-def _tensors(data: Any) -> list[Tensor]:
+def _tensors(data: Batch) -> list[Tensor]:
     if isinstance(data, Tensor):
         return [data]
     if isinstance(data, list | tuple):
@@ -76,12 +74,12 @@ def _tensors(data: Any) -> list[Tensor]:
     )
 
 
-def _narrow(data: Any, begin: int, size: int) -> Any:
+def _narrow(data: Batch, begin: int, size: int) -> Batch:
     if isinstance(data, Tensor):
         return data.narrow(0, begin, size) if data.ndim else data
     return tuple(_narrow(one, begin, size) for one in data)
 
 
-def shapes_of(data: Any) -> list[tuple[int, ...]]:
+def shapes_of(data: Batch) -> list[tuple[int, ...]]:
     """Return the shapes of inputs: a tensor, or a list or tuple of them."""
     return [tuple(one.shape) for one in _tensors(data)]

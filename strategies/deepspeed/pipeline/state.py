@@ -251,7 +251,7 @@ def full_state(root: PipelineRoot, state: Mapping[str, Any]) -> State:
     }
 
 
-def local_state(root: PipelineRoot, state: Mapping[str, Any], *, strict: bool) -> State:
+def local_state(root: PipelineRoot, state: Mapping[str, object], *, strict: bool) -> State:
     """Return this pipeline stage's part of a state of all stages.
 
     Raises:
