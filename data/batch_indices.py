@@ -1,4 +1,4 @@
-"""Which samples of the data set each batch of an evaluation is made of."""
+"""Records of the samples that each batch of an evaluation consists of."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["IndexRecord", "record_indices"]
 
 
 class IndexRecord:
-    """Stands for a sampler or batch sampler, and writes down what it gives to the loader.
+    """Stands for a sampler or batch sampler, and records the indices that the loader draws from it.
 
-    A loader with workers asks for indices before it gives their batches; it gives them in the order in which it asked.
+    A loader with workers draws indices before it yields their batches, in the same order.
 
     Args:
-        sampler: What is asked for indices.
+        sampler: The user's sampler.
     """
 
     def __init__(self, sampler: Any) -> None:

@@ -1,5 +1,5 @@
-"""How many samples a batch has, where its tensors alone do not tell: what their first dimension says is compared with
-what the loader was asked for.
+"""The number of samples in a batch, where its tensors alone do not show it: their first dimension is compared with the
+batch size of the loader.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class BatchSizes:
         while type(loader).__module__.startswith(_PACKAGE) and hasattr(loader, "loader"):
             loader = loader.loader
         self.expected: int | None = None
-        self._full: int | None = None  # samples of a whole batch, where the loader's user has said it
-        self._rest: int | None = None  # samples of the last batch; 0: as many, None: nobody knows
+        self._full: int | None = None  # samples of a full batch, where the loader says so
+        self._rest: int | None = None  # samples of the last batch; 0: as many, None: unknown
         self._is_certain = False
         self._are_lists = False
         self._dim = 0  # of the samples, where it is another than the first
@@ -50,7 +50,7 @@ class BatchSizes:
         sampler = loader.batch_sampler
         size = loader.batch_size if sampler is None else getattr(sampler, "batch_size", None)
         if loader.batch_size is None and sampler is None:
-            return  # the data set makes whole batches
+            return  # the data set makes full batches
         self._is_certain = loader.collate_fn is default_collate
         if self._is_certain or type(size) is not int:
             return
@@ -60,7 +60,7 @@ class BatchSizes:
             self._rest = None if length is None else 0 if sampler.drop_last else length % size
 
     def of(self, batch: Batch) -> int | None:
-        """Return the number of samples in a batch, None where nobody can know."""
+        """Return the number of samples in a batch, None if unknown."""
         found = find_batch_size(batch)
         return found if found == self.expected else self.resolve(batch, found)
 
@@ -89,7 +89,7 @@ class BatchSizes:
         if dim:
             self._dim, self.expected = dim, None
         self._warn(
-            f"the loader was asked for {full} samples, and the first dimension of its batches says {found}; "
+            f"expected batches of {full} samples, the batch size of the loader, got {found} in the first dimension; "
             + (f"dimension {dim} counts" if dim else f"{full} count")
         )
         return full

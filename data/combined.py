@@ -1,4 +1,4 @@
-"""Several loaders read as one: `CombinedLoader`, for users and for the evaluation loops."""
+"""`CombinedLoader`: several loaders that are read as one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING: Any = object()
 
 
 class CombinedLoader:
-    """Iterate over a collection of loaders; gives triples `(batch, batch_idx, dataloader_idx)`.
+    """Iterates over a collection of loaders, and yields triples `(batch, batch_idx, dataloader_idx)`.
 
     ================  =====================================================  =======================
     mode              batches                                                length
@@ -36,14 +36,14 @@ class CombinedLoader:
         mode: One of the four above.
 
     Raises:
-        ConfigError: There is no such mode.
+        ConfigError: The mode is unknown.
     """
 
     def __init__(self, iterables: Loaders, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigError(
-                f"CombinedLoader has no mode {mode!r}{nearest(str(mode), MODES)}.",
-                fix=f"pass one of {', '.join(MODES)}.",
+                f"Expected mode to be one of {', '.join(MODES)}, got {mode!r}{nearest(str(mode), MODES)}.",
+                fix="pass one of these to CombinedLoader.",
             )
         self.mode = mode
         self._iterables = iterables
@@ -51,7 +51,7 @@ class CombinedLoader:
         for loader in self._flattened:
             if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
                 raise ModuleError(
-                    f"CombinedLoader got a {type(loader).__name__}, which cannot be iterated.",
+                    f"Expected loaders that can be iterated in a CombinedLoader, got {type(loader).__name__}.",
                     fix="pass loaders, or nested lists, tuples and dicts of loaders.",
                 )
         self._limits: int | float | list[int | float | None] | None = None
@@ -65,14 +65,14 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders, in order; may be set to as many others."""
+        """The loaders, in order; can be set to the same number of others."""
         return self._flattened
 
     @flattened.setter
     def flattened(self, loaders: list[Any]) -> None:
         if len(loaders) != len(self._flattened):
             raise ConfigError(
-                f"CombinedLoader has {len(self._flattened)} loaders, but flattened was set to {len(loaders)}.",
+                f"Expected {len(self._flattened)} loaders in flattened of the CombinedLoader, got {len(loaders)}.",
                 fix="set it to a list with as many loaders.",
             )
         self._iterables = unflatten(self._iterables, loaders)
@@ -80,26 +80,26 @@ class CombinedLoader:
 
     @property
     def limits(self) -> int | float | list[int | float | None] | None:
-        """The most batches to take: one number for all loaders, a list with one for each, or None for no limit."""
+        """Maximum number of batches: one for all loaders, a list with one for each, or None for no limit."""
         return self._limits
 
     @limits.setter
     def limits(self, limits: int | float | list[int | float | None] | None) -> None:
         if isinstance(limits, (list, tuple)) and len(limits) != len(self._flattened):
             raise ConfigError(
-                f"CombinedLoader has {len(self._flattened)} loaders, but limits has {len(limits)} numbers.",
+                f"Expected {len(self._flattened)} numbers in limits of the CombinedLoader, got {len(limits)}.",
                 fix="set limits to a number, to None, or to a list with one number for each loader.",
             )
         self._limits = list(limits) if isinstance(limits, (list, tuple)) else limits
 
     @property
     def sampler(self) -> Any:
-        """The loaders' samplers, in the collection's shape; None for one that has none."""
+        """The loaders' samplers, in the collection's shape; None for a loader without one."""
         return map_loaders(lambda loader: getattr(loader, "sampler", None), self._iterables)
 
     @property
     def batch_sampler(self) -> Any:
-        """The loaders' batch samplers, in the collection's shape; None for one that has none."""
+        """The loaders' batch samplers, in the collection's shape; None for a loader without one."""
         return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self._iterables)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""How many batches of a loader to use: the grammar of `limit_*_batches`."""
+"""`resolve_limit`: the number of batches that `limit_*_batches` selects from a loader."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def resolve_limit(limit: int | float | None, length: int | float | None, name: s
 
     Args:
         limit: None or 1.0: all; an int: that many at most; a float from 0.0 to 1.0: that fraction of the length,
-            rounded down. 1 is one batch, 1.0 is all. A float above 1 that is a whole number counts as that int.
-        length: Number of batches that there are; None or infinity when nobody knows.
+            rounded down. 1 is one batch, 1.0 is all. A float above 1 that is an integer counts as that int.
+        length: Number of batches of the loader; None or infinity if unknown.
         name: The argument's name as the user typed it, for errors.
 
     Returns:
@@ -40,7 +40,7 @@ def resolve_limit(limit: int | float | None, length: int | float | None, name: s
         return everything
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
         raise ConfigError(
-            f"{name}={limit!r} is no number of batches.",
+            f"Expected a number of batches, got {name}={limit!r}.",
             fix=f"pass {name} as an int >= 0 (that many batches) or a float from 0.0 to 1.0 (that fraction of them).",
         )
     if isinstance(limit, float):
@@ -50,7 +50,7 @@ def resolve_limit(limit: int | float | None, length: int | float | None, name: s
             return _fraction(limit, length if known else None, name)
         if not limit.is_integer():
             raise ConfigError(
-                f"{name}={limit!r} is neither a fraction nor a whole number of batches.",
+                f"Expected a fraction or an integer number of batches, got {name}={limit!r}.",
                 fix=f"pass a float from 0.0 to 1.0, or {name}={int(limit)}.",
             )
     return min(int(limit), everything)

@@ -1,4 +1,4 @@
-"""`DataModule`: all about the data of a project in one object. Users subclass it; the Trainer calls its hooks."""
+"""`DataModule`: the data of a project in one object; users subclass it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DataModule"]
 
 
 class DataModule:
-    """Prepares data and gives the loaders of fit, validate, test and predict.
+    """Prepares data and returns the loaders for fit, validate, test and predict.
 
     Example:
         class Numbers(lw.DataModule):
@@ -37,8 +37,8 @@ class DataModule:
 
     Attributes:
         name: A name for loggers and messages; None by default.
-        prepare_data_per_node: Whether `prepare_data` runs once on each machine (True) or once in all.
-        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batches while others have some.
+        prepare_data_per_node: Whether `prepare_data` runs once on each machine, or once in total.
+        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batches while other ranks have.
     """
 
     name: str | None = None
@@ -58,10 +58,10 @@ class DataModule:
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or convert data. Called in one process (of each machine); assign nothing to `self` here."""
+        """Download or convert data. Called in one process (of each machine); do not assign to `self` here."""
 
     def setup(self, stage: str) -> None:
-        """Make what the loaders need. Called in every process when "fit", "validate", "test" or "predict" begins."""
+        """Create the data sets. Called in every process when "fit", "validate", "test" or "predict" begins."""
 
     def teardown(self, stage: str) -> None:
         """Undo `setup`. Called in every process when the stage ends."""
@@ -83,7 +83,7 @@ class DataModule:
         raise self._lacks("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Return the batch as it shall be moved; called on the host."""
+        """Return the batch that is moved to the device; called with the batch on the host."""
         return batch
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
@@ -91,18 +91,18 @@ class DataModule:
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Return the batch as the step shall get it; called with the batch on the device."""
+        """Return the batch that the step receives; called with the batch on the device."""
         return batch
 
     def state_dict(self) -> StateDict:
-        """Return what checkpoints shall keep: tensors and plain values."""
+        """Return the state for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Clean up after a run that failed; `teardown` is not called then."""
+        """Clean up after a failed run, for which `teardown` is not called."""
 
     def _lacks(self, hook: str) -> ConfigError:
         return ConfigError(
@@ -113,7 +113,7 @@ class DataModule:
 
     @property
     def trainer(self) -> Trainer | None:
-        """The trainer that uses this data module; None when there is none."""
+        """The trainer that uses this data module; None if not attached."""
         return self._trainer
 
     @trainer.setter
@@ -129,14 +129,14 @@ class DataModule:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
+        """Store the arguments of `__init__` in `self.hparams`, in checkpoints and in loggers.
 
         Args:
-            args: Names to keep, or one dict, namespace, dataclass or OmegaConf object that becomes the
-                hyperparameters. None of them keeps every argument.
-            ignore: A name, or names, to leave out.
+            args: Names of arguments, or one dict, namespace, dataclass or OmegaConf object that becomes the
+                hyperparameters. Without them, every argument is stored.
+            ignore: Name or names of arguments to omit.
             frame: Frame to read the arguments from; the caller's by default.
-            logger: Whether loggers get them.
+            logger: Whether they are logged.
         """
         if frame is None:
             current = inspect.currentframe()
@@ -169,9 +169,9 @@ class DataModule:
         Args:
             checkpoint_path: A checkpoint of Loopwright or Lightning.
             map_location: As in torch.load; None loads to the CPU.
-            hparams_file: A .yaml or .csv file with hyperparameters that replace the saved ones.
+            hparams_file: A .yaml or .csv file with hyperparameters that override the saved ones.
             weights_only: False also unpickles entries that were marked as trusted when saved.
-            kwargs: Arguments of `__init__`; they win over the saved ones.
+            kwargs: Arguments of `__init__`; they override the saved ones.
 
         Raises:
             CheckpointError: The file is damaged.
@@ -210,7 +210,7 @@ class DataModule:
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Return a data module with a loader for each data set that is given; it has only the hooks of these.
+        """Return a data module with a loader for each of the given data sets, and only their hooks.
 
         The training data are shuffled, unless the data set is iterable; the others are not.
 
@@ -221,7 +221,7 @@ class DataModule:
             predict_dataset: As `train_dataset`.
             batch_size: Samples in a batch.
             num_workers: Worker processes of each loader.
-            datamodule_kwargs: Arguments of the class; `batch_size` and `num_workers` are added where it takes them.
+            datamodule_kwargs: Arguments of the class; `batch_size` and `num_workers` are added if it accepts them.
         """
         parameters = inspect.signature(cls.__init__).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -20,18 +20,17 @@ __all__ = ["apply_to_collection", "find_batch_size", "find_opaque", "find_tensor
 def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None = None) -> Any:
     """Return the batch with every tensor in it on the device.
 
-    Goes through lists, tuples, named tuples, mappings and dataclasses; anything else that has a `.to` method is asked
-    to move itself (one whose `.to` returns None is taken to have moved in place). What needs no move is returned as it
-    is,
-    not copied: tensors, and lists, tuples and dicts in which nothing changed.
+    Goes through lists, tuples, named tuples, mappings and dataclasses; the `.to` method of any other
+    object is called (if it returns None, the object has moved in place). Tensors on the device already, and lists,
+    tuples and dicts without a change, are returned themselves, not copied.
 
     Args:
         batch: A tensor or any nesting of the above.
         device: Where to.
-        non_blocking: Whether copies may overlap with the host's work; None means True for CUDA devices. Only memory
-            that is pinned overlaps.
+        non_blocking: Whether copies may overlap with the host's work; None is True for CUDA devices. Only pinned
+            memory overlaps.
 
-    An error of an object that moves itself is passed on, with a note that says where in the batch it is.
+    An error of an object's own `.to` is re-raised with a note on its place in the batch.
     """
     kind = type(batch)
     if kind is Tensor:
@@ -99,7 +98,7 @@ def apply_to_collection(
 
     Args:
         data: Any nesting of containers.
-        dtype: The type or types of the elements to replace; a container of that type is replaced as a whole.
+        dtype: The type or types of the elements to replace; a container of that type is replaced entirely.
         function: Called as `function(element, *args, **kwargs)`.
         args: Further positional arguments of `function`.
         kwargs: Further keyword arguments of `function`.
@@ -202,7 +201,7 @@ def find_tensors(batch: Batch) -> Iterator[Tensor]:
 
 
 def find_opaque(data: Any) -> bool:
-    """Return whether a batch holds objects that move themselves, of which nobody knows what tensors they have.
+    """Return whether a batch holds objects that move themselves, whose tensors are unknown.
 
     Mappings do not count (such as what tokenizers return): their tensors are their values.
     """

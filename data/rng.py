@@ -1,4 +1,4 @@
-"""The state of every random generator, as plain values; called by the batch stream, `fabric.seed` and checkpoints."""
+"""States of random generators as plain values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SEARCH_LIMIT = 2000
 def capture_rng() -> StateDict:
     """Return the state of Python's, NumPy's and torch's global generators, without drawing from them.
 
-    NumPy is included when it is imported, CUDA when it is initialised (all devices), and XLA when its runtime is
+    NumPy is included when it is imported, CUDA when it is initialized (all devices), and XLA when its runtime is
     started. Nothing waits for a device.
 
     Returns:
@@ -76,7 +76,7 @@ def restore_rng(state: StateDict) -> None:
         try:
             import numpy
         except ImportError:
-            pass  # nobody here can draw from it either
+            pass  # this process cannot draw from it either
         else:
             numpy.random.set_state(_numpy_from_plain(state["numpy"]))
     if "cuda" in state and torch.cuda.is_available():

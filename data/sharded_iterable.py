@@ -1,7 +1,7 @@
-"""`ShardedIterable`: an iterable data set whose samples are split over ranks and workers, and one reader's share of it.
+"""`ShardedIterable`: an iterable data set whose samples are split over ranks and workers.
 
-Users wrap their data set in it. The Trainer and Fabric distribute full batches of it (data/distributed/iterable.py), so
-that what a step trains on depends on neither the number of ranks nor that of workers.
+The Trainer and Fabric distribute full batches of it (data/distributed/iterable.py), so the samples of a step do not
+depend on the number of ranks or workers.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ __all__ = ["Collate", "IterableShare", "ShardedIterable"]
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Split an iterable data set over ranks and DataLoader workers, so that each sample is read by one of them.
+    """Splits an iterable data set over ranks and DataLoader workers; each sample is read by one of them.
 
     Pass it to a DataLoader: `DataLoader(ShardedIterable(dataset), batch_size=32, num_workers=2)`. The Trainer and
     Fabric then distribute the batches: with 4 ranks, rank 1 gets the batches 1, 5, 9, ... of those that one process
     would read. A checkpoint counts samples, so a run resumes after those it has read, also on another number of ranks.
 
-    Every rank and worker iterates over the whole data set and keeps its share. That needs the same order everywhere: an
-    order that is drawn may depend on `set_epoch`, the global generators, or generators in attributes. The data set must
-    not split itself by rank; it sees no workers.
+    Every rank and worker iterates over the full data set and keeps its samples. So the order must be the same
+    everywhere: a random order may depend on `set_epoch`, the global generators, or generators in attributes. The data
+    set must not split itself by rank, and `get_worker_info` returns None in it.
 
-    It has no length, since that of a share depends on who reads it; the Trainer takes that of the data set.
+    It has no length, because a shard's length depends on its reader; the Trainer uses that of the data set.
 
-    Elsewhere (a loop of your own, torchdata's StatefulDataLoader, `torchdata.nodes`) iterating gives every n-th sample
+    Elsewhere (a handwritten loop, torchdata's StatefulDataLoader, `torchdata.nodes`) iteration yields every n-th sample
     for n readers, by the rank in torch.distributed and by worker.
 
     Args:
-        dataset: Can be iterated again and again: an IterableDataset, a Hugging Face streaming data set, any object with
-            `__iter__`.
-        split: For data sets that can read their share alone, which is cheaper where reading is slow:
-            `split(dataset, rank, size)` returns the data set of one rank, as `split_dataset_by_node` of Hugging Face's
-            `datasets` does. Workers are then the data set's own affair, each rank keeps a position of its own, and a
-            run resumes in the middle of an epoch on the same number of ranks only.
+        dataset: Object that can be iterated repeatedly: an IterableDataset, a Hugging Face streaming data set, or any
+            other with `__iter__`.
+        split: Function `split(dataset, rank, size)` that returns the data set of one rank, as `split_dataset_by_node`
+            of Hugging Face's `datasets` does; cheaper where reading is slow. The data set then handles workers itself,
+            each rank has its own position, and a run resumes within an epoch only on the same number of ranks.
 
     Attributes:
         dataset: The user's data set.
@@ -70,7 +69,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._place: tuple[int, int] | None = None
 
     def set_shard(self, rank: int, size: int) -> None:
-        """Set which share `__iter__` gives; without it, torch.distributed is asked.
+        """Set the shard that `__iter__` yields; the default is that of torch.distributed.
 
         Args:
             rank: Of this process among those that read different data.

@@ -123,11 +123,11 @@ class BatchStream:
         """Go back to where the loaded state was taken; the caller then restores the global generators, which move.
 
         Raises:
-            DataError: No state of an open epoch was loaded, or the loader gives another order of samples than before.
+            DataError: No state of an open epoch was loaded, or the loader yields another order of samples than before.
         """
         if self._loaded_epoch is None:
             raise DataError(
-                "There is no position in an epoch to go back to.",
+                "There is no position in an epoch to return to.",
                 fix="call load_state_dict with the state of an open stream before reopen, or begin an epoch with open.",
             )
         epoch, self._loaded_epoch = self._loaded_epoch, None
@@ -182,7 +182,7 @@ class BatchStream:
         """Return the position and what finding it again needs, as plain values and tensors.
 
         Args:
-            position: As of when so many batches had been given in this epoch, the last state's or later ones: where
+            position: As of when this many batches had been given in this epoch, the last state's or later ones: where
                 a step began that was not finished. None is now. Where a loader cannot tell, the log says that those
                 batches will be left out.
         """
@@ -228,4 +228,4 @@ def _advice(loader: Loaders, shard: Shard | None) -> str:
             f"the loader drops a last batch of fewer than {batch_size} samples, and there is no other: pass "
             "drop_last=False, a smaller batch_size, or more data."
         )
-    return "check that the data set is not empty and that iterating over the loader a second time begins anew."
+    return "check that the data set is not empty and that a second iteration over the loader starts from its beginning."

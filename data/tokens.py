@@ -1,4 +1,4 @@
-"""How many tokens a batch has, by the field's usual shapes. Modules with other batches override `count_tokens`."""
+"""`count_tokens`: the number of tokens in a batch of a usual shape. Modules with other batches override it."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def count_tokens(batch: Batch) -> int:
     raise ModuleError(
         f"max_tokens needs the number of tokens of each batch, and this batch, {shown or f'a {type(batch).__name__}'}, "
         "has neither 'input_ids' nor a tensor of integers with two dimensions in front.",
-        fix="define count_tokens(self, batch) in the module: it returns a whole number, from the batch on the host.",
+        fix="define count_tokens(self, batch) in the module: it returns an int, from the batch on the host.",
     )

@@ -16,9 +16,9 @@ def is_collection(loaders: Loaders) -> bool:
     """Return whether this is a list, tuple or dict *of loaders*.
 
     A dict always is. A list or tuple is one when at least one of its items, at any depth, is a loader beyond doubt (it
-    can be iterated, and is no container, tensor, array, string or other batch), and each of the others may be one. So
-    `[loader, loader]` and `[loader, [batch, batch]]` are collections, and `[tensor, tensor]` or `[(x, y), (x, y)]` is
-    one loader that gives two batches.
+    can be iterated, and is not a container, tensor, array, string or other batch), and each of the others may be one.
+    So `[loader, loader]` and `[loader, [batch, batch]]` are collections, and `[tensor, tensor]` or `[(x, y), (x, y)]`
+    is one loader that yields two batches.
     """
     if isinstance(loaders, dict):
         return True

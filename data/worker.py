@@ -1,4 +1,4 @@
-"""What runs inside a DataLoader's workers: each batch has its own random numbers, whichever worker makes it."""
+"""Code that runs in DataLoader workers: each batch has its own random numbers, whichever worker makes it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SeedingDataset:
 
     Seeding by batch, not by worker, makes augmentation independent of how many workers there are, of which of them
     fetches a
-    batch, and of what was fetched before: this is what lets a resumed run go on without reading anything again.
+    batch, and of what was fetched before: so a resumed run continues without re-reading.
 
     Args:
         dataset: The user's map-style data set.

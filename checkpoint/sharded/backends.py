@@ -32,7 +32,7 @@ __all__ = [
     "state_entry",
 ]
 
-# A file of a save; its token tells of which.
+# A file of a save; its token identifies the save.
 OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.(?:ckpt|safetensors)")
 
 _BUFFER = 1 << 20

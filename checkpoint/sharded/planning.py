@@ -52,7 +52,7 @@ def unfit(tensor: DTensor) -> str | None:
 def first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
     """Return for each path the path that its tensor is saved under: tied tensors share their memory, and are one.
 
-    Decided by rank 0 alone: other ranks cannot tell tensors apart of which they have no elements.
+    Decided by rank 0 alone: other ranks cannot distinguish tensors without local elements.
     """
     first: dict[object, str] = {}
     names = {}

@@ -206,7 +206,7 @@ def _verify_files(
         files: Of the folder.
         shown: What messages call it.
         storage_options: Arguments of the remote file system.
-        only: Names of files, of which those are left out that this process has compared; None is all, whatever was.
+        only: Names of files; those that this process has compared are left out. None is all files.
         num_sharing: Processes on this machine that do so at the same time.
         advance: See `verify`.
     """

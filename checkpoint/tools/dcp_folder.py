@@ -4,7 +4,7 @@
     __0_0.distcp     records of torch.save, one after the other, in one or more files for each rank
 
 torch reads `.metadata` with pickle, which runs whatever it asks for. Here it is read by an unpickler that knows the
-names of DCP's metadata classes, and makes records without behaviour of them; anything else is refused.
+names of DCP's metadata classes, and makes inert records of them; anything else is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `BatchStream` reads from where there are several processes: sources that distribute, and those that agree."""
+"""Choice of the source that a `BatchStream` reads on one of several processes: sharded, or synchronized."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def make_shared_source(loader: Loaders, shard: Shard, agree: Callable[[int], int] | None) -> tuple[Source, bool]:
-    """Return the source that reads this process's share of a loader, and whether all of it is distributed.
+    """Return the source that reads this process's share of a loader, and whether all of the data is distributed.
 
     Args:
         loader: Whatever the user trains with.
@@ -84,7 +84,7 @@ def _make_combined(loader: CombinedLoader, shard: Shard) -> tuple[Source, bool]:
 
 
 class SharedCombinedSource(CombinedSource):
-    """A collection of which each loader is distributed by itself, or read by each process as it is.
+    """A collection of loaders; each is distributed by itself, or read by each process as it is.
 
     Positions and lengths are this process's, for the collection and its members; so modes mean what they mean with one
     process. What a loader draws when it is begun in the middle of an epoch, it draws from random numbers that are

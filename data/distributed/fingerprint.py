@@ -1,4 +1,4 @@
-"""A number that tells whether two batches hold the same values; asked once, of batches that nobody distributes."""
+"""Fingerprints of batches, to detect processes or workers that read the same data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["SAME_DATA", "SAME_IN_WORKERS", "fingerprint_batch", "is_same_on_all"
 _MOST_BYTES = 1 << 16
 
 SAME_DATA = (
-    "All processes read the same first batch: %s gives each of them the whole data, so that every sample is trained on "
+    "All processes read the same first batch: %s yields all of the data in each of them, so every sample is trained on "
     "once per process. To split it over ranks and workers, wrap the data set: "
     "DataLoader(lw.ShardedIterable(dataset), ...)."
 )
 
 SAME_IN_WORKERS = (
-    "The %d workers of %s read the same data: each of them gives the whole %s, so that every sample comes %d times. "
+    "The %d workers of %s read the same data: each of them yields all of %s, so every sample comes %d times. "
     "To split it over the workers, wrap the data set: DataLoader(lw.ShardedIterable(dataset), ...); or pass "
     "num_workers=0 or 1."
 )

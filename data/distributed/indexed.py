@@ -58,7 +58,7 @@ class ShardedIndexStream(IndexStream):
     always at the same position, and whether a global batch is complete is known before any of it is used.
 
     Attributes:
-        empty_global_batch: The global batch of this pass of which only other ranks get a batch; -1 for none.
+        empty_global_batch: Number of the global batch of this pass that has no batch for this rank; -1 for none.
     """
 
     def __init__(self, sampler: Any, most_in_flight: int, shard: Shard, *, first_number: int = 1) -> None:
@@ -209,7 +209,7 @@ class ShardedSource(IndexedSource):
         self._consumed = 0
         super().__init__(loader)
         self.length = self._find_length()
-        self._has_told = False
+        self._has_logged = False
 
     @override
     def _make_index(self, sampler: Any, most_in_flight: int) -> IndexStream:
@@ -227,11 +227,11 @@ class ShardedSource(IndexedSource):
     @override
     def begin(self, epoch: int) -> None:
         super().begin(epoch)
-        if not self._has_told and self._shard.rank == 0:
-            self._has_told = True
-            self._tell()
+        if not self._has_logged and self._shard.rank == 0:
+            self._has_logged = True
+            self._log_shards()
 
-    def _tell(self) -> None:
+    def _log_shards(self) -> None:
         """Log once what is distributed, and what is left out of each epoch."""
         loader, shard = self.loader, self._shard
         sampler = self._index.sampler

@@ -41,7 +41,7 @@ def of_rank(loader: Loaders, shard: Shard) -> Loaders:
 
     Args:
         loader: Of a `ShardedIterable` with `split`, a copy with the data set of this rank is returned; where it has
-            none and cannot be distributed, its data set is told the rank; any other loader stays as it is.
+            none and cannot be distributed, the rank is set on its data set; any other loader stays as it is.
         shard: What part of the data this process reads.
     """
     data = getattr(loader, "dataset", None)
@@ -70,7 +70,7 @@ def _find_length(loader: DataLoader[Batch]) -> int | None:
 def _open_share(
     loader: DataLoader[Batch], shard: Shard, key: bytes, *, start: int = 0, first: int = 0
 ) -> Iterator[Any]:
-    """Begin a pass over the share; gives batches, each with a digest of the order.
+    """Begin a pass over the shard; yields batches, each with a digest of the order.
 
     Args:
         loader: The user's loader.
@@ -98,7 +98,7 @@ def _open_share(
 class ShardedIterableSource(Source):
     """The share of one process of a DataLoader with a `ShardedIterable`.
 
-    Every process reads the whole stream, so that each knows by itself where the epoch ends: nothing is communicated.
+    Every process reads the full stream, so each knows the end of the epoch without communication.
     A place is a number of samples; going back to it reads what comes before it again.
 
     Args:

@@ -42,7 +42,7 @@ class Shard:
             the user has made different on each; the processes only synchronize the end of an epoch.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: The policy is unknown.
     """
 
     rank: int = 0
@@ -140,10 +140,10 @@ def find_own_state(state: StateDict, shard: Shard, describe: Callable[[], str]) 
         return states[shard.rank] if states is not None else state
     own = state if states is None else states[shard.rank if shard.rank < len(states) else 0]
     if needs_same_size(own, shard):
-        processes = "one process, which" if size == 1 else f"{size} processes, each of which"
+        processes = "one process" if size == 1 else f"{size} processes, each"
         later = "" if own["kind"] == "stateful" else "; or resume from a checkpoint made at the end of an epoch"
         raise DataError(
-            f"The checkpoint was made by {processes} read its own {describe()} to some place; now there "
+            f"The checkpoint was made by {processes} with its own {describe()} at some position; now there "
             f"{'is one process' if shard.size == 1 else f'are {shard.size}'}.",
             fix=f"resume with devices and num_nodes that make {size}{later}; or train with a DataLoader with a "
             "map-style data set, whose batches can be distributed again.",

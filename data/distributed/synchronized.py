@@ -130,7 +130,7 @@ class SynchronizedSource(Source):
         return min(upto, self._until - self.position)
 
     def _count(self, upto: int) -> int:
-        """Return how many batches this process has, at most `upto`, before its loader would be begun anew."""
+        """Return how many batches this process has, at most `upto`, before its loader would start over."""
         if self._pass_start:
             return 0
         known = self._inner.count_ahead(upto)
@@ -187,7 +187,7 @@ class SynchronizedSource(Source):
         if self._shard.uneven == "cycle" and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%s gives no batches on rank %d: it takes part in the steps of the others with weight 0.",
+                "%s yields no batches on rank %d: it takes part in the steps of the others with weight 0.",
                 type(self.loader).__name__,
                 self._shard.rank,
             )

@@ -1,4 +1,4 @@
-"""What the batch stream reads from: the interface of a source, of which there is one for each kind of loader."""
+"""`Source`: the interface through which a `BatchStream` reads; each kind of loader has its own."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def position_of(state: StateDict) -> int:
 
 
 class Source(ABC):
-    """One loader, read batch by batch; used by `BatchStream` only.
+    """One loader, read batch by batch.
 
     Attributes:
         length: Batches in an epoch, as the loader says; None when it does not say. A loader that has more is left
             there; one that has fewer ends its epoch early.
         position: Batches given since the epoch began.
-        ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next` need
-            not be asked.
+        ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next`
+            is not needed.
         most: Where a limit ends an epoch before the loader does: nothing behind it is read.
 
-    Batches are counted as one process gets them. A run that goes on with more or fewer processes, or with another
-    batch size, keeps its count: then `first` batches had been given in the epoch before, which were `first + shift`
-    batches of the loader as it is now.
+    Batches are counted as one process gets them. A run that continues with more or fewer processes, or with
+    another batch size, keeps its count: `first` batches were given in the epoch before, which are `first + shift`
+    batches of the loader now.
     """
 
     kind = "source"
@@ -86,8 +86,8 @@ class Source(ABC):
 
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         """Return after how many batches the open epoch ends, by a limit in the grammar of `resolve_limit`."""
-        whole = None if self.length is None else self.length + self.shift
-        self.most = max(self.first, resolve_limit(limit, whole, name) - self.shift)
+        full = None if self.length is None else self.length + self.shift
+        self.most = max(self.first, resolve_limit(limit, full, name) - self.shift)
         return self.most
 
     def count_ahead(self, upto: int) -> int | None:
@@ -99,7 +99,7 @@ class Source(ABC):
         """Return what `resume` needs, as plain values and tensors.
 
         Args:
-            back: As of so many batches ago, where `can_go_back(back)`.
+            back: As of this many batches ago, where `can_go_back(back)`.
         """
 
     def can_go_back(self, back: int) -> bool:
@@ -170,8 +170,12 @@ def announce_epoch(loader: Loaders, epoch: int) -> None:
         getattr(loader, "sampler", None),
         getattr(loader, "dataset", None),
     ]
-    told: list[Any] = []
+    announced: list[Any] = []
     for part in parts:
-        if part is not None and callable(getattr(part, "set_epoch", None)) and not any(part is one for one in told):
+        if (
+            part is not None
+            and callable(getattr(part, "set_epoch", None))
+            and not any(part is one for one in announced)
+        ):
             part.set_epoch(epoch)
-            told.append(part)
+            announced.append(part)

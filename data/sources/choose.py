@@ -1,4 +1,4 @@
-"""Which source reads a loader for one process."""
+"""Choice of the source that reads a loader on one process."""
 
 from __future__ import annotations
 

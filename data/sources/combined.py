@@ -1,4 +1,4 @@
-"""Reading several loaders side by side, or one after the other, as one; called by `BatchStream`."""
+"""`CombinedSource`: several loaders, read side by side or one after the other, as one."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class CombinedSource(Source):
             if not self._has(number):
                 is_empty = not self.position
                 raise DataError(
-                    f"Loader {number} of the collection ({type(source.loader).__name__}) gives no batches"
+                    f"Loader {number} of the collection ({type(source.loader).__name__}) yields no batches"
                     f"{'' if is_empty else ' when reread'}.",
                     fix="leave it out, or pass CombinedLoader(..., mode='max_size')."
                     if is_empty

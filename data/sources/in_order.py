@@ -18,7 +18,7 @@ def gives_any_order(loader: object) -> bool:
 
 
 def in_order(loader: Loaders) -> Loaders:
-    """Return the loader, or where it gives batches in any order a copy that gives them in order; says so."""
+    """Return the loader; of one that yields batches in any order, a copy that yields them in order, with a warning."""
     if not gives_any_order(loader):
         return loader
     warnings.warn(

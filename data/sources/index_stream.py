@@ -1,4 +1,4 @@
-"""The order of samples: the user's own sampler, read one batch of indices at a time; called by `IndexedSource`."""
+"""`IndexStream`: the order of samples; the user's sampler, read one batch of indices at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["IndexStream", "draws_only_at_start"]
 _END: Any = object()
 # Python may change how it hashes tuples of integers: digests are compared only where this value is equal.
 _HASH_CHECK = hash((1, 2, 3))
-# The digest is brought up to date once in so many batches: in one go it costs the least.
+# The digest is updated once in this many batches, because one larger update is cheaper.
 _FOLD_AT = 1024
-# So many batches that were given can be told from the digest again: a step that fails is repeated from its beginning.
+# The digest is known for this many batches back: a step that fails is repeated from its beginning.
 _MOST_BACK = 512
 
 
@@ -39,7 +39,7 @@ class IndexStream:
 
     It reads indices ahead when asked to, never data: so the end of an epoch is known in time even if the sampler has
     no length. The first batch of indices is drawn from the global generators, as in a hand-written loop, and this is
-    where nearly every sampler draws all that it draws. A sampler that goes on drawing does so from a stream of its
+    where nearly every sampler draws all that it draws. A sampler that continues to draw does so from a stream of its
     own: its order then depends on nothing that training draws in between, and can be found again without training
     again.
 
@@ -128,7 +128,7 @@ class IndexStream:
             position: Number of batches that were given to the user.
 
         Returns:
-            A digest of None where so long ago cannot be told any more: then nothing is compared on resume.
+            A digest of None if it is not known that far back; then nothing is compared on resume.
         """
         if position < self._folded:
             return {"digest": None, "hash_check": _HASH_CHECK}
@@ -199,7 +199,7 @@ class IndexStream:
 
         Args:
             pulled: How many were taken then.
-            is_exhausted: Whether the sampler was asked for more and had none; then it may have drawn once more.
+            is_exhausted: Whether the sampler was read to its end; then it may have drawn once more.
         """
         while self.pulled < pulled or is_exhausted:
             index = self._pull()
@@ -268,7 +268,7 @@ class IndexStream:
         if self._expected["hash_check"] == _HASH_CHECK and self._expected["digest"] not in (None, digest):
             self._problem = DataError(
                 f"The sampler {type(self.sampler).__name__} gave other indices for the epoch's first {count} batches "
-                "than before the stop, so the epoch cannot go on where it was.",
+                "than before the stop, so the epoch cannot continue from its position.",
                 fix=_OTHER_ORDER,
             )
 

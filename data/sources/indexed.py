@@ -1,4 +1,4 @@
-"""Reading a DataLoader with a map-style data set, by far the commonest loader; called by `BatchStream`."""
+"""`IndexedSource`: a DataLoader with a map-style data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["IndexedSource", "is_indexed"]
 
 
 def is_indexed(loader: object) -> bool:
-    """Return whether this is a DataLoader that gives one batch for each batch of indices of its sampler."""
+    """Return whether this is a DataLoader that yields one batch for each batch of indices of its sampler."""
     return (
         isinstance(loader, DataLoader)
         and loader._dataset_kind == 0  # map-style
@@ -33,7 +33,7 @@ def is_indexed(loader: object) -> bool:
 
 
 class IndexedSource(Source):
-    """A DataLoader of which only the indices are ever read again.
+    """A DataLoader whose indices are re-read on resume, not its data.
 
     It works on a shallow copy of the user's loader, in which the batch sampler is replaced by an `IndexStream` around
     it: nothing is constructed anew, a subclass stays what it is, and the user's loader is left alone.
@@ -75,7 +75,7 @@ class IndexedSource(Source):
         had_workers = self._copy._iterator is not None
         if self._loaded is not None:
             self._restore_parts(self._loaded["current"])
-            # In the run that goes on here, the workers of an earlier epoch would have gone on too.
+            # In an uninterrupted run, the workers of an earlier epoch would have continued too.
             had_workers = had_workers or (self.loader.persistent_workers and bool(self._loaded["opening"]))
             self._loaded = None
         self._opening = {"rng": capture_rng(), **self._capture_parts()}
@@ -112,8 +112,8 @@ class IndexedSource(Source):
         self._start(epoch, state, consumed=consumed, regroup=was if is_regrouped else None)
         self.position = given
         if not self._has_workers and not state["num_workers"]:
-            # Batches are not read again, so generators that the data set holds must be told where they were.
-            if is_regrouped:  # how far ahead the sampler's were, nobody knows
+            # Batches are not read again, so the generators of the data set must be restored.
+            if is_regrouped:  # how far ahead the sampler's were is unknown
                 restore_generators(self._find_data_generators(), state["current"]["generators"])
             else:
                 self._index.pull_up_to(state["pulled"], is_exhausted=state.get("is_exhausted", False))
@@ -140,7 +140,7 @@ class IndexedSource(Source):
         key = derive_key(self._opening["rng"], epoch, *map(_state_text, self._opening["generators"].values()))
         self._index.prepare(epoch, key, is_numbered=self._has_workers)
         # A loader draws a seed when it starts its workers. Workers that had been started in an earlier epoch of a run
-        # that goes on here have to be started now, but their seed must not shift what the sampler draws.
+        # that continues here have to be started now, but their seed must not shift what the sampler draws.
         rewind = self._go_to_opening if self._reuses_workers and self._copy._iterator is None else None
         if state is not None:
             self._index.skip(consumed, state["fingerprint"], rewind, regroup=regroup)

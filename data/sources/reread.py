@@ -1,4 +1,4 @@
-"""Reading any other iterable: it can only be read from its start, so a resume reads the epoch's batches again."""
+"""`RereadSource`: any other iterable. It can only be read from its start, so a resume re-reads the epoch's batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RereadSource(Source):
     Iteration begins and the first batch is fetched with the global generators, as in a hand-written loop; an iterable
     that draws in the main process after that draws from a stream of its own. So the same batches come when it is
     iterated again from the same start, whatever training draws in between, and a batch may be fetched before it is
-    asked for (which tells the end of an epoch whose length nobody knows). Lists and tuples of batches, and loaders
+    asked for (which shows the end of an epoch of unknown length). Lists and tuples of batches, and loaders
     that draw in worker processes, need no such stream.
     """
 
@@ -93,7 +93,7 @@ class RereadSource(Source):
             )
         self._loaded = None
         if is_one_shot(self.loader):
-            raise self._is_spent(f"so the run cannot go on after the {state['position']} batches that it has seen")
+            raise self._is_spent(f"so the run cannot continue after the {state['position']} batches that it has seen")
         if self._is_sequence:
             self._start(epoch)
             self._iterator = itertools.islice(self.loader, state["position"], None)
@@ -196,7 +196,7 @@ class RereadSource(Source):
         return batch
 
     def _compare_workers(self, seen: list[Any], batch: Batch) -> None:
-        """Say it if the first batches of all workers are the same: each reads the whole data."""
+        """Warn if the first batches of all workers are the same: each reads all of the data."""
         from ..distributed.fingerprint import (  # not imported without workers
             SAME_IN_WORKERS,
             fingerprint_batch,
@@ -254,10 +254,10 @@ def _num_workers(loader: Loaders) -> int:
 
 
 def without_persistent_workers(loader: Loaders) -> Loaders:
-    """Return the loader, or a copy whose workers start anew in each epoch.
+    """Return the loader, or a copy whose workers start again in each epoch.
 
-    A worker that lives on goes on with random numbers that depend on all it did before, which no resume could find
-    again.
+    A persistent worker continues with random numbers that depend on all its work before, which a resume could not
+    restore.
     """
     if not _num_workers(loader) or not loader.persistent_workers:
         return loader

@@ -1,4 +1,4 @@
-"""Reading a loader that can save and restore its own position; called by `BatchStream`."""
+"""`StatefulSource`: a loader that can save and restore its own position."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def has_stateful_data(loader: object) -> bool:
 class StatefulSource(Source):
     """A loader that brings `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
 
-    Its state is taken when asked for, at the batch that was given last. One without a length is read one batch ahead,
+    Its state is taken on demand, at the last batch that was given. One without a length is read one batch ahead,
     to know the end of the epoch; then its state is taken before each look, and it draws from random numbers of its
     own.
 
@@ -50,7 +50,7 @@ class StatefulSource(Source):
 
     Args:
         loader: The loader.
-        keeper: What has the state; None: the loader itself. Iterating over the loader must go on where its loaded
+        keeper: Owner of the state; None is the loader itself. Iterating over the loader must continue where its loaded
             state was taken.
     """
 

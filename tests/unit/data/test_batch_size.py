@@ -80,7 +80,9 @@ def test_means_samples_and_steps_weigh_each_sample_once(make: Callable[[], Any])
 
 
 def test_time_first_batches_are_counted_along_their_second_dimension_and_named_in_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"the loader was asked for 4 samples.*says 5; dimension 1.*pass batch_size="):
+    with pytest.warns(
+        UserWarning, match=r"expected batches of 4 samples.*got 5 in the first dimension; dimension 1.*pass batch_size="
+    ):
         trainer = fit(lambda: DataLoader(samples(5, 2), 4, collate_fn=time_first))
     assert float(trainer.callback_metrics["training"]) == float(trainer.callback_metrics["validation"]) == 4.5
     assert trainer.progress.samples == 10

@@ -765,11 +765,9 @@ def test_states_of_dealt_and_own_data_are_not_mixed_up() -> None:
         Ranks(lambda: loader(12, 2), 2).resume(state(splits=False))
     with pytest.raises(DataError, match="was distributed over the processes; now each process reads its own"):
         Ranks(lambda: loader(12, 2), 2, splits=False).resume(state(splits=True))
-    with pytest.raises(DataError, match="by 2 processes, each of which read its own DataLoader .* now there are 3"):
+    with pytest.raises(DataError, match="by 2 processes, each with its own DataLoader .* now there are 3"):
         Ranks(lambda: loader(12, 2), 3, splits=False).resume(state(splits=False))
-    with pytest.raises(
-        DataError, match="by 2 processes, each of which read its own DataLoader .* now there is one process"
-    ):
+    with pytest.raises(DataError, match="by 2 processes, each with its own DataLoader .* now there is one process"):
         Ranks(lambda: loader(12, 2), 1).resume(state(splits=False))
 
 

@@ -247,7 +247,7 @@ def test_lengths_of_nothing_five_and_one(name: str, uneven: str, caplog: pytest.
         assert [len(rows) for rows in results] == [5, 5, 5]
         assert results[0] == [None] * 5
         assert results[2] == [[2, 0]] * 5 if uneven == "cycle" else [[2, 0], None, None, None, None]
-    assert ("gives no batches on rank 0" in caplog.text) == (uneven == "cycle")
+    assert ("yields no batches on rank 0" in caplog.text) == (uneven == "cycle")
 
 
 def calls(make: Callable[[int], Any], window: int, **options: Any) -> list[int]:
@@ -369,9 +369,7 @@ def test_another_number_of_ranks_within_an_epoch_is_an_error(size: int) -> None:
     state = state_of(2, lambda rank: Own(rank, 5))
     stream = BatchStream(Own(0, 5), shard=Shard(0, size) if size > 1 else None)
     now = "is one process" if size == 1 else "are 3"
-    with pytest.raises(
-        DataError, match=f"by 2 processes, each of which read its own Own to some place; now there {now}"
-    ):
+    with pytest.raises(DataError, match=f"by 2 processes, each with its own Own at some position; now there {now}"):
         stream.load_state_dict(state)
 
 
@@ -393,7 +391,7 @@ def test_a_state_of_one_process_does_not_go_on_with_two() -> None:
     stream = BatchStream(Own(0, 5))
     stream.open(0)
     read(stream, 1, 2)
-    with pytest.raises(DataError, match="by one process, which read its own Own to some place; now there are 2"):
+    with pytest.raises(DataError, match="by one process with its own Own at some position; now there are 2"):
         BatchStream(Own(0, 5), shard=Shard(0, 2)).load_state_dict(through_disk(stream.state_dict()))
 
 

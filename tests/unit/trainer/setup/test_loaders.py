@@ -190,7 +190,7 @@ def test_data_that_end_before_the_length_they_say_end_the_epoch(workers: int, ac
 
 
 def test_an_empty_loader_in_a_collection_is_named() -> None:
-    with pytest.raises(DataError, match=r"Loader 1 .* gives no batches\.\n.*leave it out"):
+    with pytest.raises(DataError, match=r"Loader 1 .* yields no batches\.\n.*leave it out"):
         run("fit", [numbers(0, 3), numbers(0, 0)])
 
 
@@ -360,9 +360,9 @@ def test_workers_that_all_read_everything_are_named(
     with caplog.at_level(logging.WARNING, "loopwright.data"):
         seen = run("fit", DataLoader(Everything(), 2, num_workers=workers))
     assert len(seen) == 3 * max(1, workers)
-    assert (
-        "The 2 workers of DataLoader read the same data: each of them gives the whole Everything" in caplog.text
-    ) is (is_said)
+    assert ("The 2 workers of DataLoader read the same data: each of them yields all of Everything" in caplog.text) is (
+        is_said
+    )
 
 
 def test_a_generator_cannot_be_validated_with_twice() -> None:
