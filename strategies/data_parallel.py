@@ -100,7 +100,7 @@ class DataParallelStrategy(ParallelStrategy):
             size = _batch_size((args, kwargs))
             if size is None or size < 2:
                 return step(*args, **kwargs)
-            parts = _cut((args, kwargs), size, len(devices))
+            parts = _split((args, kwargs), size, len(devices))
             if devices[0].type == "cpu":
                 outputs = [step(*part_args, **part_kwargs) for part_args, part_kwargs in parts]
             else:
@@ -157,7 +157,7 @@ def _sizes(size: int, count: int) -> list[int]:
     return [min(step, size - start) for start in range(0, size, step)]
 
 
-def _cut(data: object, size: int, count: int) -> list[Any]:
+def _split(data: object, size: int, count: int) -> list[Any]:
     parts = []
     start = 0
     for length in _sizes(size, count):

@@ -47,7 +47,7 @@ class DeferredInit:
 
     Args:
         empty: Draw no random numbers and give parameters no values, for a checkpoint that is loaded next. Buffers have
-            theirs all the same (unless they are random), as a checkpoint may leave them out.
+            theirs nevertheless (unless they are random), as a checkpoint may leave them out.
     """
 
     def __init__(self, empty: bool = False) -> None:

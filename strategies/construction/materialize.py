@@ -169,11 +169,11 @@ def materialize_from_rank_zero(
             if is_sharded(tensor):
                 continue  # by the user: each rank has a part of its own
             # As bytes, as a backend may not know the type.
-            whole = tensor.detach().resolve_conj().contiguous()
-            if whole.numel():
-                dist.broadcast(whole.reshape(-1).view(torch.uint8), first, group=group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+            dense = tensor.detach().resolve_conj().contiguous()
+            if dense.numel():
+                dist.broadcast(dense.reshape(-1).view(torch.uint8), first, group=group)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
 
 
 def made_of(tensor: Tensor) -> Tensor:
@@ -263,9 +263,9 @@ def _check_alike(
         rank: sorted(set(first) ^ set(other)) for rank, (other, _) in enumerate(everyone) if list(other) != list(first)
     }
     if unlike:
-        told = "; ".join(f"rank {rank}: {_told(entries)}" for rank, entries in unlike.items())
+        found = "; ".join(f"rank {rank}: {_shown(entries)}" for rank, entries in unlike.items())
         raise ModuleError(
-            f"the model is not the same on all ranks, so that rank 0 cannot give its values. Unlike rank 0's: {told}.",
+            f"the model is not the same on all ranks, so that rank 0 cannot give its values. Unlike rank 0's: {found}.",
             fix="build the same model on every rank.",
         )
 
@@ -284,7 +284,7 @@ def _layout(root: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[str, tu
     return layout
 
 
-def _told(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+def _shown(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
     if not entries:
         return "the order of its tensors"
     some = ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in entries[:8])
@@ -370,7 +370,7 @@ def _put(new: dict[int, Tensor], modules: Sequence[nn.Module]) -> None:
 def _fill(
     modules: Sequence[nn.Module], device: torch.device, param_init_fn: Callable[[nn.Module], object] | None
 ) -> None:
-    """Let functions of the user's, or the modules' own, give values to tensors that have none."""
+    """Fill tensors without values by the user's function, or by the modules' `reset_parameters`."""
     with torch.no_grad(), device:
         for module in modules:
             if param_init_fn is not None:

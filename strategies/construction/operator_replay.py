@@ -1,6 +1,6 @@
 """Operator replay: records how a tensor without memory gets its values, and computes them.
 
-What is done to tensors on the meta device is kept for each memory (a storage of torch, which views share): a memory
+Operations on tensors of the meta device are recorded for each memory (a storage of torch, which views share): a memory
 knows the last operation that wrote to it, and an operation knows the memories that it read, as they were then. To
 replay a tensor is to run, in their old order, the operations that it depends on, and no others.
 """
@@ -369,7 +369,7 @@ def tensors_in(values: object) -> Iterator[Tensor]:
 
 
 def views_in(values: object) -> Iterator[View]:
-    """Give the views among what was written down of an operation's arguments."""
+    """Yield the views among the recorded arguments of an operation."""
     return (value for value in _leaves(values) if isinstance(value, View))
 
 

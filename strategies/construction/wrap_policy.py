@@ -49,7 +49,7 @@ class Units:
 
 
 def check_policy(argument: str, policy: object) -> list[_Problem]:
-    """Return what is wrong with a policy before there is a module, each as (what happened, what to do).
+    """Return the problems of a policy before there is a module, each as (what happened, what to do).
 
     Args:
         argument: Name of the argument, as the user typed it.
@@ -406,7 +406,7 @@ def _always_inside(root: nn.Module, skipped: set[int]) -> dict[int, set[int]]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether somebody can call the module: it has a forward."""
+    """Return whether the module can be called: it has a forward."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 

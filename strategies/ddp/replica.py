@@ -69,7 +69,7 @@ class Steps(nn.Module):
         if loss is None:
             return self.zero() if output is None else None
         if loss is not output and not loss.requires_grad:
-            # A sum of weight 0 without a graph: this rank must take part all the same.
+            # A sum of weight 0 without a graph: this rank must still take part.
             self.output = replace_loss(output, loss + self.zero().to(loss.dtype))
             return loss_tensor(self.output)
         return loss

@@ -24,7 +24,7 @@ def port_owner(port: int) -> str | None:
     if not inodes:
         return None
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or belongs to somebody else
+        with suppress(OSError):  # it has ended, or belongs to another user
             for number in os.listdir(process / "fd"):
                 if os.readlink(process / "fd" / number) in inodes:
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -1,7 +1,7 @@
 """Rendezvous of processes: a store that all of them reach, a roll call in it, and torch's process group.
 
 Strategies call `connect` in `setup_environment`; launchers host the store (`host_store`); fabric/watch/ uses it.
-A process is part of one world at a time, as torch.distributed has it; what is known of it is kept here.
+A process is part of one world at a time, as in torch.distributed; its state is kept here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_NAMED = 16
 
 
 class Cluster(Protocol):
-    """What is asked of a cluster environment here."""
+    """The attributes of a cluster environment that connecting needs."""
 
     @property
     def main_address(self) -> str:
@@ -375,7 +375,7 @@ def _hosts(rank: int) -> bool:
 
 
 def _store_of_group() -> Store:
-    """Return a store for us out of the one that the process group of somebody else was made with."""
+    """Return a store with a prefix of ours, on the store of an existing process group."""
     from torch.distributed import distributed_c10d
 
     # The only way to it; the name has been there since torch 1.8.

@@ -70,7 +70,7 @@ class ShardingPlan:
         ignored: Modules and parameters that are not sharded.
         shard_placement_fn: Chooses the dimension along which a parameter is sharded; None: the first one.
         state_dict_type: "full" or "sharded"; None: whoever saves decides.
-        notes: What was accepted and has no effect, or another one than with FullyShardedDataParallel; as sentences.
+        notes: Accepted arguments without effect, or with another one than in FullyShardedDataParallel; as sentences.
     """
 
     reshard_after_forward: bool | int = True

@@ -104,8 +104,8 @@ class ShardedRoot(nn.Module):
             self._note_backward_from(output)
         if not call.is_training or output.__class__ is Tensor:
             return output
-        # torch looks for tensors in what is returned, to know when the backward pass begins; it knows no dataclass of
-        # ours, and must not cast what the step returned beside its loss.
+        # torch looks for tensors in the result, to find the start of the backward pass; it ignores our dataclasses,
+        # and must not cast what the step returned beside its loss.
         self.output = NOTHING if output is None else output
         return loss_tensor(output)
 

@@ -108,7 +108,7 @@ def shard(
     root.expect_values(unfilled)
     for one in module.modules():
         if any(is_sharded(parameter) for parameter in one.parameters(recurse=False)):
-            one.register_load_state_dict_pre_hook(_take_whole)
+            one.register_load_state_dict_pre_hook(_take_full)
     module.__dict__[ROOT] = root
     if is_rank_zero:
         logger.info(
@@ -121,7 +121,7 @@ def shard(
     return root
 
 
-def _take_whole(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_full(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Let `load_state_dict` take full tensors, which are the same on all ranks. Does not communicate."""
     for name, parameter in owner._parameters.items():
         value = state.get(prefix + name)
@@ -180,7 +180,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return the children that are run for themselves; in the place of containers, what is in them."""
+    """Return the children that are run separately; in place of containers, their elements."""
     parts: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):

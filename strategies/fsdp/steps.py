@@ -76,7 +76,7 @@ def bound(root: ShardedRoot, step: StepFunction) -> StepFunction:
 
 
 def explain(error: RuntimeError) -> None:
-    """Add to an error of torch's what is the matter, where a parameter was read as a DTensor."""
+    """Add the cause to an error of torch, where a parameter was read as a DTensor."""
     if "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(
             "A parameter was read outside of the forward of its unit, where each rank has a part of it (a DTensor). "
