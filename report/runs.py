@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, DataError
 from .checkpoints import CheckpointFile, CheckpointReader
@@ -282,7 +281,7 @@ def _read_beside(run: LoggedRun, root: Path, *, is_alone: bool) -> None:
         _read_timeline(run, _load(folder / _TIMELINE_FILE, run.problems))
 
 
-def _load(path: Path, problems: list[str]) -> Mapping[Any, Any]:  # Any: whatever a file holds
+def _load(path: Path, problems: list[str]) -> Mapping[object, object]:
     if not path.is_file():
         return {}
     from yaml import YAMLError, safe_load
@@ -296,7 +295,7 @@ def _load(path: Path, problems: list[str]) -> Mapping[Any, Any]:  # Any: whateve
     return content if isinstance(content, dict) else {}
 
 
-def _flat(content: Mapping[Any, Any], before: str = "") -> dict[str, str]:
+def _flat(content: Mapping[object, object], before: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in content.items():
         if isinstance(value, dict) and value:
@@ -306,7 +305,7 @@ def _flat(content: Mapping[Any, Any], before: str = "") -> dict[str, str]:
     return found
 
 
-def _read_timeline(run: LoggedRun, content: Mapping[Any, Any]) -> None:
+def _read_timeline(run: LoggedRun, content: Mapping[object, object]) -> None:
     """Take what `trainer.timeline.save()` wrote: seconds of each phase, what binds the step, advice."""
     phases = content.get("seconds")
     if not isinstance(phases, dict):
