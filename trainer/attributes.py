@@ -109,7 +109,7 @@ class TrainerAttributes:
         """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where nobody knows."""
         if self._arguments.max_samples is None:
             return math.inf
-        from .loop.data_limits import batches_until_limit  # not imported where samples are not limited
+        from .loop.data_limits import batches_until_limit
 
         return batches_until_limit(cast("Trainer", self))
 
@@ -152,7 +152,7 @@ class TrainerAttributes:
     def timeline(self) -> Timeline:
         """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
         if self._timeline is None:
-            from .timeline.timeline import Timeline  # not imported before it is asked for
+            from .timeline.timeline import Timeline
 
             self._timeline = Timeline()
             self._timeline.is_enabled = not self._arguments.barebones
@@ -281,14 +281,14 @@ class TrainerAttributes:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """All early-stopping callbacks."""
-        from ..callbacks import EarlyStopping  # not imported before it is asked for
+        from ..callbacks import EarlyStopping
 
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> Any:
         """The progress bar, or None."""
-        from ..callbacks import ProgressBar  # not imported before it is asked for
+        from ..callbacks import ProgressBar
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
@@ -362,7 +362,7 @@ class TrainerAttributes:
     @property
     def has_time_limit(self) -> bool:
         """Whether a Timer limits training."""
-        from ..callbacks import Timer  # not imported before it is asked for
+        from ..callbacks import Timer
 
         return any(isinstance(callback, Timer) for callback in self.callbacks)
 

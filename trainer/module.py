@@ -339,7 +339,7 @@ class Module(nn.Module):
 
         By default each position of `batch["input_ids"]`, or of the batch's first tensor of integers, padding included.
         """
-        from ..data.tokens import count_tokens  # not imported where nobody counts
+        from ..data.tokens import count_tokens
 
         return count_tokens(batch)
 

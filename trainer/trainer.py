@@ -67,72 +67,74 @@ logger_ = logging.getLogger(__name__)
 class Trainer(TrainerAttributes):
     """Train, validate, test and predict with a module.
 
-    All arguments are keywords, and each can also come from an environment variable `PL_TRAINER_<NAME>`; a value that is
-    passed wins.
+    All arguments are keyword-only. Each can also be set by an environment variable `PL_TRAINER_<NAME>`; a value that is
+    passed takes precedence.
 
     Args:
-        accelerator: "auto", "cpu", "gpu", "cuda", "mps", or an Accelerator.
-        strategy: "auto", "single_device", another registered name, or a Strategy.
-        devices: How many devices, their indices, -1 for all, or "auto".
+        accelerator: Kind of device: "auto", "cpu", "gpu", "cuda", "mps", "tpu", or an Accelerator.
+        strategy: How the model is spread over devices: "auto", "single_device", another registered name, or a Strategy.
+        devices: Number of devices, a list of their indices, -1 for all, or "auto".
         num_nodes: Number of machines.
-        precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true".
-        logger: True for TensorBoard, False for none, a Logger, or several.
-        callbacks: A callback or a list; the list is not changed.
-        fast_dev_run: True, or a number: run so many batches of everything, log and save nothing.
-        max_epochs: Stop after so many epochs; -1 for no limit. None is 1000 without other limits.
-        min_epochs: Ignore requests to stop before.
-        max_steps: Stop after so many training steps; -1 for no limit.
-        min_steps: Ignore requests to stop before.
-        max_samples: Stop at the first training step after which so many samples were trained on, over all ranks; -1 or
-            None for no limit.
-        max_tokens: The same for tokens, which `Module.count_tokens` counts.
-        max_time: Stop after "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
-        limit_train_batches: Batches per epoch: a number, or a fraction from 0.0 to 1.0.
-        limit_val_batches: See limit_train_batches.
-        limit_test_batches: See limit_train_batches.
-        limit_predict_batches: See limit_train_batches.
-        overfit_batches: Train and validate on so many batches, in order.
-        val_check_interval: Validate every so many training batches, fraction of an epoch, or time.
-        check_val_every_n_epoch: Validate every n-th epoch; None counts val_check_interval across epochs.
-        num_sanity_val_steps: Validation batches to try before training (2); -1 for all.
-        log_every_n_steps: Step values go to the loggers, and their copy to the host is made, every n steps (50).
-        enable_checkpointing: Whether to add a ModelCheckpoint when none is given.
-        enable_progress_bar: Whether to add a progress bar.
-        enable_model_summary: Whether to print a summary of the model.
+        precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or another
+            registered name.
+        logger: True for TensorBoard, False for none, a Logger, or a list of Loggers.
+        callbacks: A Callback or a list of Callbacks. The list is not changed.
+        fast_dev_run: True for one batch of every stage, or a number of batches. Nothing is logged or saved.
+        max_epochs: Maximum number of epochs; -1 for no limit. None is 1000 without other limits.
+        min_epochs: Minimum number of epochs. Earlier requests to stop are ignored.
+        max_steps: Maximum number of optimizer steps; -1 for no limit.
+        min_steps: Minimum number of optimizer steps. Earlier requests to stop are ignored.
+        max_samples: Maximum number of training samples, over all ranks: training stops at the first step that reaches
+            it. -1 or None for no limit.
+        max_tokens: Maximum number of training tokens, which `Module.count_tokens` counts; as `max_samples`.
+        max_time: Maximum training time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        limit_train_batches: Training batches per epoch: a number, or a fraction from 0.0 to 1.0.
+        limit_val_batches: Validation batches per loader; as `limit_train_batches`.
+        limit_test_batches: Test batches per loader; as `limit_train_batches`.
+        limit_predict_batches: Prediction batches per loader; as `limit_train_batches`.
+        overfit_batches: Number or fraction of batches to train and validate on, in order.
+        val_check_interval: Time between two validations: a number of training batches, a fraction of an epoch, or a
+            duration.
+        check_val_every_n_epoch: Number of epochs between two validations; None counts `val_check_interval` across
+            epochs.
+        num_sanity_val_steps: Validation batches that are run before training (2); -1 for all.
+        log_every_n_steps: Optimizer steps between two rows of step values for the loggers (50).
+        enable_checkpointing: Whether a ModelCheckpoint is added if none is given.
+        enable_progress_bar: Whether a progress bar is shown.
+        enable_model_summary: Whether a summary of the model is printed.
         accumulate_grad_batches: Micro-batches per optimizer step.
-        accumulate_across_epochs: Whether a window that the epoch's end cuts short continues in the next epoch, rather
-            than ending in a step with fewer micro-batches. The last epoch ends its window.
-        grad_accumulation_dtype: "float32" sums gradients of 16-bit parameters in float32, over the micro-batches of a
-            window and over ranks; None in the parameters' dtype.
-        global_batch_size: Samples per optimizer step, over all ranks, in the place of `accumulate_grad_batches`: that
-            follows from the loader's batch size and the number of ranks, which must divide it.
-        gradient_clip_val: Largest gradient norm, or value; None or 0 for no clipping.
+        accumulate_across_epochs: Whether an accumulation window that is incomplete at the end of an epoch continues in
+            the next epoch, instead of ending in a step with fewer micro-batches. The last epoch ends its window.
+        grad_accumulation_dtype: dtype in which gradients of 16-bit parameters are summed, over the micro-batches of a
+            window and over ranks: "float32", or None for the parameters' dtype.
+        global_batch_size: Samples per optimizer step, over all ranks. It replaces `accumulate_grad_batches`, which then
+            follows from the loader's batch size and the number of ranks; both must divide it.
+        gradient_clip_val: Maximum gradient norm, or maximum absolute value; None or 0 for no clipping.
         gradient_clip_algorithm: "norm" or "value".
-        deterministic: True, or "warn": use deterministic algorithms.
-        benchmark: Value for torch.backends.cudnn.benchmark.
-        matmul_precision: How float32 matrices are multiplied during a run: "highest" (in float32), "high" (tf32 where
-            the device has it), "medium" (bfloat16); None leaves torch's setting. See
-            `torch.set_float32_matmul_precision`.
-        inference_mode: Run validate, test and predict under torch.inference_mode rather than no_grad. Validations
-            inside fit always run under no_grad: what they leave in the module can be trained with.
-        use_distributed_sampler: Whether to shard the data over ranks.
+        deterministic: Whether deterministic algorithms are used: True, False, or "warn".
+        benchmark: Value of torch.backends.cudnn.benchmark during a run.
+        matmul_precision: Precision of float32 matrix products during a run: "highest" (float32), "high" (tf32 if the
+            device has it), "medium" (bfloat16). None leaves torch's setting. See `torch.set_float32_matmul_precision`.
+        inference_mode: Whether validate, test and predict run under torch.inference_mode instead of no_grad.
+            Validations inside fit always run under no_grad: what they leave in the module can be trained with.
+        use_distributed_sampler: Whether data are sharded over ranks.
         profiler: "simple", "advanced", "pytorch", "xla", or a Profiler.
-        detect_anomaly: Whether autograd looks for NaN in fit.
-        barebones: Turn off everything that costs: checkpoints, logging, bar, summary, sanity check.
-        plugins: Precision, CheckpointIO, ClusterEnvironment; one, or a list with one of each.
-        sync_batchnorm: Synchronise batch norm over ranks.
-        reload_dataloaders_every_n_epochs: Ask for new loaders every n epochs.
-        default_root_dir: Where logs and checkpoints go; the working directory by default.
-        enable_autolog_hparams: Whether hyperparameters go to the loggers.
+        detect_anomaly: Whether autograd reports NaN in fit, with the operation that caused it.
+        barebones: Whether everything that costs time is off: checkpoints, logging, progress bar, summary, sanity check.
+        plugins: Precision, CheckpointIO or ClusterEnvironment; one, or a list with at most one of each.
+        sync_batchnorm: Whether batch norm statistics are synchronized over ranks.
+        reload_dataloaders_every_n_epochs: Number of epochs after which loaders are requested again; 0 for never.
+        default_root_dir: Directory for logs and checkpoints; the working directory by default.
+        enable_autolog_hparams: Whether hyperparameters are sent to the loggers.
         model_registry: Not supported; None only.
-        compile: Compile the module's steps with torch.compile, or its repeated blocks where it has some: True, or a
-            dict of arguments of torch.compile such as {"mode": "max-autotune"}. See docs/compile.md.
-        nonfinite_loss: What to do about a NaN or infinite loss: "warn" (once, with the step), "raise" (at the next log
-            boundary and before any checkpoint is written), "skip" (drop the step, which is said once and counted in
+        compile: Whether the module's steps, or its repeated blocks if it has some, are compiled with torch.compile:
+            True, False, or a dict of arguments of torch.compile such as {"mode": "max-autotune"}. See docs/compile.md.
+        nonfinite_loss: Policy for a NaN or infinite loss: "warn" (once, with the step), "raise" (at the next log
+            boundary and before a checkpoint is written), "skip" (the step is left out, reported once and counted in
             `trainer.progress.nonfinite_steps` and the rows of the loggers; reads each loss), or "ignore".
 
     Raises:
-        ConfigError: Names every argument that cannot work.
+        ConfigError: Names every invalid argument.
     """
 
     def __init__(
@@ -260,7 +262,7 @@ class Trainer(TrainerAttributes):
         fabric = Fabric(**machine)
         fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
         if self._arguments.grad_accumulation_dtype is not None:
-            from ..fabric.grad_accumulation import set_grad_accumulation_dtype  # not imported where nobody asks
+            from ..fabric.grad_accumulation import set_grad_accumulation_dtype
 
             set_grad_accumulation_dtype(fabric.strategy, self._arguments.grad_accumulation_dtype)
         return fabric
@@ -290,13 +292,13 @@ class Trainer(TrainerAttributes):
         """Train the module.
 
         Args:
-            model: The module; any nn.Module with `training_step` and `configure_optimizers` will do.
+            model: The module: lw.Module, or any nn.Module with `training_step` and `configure_optimizers`.
             train_dataloaders: A loader, a collection of loaders, or a DataModule.
-            val_dataloaders: Loaders to validate with.
-            datamodule: Brings loaders instead.
-            ckpt_path: Resume from this checkpoint: a path, "last" (the newest that is whole; a fresh start if there is
+            val_dataloaders: Validation loaders.
+            datamodule: DataModule that provides the loaders instead.
+            ckpt_path: Checkpoint to resume from: a path, "last" (the newest complete one; a fresh start if there is
                 none), "best", or None.
-            weights_only: False also unpickles what was marked as trusted in the checkpoint.
+            weights_only: False also unpickles objects that were marked as trusted in the checkpoint.
 
         Raises:
             ConfigError, ModuleError, DataError: Before training, with what to change.
@@ -340,15 +342,15 @@ class Trainer(TrainerAttributes):
         """Evaluate on the validation loaders.
 
         Args:
-            model: The module; None takes the one of the last run, with its best checkpoint unless ckpt_path is given.
+            model: The module; None for that of the last run, with its best checkpoint unless ckpt_path is given.
             dataloaders: A loader, a collection of loaders, or a DataModule.
-            ckpt_path: Load weights from this checkpoint: a path, "best" or "last".
-            verbose: Whether to print the metrics as a table.
-            datamodule: Brings the loaders instead.
-            weights_only: False also unpickles what was marked as trusted in the checkpoint.
+            ckpt_path: Checkpoint whose weights are loaded: a path, "best" or "last".
+            verbose: Whether the metrics are printed as a table.
+            datamodule: DataModule that provides the loaders instead.
+            weights_only: False also unpickles objects that were marked as trusted in the checkpoint.
 
         Returns:
-            For each loader, what was logged over the epoch.
+            The metrics that were logged over the epoch, for each loader.
         """
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -404,7 +406,7 @@ class Trainer(TrainerAttributes):
             if run.stop_coordination is not None:
                 run.stop_coordination.begin_phase()
             if keep and run.has_ranks:
-                from .loop import rank_coordination  # not imported where there is one process
+                from .loop import rank_coordination
 
                 outputs = rank_coordination.ordered(self.strategy, outputs, data.loaders)
             self._finish(run)
@@ -484,7 +486,7 @@ class Trainer(TrainerAttributes):
     def training_rng(self) -> TrainingRng:
         """Where training is in its random numbers."""
         if self._training_rng is None:
-            from .loop.training_rng import TrainingRng  # a program that only makes a Trainer draws nothing
+            from .loop.training_rng import TrainingRng
 
             self._training_rng = TrainingRng()
         return self._training_rng
@@ -495,7 +497,7 @@ class Trainer(TrainerAttributes):
         return hasattr(self.fabric.cluster_environment, "requeue")
 
     def _requeue_signal(self) -> Any:
-        from .checkpointing.requeue import requeue_signal  # not imported where nobody can requeue
+        from .checkpointing.requeue import requeue_signal
 
         return requeue_signal(self)
 
@@ -517,7 +519,7 @@ class Trainer(TrainerAttributes):
         """Let batch norms see the batches of all ranks during fit, where that was asked for."""
         sync = self.fabric.layer_sync
         if sync is None and self.sync_batchnorm:
-            from ..strategies.distributed.layer_sync import TorchSyncBatchNorm  # not imported where nobody asks
+            from ..strategies.distributed.layer_sync import TorchSyncBatchNorm
 
             sync = TorchSyncBatchNorm()
         if sync is not None and self.world_size > 1:
@@ -647,7 +649,7 @@ class Trainer(TrainerAttributes):
     def _has_used_up_data(self, run: Run) -> bool:
         if not self.fit_loop.data_limits:
             return False
-        from .loop.data_limits import is_reached  # not imported where steps or epochs are limited
+        from .loop.data_limits import is_reached
 
         progress = self.progress  # with several ranks, an interrupted fit has left each rank's own there
         if run.has_ranks:
@@ -690,7 +692,7 @@ class Trainer(TrainerAttributes):
     def _note_compiler(self, model: nn.Module, module: nn.Module) -> None:
         """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
         if model is not module or "_compile_options" in vars(module):
-            from ..fabric.compiling import without_wrapper  # not imported where nothing is compiled
+            from ..fabric.compiling import without_wrapper
 
             self._own_compiler = without_wrapper(model)
 
@@ -700,7 +702,7 @@ class Trainer(TrainerAttributes):
         given = own[1] if own is not None and own[0] is run.module else None
         if given is None and options is False:
             return
-        from .setup.compiling import begin_compiling  # not imported where nothing is compiled
+        from .setup.compiling import begin_compiling
 
         if given is not None and options is not False:
             logger_.warning(
@@ -717,7 +719,7 @@ class Trainer(TrainerAttributes):
         if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
             add_place(error, self._place(run))
             if isinstance(error, RuntimeError) and self.state.fn == "fit":
-                from .inference_tensors import advice_on  # not imported where nothing fails
+                from .inference_tensors import advice_on
 
                 advice = advice_on(error, run.module)
                 if advice is not None:
@@ -773,7 +775,7 @@ class Trainer(TrainerAttributes):
         """Return what the last fit left for one that continues it; None where there is none."""
         if not self.progress.total_batches:
             return None
-        from .setup.continuing import take  # not imported in a first fit
+        from .setup.continuing import take
 
         return take(self, begin.unwrapped(model))
 
@@ -790,7 +792,7 @@ class Trainer(TrainerAttributes):
         folder = getattr(self.logger, "log_dir", None)
         if not self.is_global_zero or self._arguments.fast_dev_run or not folder or not os.path.isdir(folder):
             return
-        from ..report import write_environment  # not imported where nothing is logged
+        from ..report import write_environment
 
         write_environment(folder)
         if self.timeline.is_enabled:
@@ -856,12 +858,12 @@ class Trainer(TrainerAttributes):
 
     def _take_stream(self, run: Run) -> None:
         stream = run.stream = self.loaders.open_training()
-        from ..data.batch_size import BatchSizes  # not imported by a program that only makes a Trainer
+        from ..data.batch_size import BatchSizes
 
         self._metrics.sizes = BatchSizes(stream.loader)
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
         if self._arguments.global_batch_size is not None:
-            from .setup.global_batch import derive_accumulation  # not imported where the accumulation is given
+            from .setup.global_batch import derive_accumulation
 
             self.accumulate_grad_batches = derive_accumulation(self, run)
 
@@ -1081,7 +1083,7 @@ class Trainer(TrainerAttributes):
         """Return the schedules that a module steps itself; `Module.lr_schedulers` hands them out."""
         if self.world_size == 1:
             return [config.scheduler for config in self.lr_scheduler_configs]
-        from .loop.ranks_schedule import RanksPlateau  # not imported where there is one process
+        from .loop.ranks_schedule import RanksPlateau
 
         gather = self.strategy.gather_objects
         return [
@@ -1192,7 +1194,7 @@ class Trainer(TrainerAttributes):
 
     def _launch(self, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
         """Run a verb in new processes, and take back what it changed there."""
-        from .setup import spawned  # not imported where this process does the work
+        from .setup import spawned
 
         return spawned.launch(self, verb, model, **arguments)
 
@@ -1243,7 +1245,7 @@ class Trainer(TrainerAttributes):
         num_batches, limit = run.stream.num_batches, self.fit_loop.epoch_limit
         max_steps: int | float = self.fit_loop.max_steps if self.fit_loop.max_steps != -1 else math.inf
         if self.max_samples is not None:
-            from .loop.data_limits import steps_until_max_samples  # not imported where steps are limited
+            from .loop.data_limits import steps_until_max_samples
 
             max_steps = min(max_steps, steps_until_max_samples(self, num_batches, limit))
         if limit == -1 or math.isinf(num_batches):

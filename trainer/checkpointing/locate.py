@@ -35,7 +35,7 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
         ConfigError: There is no such checkpoint.
     """
     if verb == "fit" and trainer.can_be_requeued:
-        from .requeue import find_requeued  # not imported where nobody can requeue
+        from .requeue import find_requeued
 
         requeued = from_rank_zero(trainer, lambda: find_requeued(trainer))
         if requeued is not None:
@@ -57,7 +57,7 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
 
 
 def _best(trainer: Trainer, verb: str) -> str:
-    from ...callbacks import ModelCheckpoint  # not imported where no checkpoint is asked for
+    from ...callbacks import ModelCheckpoint
 
     callback = trainer.checkpoint_callback
     if trainer.fast_dev_run:
@@ -76,7 +76,7 @@ def _best(trainer: Trainer, verb: str) -> str:
 
 def _last(trainer: Trainer) -> str | None:
     """Return the newest checkpoint that is whole; each damaged one before it is said."""
-    from ...callbacks import ModelCheckpoint  # as in _best
+    from ...callbacks import ModelCheckpoint
     from ...callbacks.model_checkpoint.files import modified_ns
 
     paths: list[str] = []
@@ -103,7 +103,7 @@ def _last(trainer: Trainer) -> str | None:
 
 def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Exception], None]) -> str | None:
     """Return the first checkpoint that is whole; each rank reads its share of the files. On every rank."""
-    from ...fabric.on_all_ranks import run_on_all_ranks  # not imported where there is one process
+    from ...fabric.on_all_ranks import run_on_all_ranks
 
     for path in paths:
         try:
@@ -119,7 +119,7 @@ def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Excep
 
 
 def _hpc(trainer: Trainer) -> str:
-    from .requeue import numbered_checkpoints  # not imported where nobody asks
+    from .requeue import numbered_checkpoints
 
     folder = Path(trainer.default_root_dir)
     found = from_rank_zero(trainer, lambda: numbered_checkpoints(folder))

@@ -47,7 +47,7 @@ class Saving:
         run = self._trainer.present_run()
         if run is None or run.validated is not None:
             return
-        from .validated_weights import ValidatedWeights, may_change_weights  # not imported where nobody scores
+        from .validated_weights import ValidatedWeights, may_change_weights
 
         if may_change_weights(self._trainer.callbacks, run.module):
             run.validated = ValidatedWeights(self._trainer.strategy.module_state_dict(run.model))
@@ -101,7 +101,7 @@ class Saving:
         trainer, strategy = self._trainer, self._trainer.strategy
         ranks_answer = trainer.ranks_answer
         if ranks_answer:
-            from ..loop import rank_coordination  # not imported where there is one process
+            from ..loop import rank_coordination
 
             rank_coordination.meet(trainer, "trainer.save_checkpoint")
         self.wait(before_save=True)
@@ -146,7 +146,7 @@ class Saving:
         """Note that a save is on its way, on every rank that took part in it, if that is what the plugin does."""
         if not self.is_in_background:
             return
-        from .pending_save import PendingSave  # not imported where saves are complete at once
+        from .pending_save import PendingSave
 
         self._pending = PendingSave(self._trainer.strategy.checkpoint_io, str(filepaths[0]))
         if self._trainer.present_run() is None:

@@ -257,7 +257,7 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
     hparams = getattr(owner, "hparams", None)
     if not hparams:
         return {}
-    from ...checkpoint import arguments_to_pass  # not imported where none are saved
+    from ...checkpoint import arguments_to_pass
 
     plain, to_pass = arguments_to_pass.split(hparams, owner=type(owner).__name__)
     if to_pass:
@@ -277,12 +277,12 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
 def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
     """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
     from ...checkpoint import arguments_to_pass
-    from ...checkpoint.reading import Ranks, read_on_all_ranks  # not imported where nothing is resumed
+    from ...checkpoint.reading import Ranks, read_on_all_ranks
 
     strategy = fabric.strategy
 
     def on_all_ranks(function: Callable[[], Any]) -> Any:
-        from ...fabric.on_all_ranks import run_on_all_ranks  # only where there are several processes
+        from ...fabric.on_all_ranks import run_on_all_ranks
 
         return run_on_all_ranks(strategy, function)
 

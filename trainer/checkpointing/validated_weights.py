@@ -70,7 +70,7 @@ def _copied(value: Any) -> Any:
 
 
 def _differs(now: Any, then: Any) -> bool:
-    from ...callbacks.averaging.weights import part_of  # not imported where nothing is compared
+    from ...callbacks.averaging.weights import part_of
 
     if not isinstance(now, Tensor):
         return False

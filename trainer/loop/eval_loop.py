@@ -42,7 +42,7 @@ class EvalLoader:
     def sizes_of(self, index: int) -> BatchSizes:
         """Return what is known of the sizes of a loader's batches."""
         if index not in self._sizes:
-            from ...data.batch_size import BatchSizes  # not imported by a program that only makes a Trainer
+            from ...data.batch_size import BatchSizes
 
             self._sizes[index] = BatchSizes(self.loaders[index])
         return self._sizes[index]
@@ -160,7 +160,7 @@ class EvalLoop:
             metrics.select_loader(stage, dataloader_idx, several=several)
             metrics.sizes = data.sizes_of(dataloader_idx)
             if is_together:
-                from .eval_in_step import in_step  # not imported where ranks evaluate for themselves
+                from .eval_in_step import in_step
 
                 batches = in_step(batches, run, data.count_of(dataloader_idx))
             for batch_idx, host_batch in enumerate(batches):

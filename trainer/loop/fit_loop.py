@@ -119,7 +119,7 @@ class FitLoop:
         if restore is not None:
             restore()
         if run.unfinished:
-            from ..checkpointing.unfinished import finish  # not imported where nothing is due
+            from ..checkpointing.unfinished import finish
 
             finish(self._trainer, run)
         stop_coordination = run.stop_coordination
@@ -198,7 +198,7 @@ class FitLoop:
             run.lifecycle.on_train_epoch_start()
         assert run.stream is not None
         if run.has_ranks:
-            from . import rank_coordination  # not imported where there is one process
+            from . import rank_coordination
 
             rank_coordination.open_epoch(run)
         else:

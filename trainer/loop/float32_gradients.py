@@ -81,7 +81,7 @@ class Float32Gradients:
         sums = [self._sums.pop(parameter, None) for parameter in parameters]
         window, others = run.window_loss, self._others()
         if run.has_ranks:
-            from ...strategies.distributed.gradients import average_tensors  # not imported where there is one process
+            from ...strategies.distributed.gradients import average_tensors
 
             average_tensors(parameters, sums, torch.float32)
             run.fabric.strategy.average_gradients(others)

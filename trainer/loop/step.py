@@ -201,7 +201,7 @@ def _fill_gradients(optimizer: Optimizer | None) -> None:
 
 def _compare_first_batch(run: Run, batch: Any, loss: Tensor | Loss | None) -> None:
     """Compare over ranks what they read and which form their losses have; until a rank has had a loss."""
-    from .rank_coordination import check_first_batch  # not imported where there is one process
+    from .rank_coordination import check_first_batch
 
     check_first_batch(run, batch)
     run.window_loss.synchronize_form(loss)
@@ -215,7 +215,7 @@ def drop_window(run: Run) -> None:
     """
     assert run.plan is not None
     if run.has_ranks:
-        from .rank_coordination import require_skip_everywhere  # not imported where there is one process
+        from .rank_coordination import require_skip_everywhere
 
         require_skip_everywhere(run.trainer)
     if run.is_automatic:

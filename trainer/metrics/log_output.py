@@ -111,7 +111,7 @@ class LogOutput:
         self._clock_s = time.monotonic()
         if strategy.world_size == 1:
             return
-        from ...callbacks.rank_zero import decided_on_rank_zero  # not imported where there is one process
+        from ...callbacks.rank_zero import decided_on_rank_zero
 
         versions = decided_on_rank_zero(strategy, self._take_folders)
         if self.is_silent:
@@ -188,7 +188,7 @@ class LogOutput:
     def _queue(self, logger: Logger) -> WriteQueue:
         queue = self._queues.get(id(logger))
         if queue is None:
-            from ...loggers.write_behind import WriteBehind, WriteInPlace  # not imported before the first row
+            from ...loggers.write_behind import WriteBehind, WriteInPlace
 
             writer = RowWriter(logger)
             if self._is_running and isinstance(logger, Logger) and logger.writes_behind:

@@ -133,7 +133,7 @@ class Metrics:
         if gather is None:
             self._ranks = None
             return
-        from .ranks_metrics import RanksMetrics  # not imported where there is one process
+        from .ranks_metrics import RanksMetrics
 
         self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module)
 
@@ -620,7 +620,7 @@ class Metrics:
         value of a step is reduced over the ranks that have logged the newest one, as that of an epoch is.
         """
         if self._ranks is not None:
-            from .ranks_latest import latest_values  # not imported before something is decided
+            from .ranks_latest import latest_values
 
             for name, (value, step) in latest_values(self, names, self._ranks.gather).items():
                 self._synchronized[name] = (value, step, self.window)

@@ -181,7 +181,7 @@ class Arguments:
                 )
             )
         if self.compile is not False:
-            from ...fabric.compiling import compile_problems  # not imported where nothing is compiled
+            from ...fabric.compiling import compile_problems
 
             problems += compile_problems(self.compile)
         if self.nonfinite_loss not in POLICIES:

@@ -90,7 +90,6 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     Raises:
         ConfigError: An argument and a callback contradict each other.
     """
-    # not imported before a Trainer is made
     from ...callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar, Timer
 
     def has(kind: type) -> bool:
@@ -174,7 +173,7 @@ def make_eval_loader(
         combined = loaders
     else:  # a list of batches is one loader
         combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
-    from ...data.sources.in_order import in_order  # a program that only makes a Trainer reads no data
+    from ...data.sources.in_order import in_order
 
     members = [share(in_order(member)) for member in combined.flattened]
     own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
@@ -280,7 +279,7 @@ def _mover(run: Run) -> Callable[[Any], Any]:
     """Return what moves a batch to the device: beside the computation, where the device has streams."""
     if run.device.type != "cuda":
         return run.fabric.to_device
-    from ...data.copy_stream import CopyStream  # not imported where there is no such device
+    from ...data.copy_stream import CopyStream
 
     return CopyStream(run.fabric.to_device, run.device)
 

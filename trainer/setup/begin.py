@@ -238,7 +238,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
         window_loss = RanksWindowLoss(fabric.device, strategy, counts=counts)
         if plan.run_signals.stop_coordinator is not None:
-            from ..loop.stop_coordination import StopCoordination  # not imported where there is one process
+            from ..loop.stop_coordination import StopCoordination
 
             stop_coordination = StopCoordination(plan.trainer, plan.run_signals, plan.run_signals.stop_coordinator)
     return Run(
@@ -277,7 +277,7 @@ def set_up(plan: Plan, run: Run) -> None:
                 getattr(module, name)()
     strategy.configure_topology(module)
     if run.has_ranks:
-        from ..loop import rank_coordination  # not imported where there is one process
+        from ..loop import rank_coordination
 
         rank_coordination.compare(
             strategy, rank_coordination.facts_of(run.fabric, plan.verb, module, plan.same_everywhere)
@@ -368,13 +368,13 @@ def restore_training(
     monitored = [*run.schedulers, *run.callbacks]
     run.metrics.decisive = frozenset(str(name) for one in monitored if (name := getattr(one, "monitor", None)))
     if not (run.is_automatic and run.optimizers):
-        from ..loop.own_steps import OwnSteps  # not imported where the trainer makes every step
+        from ..loop.own_steps import OwnSteps
 
         run.own_steps = OwnSteps(run)
     if content is not None:
         return snapshot.restore_training(run, content, str(path))
     if before is not None:
-        from .continuing import continue_training  # not imported in a first fit
+        from .continuing import continue_training
 
         continue_training(run.trainer, run, before)
     return None
@@ -392,7 +392,7 @@ def open_loop(
         path: Where it was read.
         stream_state: Where the data were when the last fit of this Trainer ended.
     """
-    from .global_batch import report_global_batch  # not imported before a fit
+    from .global_batch import report_global_batch
 
     trainer = run.trainer
     run.loaders.open_validation()
@@ -408,7 +408,7 @@ def open_loop(
         limits = DataLimits(trainer, run)
         run.plan.transfer, run.plan.count_window = limits.counting(run.plan.transfer), limits.end_window
     if run.fabric.strategy.accumulate_dtype is not None:
-        from ..loop.float32_gradients import bind_float32_gradients  # not imported where nobody asks
+        from ..loop.float32_gradients import bind_float32_gradients
 
         run.undo = bind_float32_gradients(trainer, run)
 
@@ -416,7 +416,7 @@ def open_loop(
 def carry_window(run: Run, states: Mapping[str, Any], path: str | None, *, is_carrying: bool) -> None:
     """Continue the window that an epoch's end had cut short, where windows continue in the next epoch."""
     if is_carrying:
-        from ..loop.carried_window import CarriedWindow  # not imported where windows end with the epoch
+        from ..loop.carried_window import CarriedWindow
 
         run.carried = CarriedWindow(run.trainer, run)
         if "window" in states:

@@ -218,7 +218,7 @@ class Timeline:
             self._marks = []
             self._mark("")
         if self.counts_operations and number == 2:
-            from .roofline import OperationCounter  # not imported where nobody counts
+            from .roofline import OperationCounter
 
             self._counter = OperationCounter(run.device, lambda: self._phase)
             self._counter.start()
@@ -455,7 +455,7 @@ class Timeline:
 
         May be asked for during a fit, too, between two steps.
         """
-        from .report import make_report  # not imported where nobody asks
+        from .report import make_report
 
         return make_report(self)
 
