@@ -1,4 +1,4 @@
-"""What this machine offers for training, and what is wrong with it. `loopwright doctor` (cli/) prints it."""
+"""Checks of this machine for training."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _SECTION = "compilers"
 
 
 def examine() -> Iterator[Finding]:
-    """Give findings about compilers on the path."""
+    """Yield findings about compilers on the path."""
     name = os.environ.get("CXX", "g++")
     yield _tool(
         "C++",

@@ -1,4 +1,4 @@
-"""Which devices Loopwright can train on, and in which precision."""
+"""Devices for training, and their precisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECTION = "devices"
 
 
 def examine() -> Iterator[Finding]:
-    """Give findings about torch and the devices that it reaches."""
+    """Yield findings about torch and the devices that it reaches."""
     import torch
 
     from ..accelerators import ACCELERATOR_REGISTRY

@@ -1,4 +1,4 @@
-"""The disk where checkpoints go: room, speed, and whether it keeps a checkpoint whole."""
+"""The disk where checkpoints go: room, speed, and whether writes are atomic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADVICE = {
 
 
 def examine(folder: Path, size_bytes: int) -> Iterator[Finding]:
-    """Give findings about the disk of a folder; what is written there is removed."""
+    """Yield findings about the disk of a folder; what is written there is removed."""
     folder = folder.absolute()
     made: list[Path] = []
     try:
@@ -82,7 +82,7 @@ def _links(scratch: Path) -> Finding:
     (scratch / "old").write_bytes(b"old")
     (scratch / "new").write_bytes(b"new")
     os.replace(scratch / "new", scratch / "old")
-    is_whole = (scratch / "old").read_bytes() == b"new"
+    is_intact = (scratch / "old").read_bytes() == b"new"
     try:
         os.link(scratch / "old", scratch / "linked")
         os.symlink("old", scratch / "symlinked")
@@ -90,7 +90,7 @@ def _links(scratch: Path) -> Finding:
         value = f"files are replaced at once, but links cannot be made ({error.strerror})"
         return Finding(_SECTION, "replacing", value, Level.NOTE, "save_last='link' copies instead")
     value = "files are replaced at once, links work"
-    if is_whole:
+    if is_intact:
         return Finding(_SECTION, "replacing", value)
     return Finding(
         _SECTION, "replacing", "a replaced file has its old content", Level.PROBLEM, "use another file system"

@@ -1,4 +1,4 @@
-"""Asks every part of this folder in turn."""
+"""Examination of a machine: all checks in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REINSTALL = "pip install --force-reinstall torch, in the build for this machine
 
 
 def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.0) -> Iterator[Finding]:
-    """Look at this machine, and give findings as they are made.
+    """Examine this machine, and yield findings one by one.
 
     Args:
         folder: Where checkpoints are to go; its disk is measured. It is made if it does not exist, and left as it was.

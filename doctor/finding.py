@@ -1,4 +1,4 @@
-"""`Finding`: one line of what `loopwright doctor` found; made by every file of this folder."""
+"""`Finding`: one result of `loopwright doctor`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["Finding", "Level", "show_size"]
 
 
 class Level(Enum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     """As it should be, or a plain fact."""
     NOTE = "note"
-    """Something is missing that not everyone needs."""
+    """An optional part is missing."""
     WARNING = "warning"
     """Training works, but something will be slow or fail under load."""
     PROBLEM = "problem"
-    """Something that was asked for, or that every run needs, does not work."""
+    """A requested or required part does not work."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Finding:
 
 
 def show_size(size_bytes: float) -> str:
-    """Return a number of bytes for people, in powers of 1024."""
+    """Return a human-readable number of bytes, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Whether packages can be imported, asked in a process of their own.
+"""Import checks of packages, in a separate process.
 
 A broken package may end its process, or take minutes.
 """

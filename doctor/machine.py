@@ -21,7 +21,7 @@ _NO_LIMIT = 1 << 60
 
 
 def examine() -> Iterator[Finding]:
-    """Give findings about the machine and the limits of this process."""
+    """Yield findings about the machine and the limits of this process."""
     yield Finding(_SECTION, "system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     python = platform.python_version()
     yield Finding(_SECTION, "Python", f"{python}, {sys.executable}")
@@ -77,7 +77,7 @@ def judge_threads(variable: str | None, cores: int) -> Finding:
     if variable is None:
         return Finding(_SECTION, name, f"not set: each process computes with {cores} threads")
     if not variable.isdigit() or int(variable) == 0:
-        return Finding(_SECTION, name, f"{variable!r} is no number of threads", Level.WARNING, f"unset {name}")
+        return Finding(_SECTION, name, f"{variable!r} is not a number of threads", Level.WARNING, f"unset {name}")
     if int(variable) > cores:
         advice = f"set it to at most {cores}, divided by the processes of a run on the CPU"
         return Finding(_SECTION, name, f"{variable}, more than there are cores", Level.WARNING, advice)

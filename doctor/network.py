@@ -1,4 +1,4 @@
-"""Whether several processes can find and reach each other here."""
+"""Connections between several processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THEIRS = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "PJRT_DEVICE
 
 
 def examine() -> Iterator[Finding]:
-    """Give findings about backends of torch.distributed, names and connections of this host, and variables."""
+    """Yield findings about backends of torch.distributed, names and connections of this host, and variables."""
     yield _backends()
     yield _store()
     yield _host_name()
@@ -59,7 +59,7 @@ def _store() -> Finding:
     del client, server
     if took_s < _SLOW_S:
         return Finding(_SECTION, "connections", f"two processes of this host find each other in {took_s * 1e3:.0f} ms")
-    advice = "put '127.0.0.1 localhost' into /etc/hosts: torch asks DNS for the name of 127.0.0.1, and nobody answers"
+    advice = "put '127.0.0.1 localhost' into /etc/hosts: torch asks DNS for the name of 127.0.0.1, and gets no answer"
     return Finding(_SECTION, "connections", f"it takes {took_s:.1f} s to connect to 127.0.0.1", Level.WARNING, advice)
 
 
@@ -85,7 +85,7 @@ def _host_name() -> Finding:
 
 
 def judge_variables(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Give findings about variables that change what a run does; those that may hold secrets are left out."""
+    """Yield findings about variables that change what a run does; those that may hold secrets are left out."""
     ranks = [name for name in _RANKS if name in variables]
     if "RANK" in ranks or "WORLD_SIZE" in ranks:
         yield Finding(

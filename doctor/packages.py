@@ -38,7 +38,7 @@ _OPTIONAL = (
 
 
 def examine(timeout_s: float) -> Iterator[Finding]:
-    """Give findings about packages; the import of an engine is ended after `timeout_s` seconds."""
+    """Yield findings about packages; the import of an engine is ended after `timeout_s` seconds."""
     from packaging.requirements import Requirement
 
     from .. import __version__

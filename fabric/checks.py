@@ -1,4 +1,4 @@
-"""What is asked of the objects that `Fabric.setup` is given, and the callbacks that installed packages bring."""
+"""Checks of the objects given to `Fabric.setup`, and the callbacks of installed packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALLBACK_FACTORIES = ("loopwright.fabric.callbacks_factory", "lightning.fabric.
 
 
 def refuse_wrapped(verb: str, objects: Sequence[object]) -> None:
-    """Raise a ConfigError that names the objects which were set up already."""
+    """Raise a ConfigError that names objects that are set up already."""
     wrapped = [type(obj).__name__ for obj in objects if is_wrapped(obj)]
     if wrapped:
         raise ConfigError(
@@ -29,7 +29,7 @@ def refuse_wrapped(verb: str, objects: Sequence[object]) -> None:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise an error if this is no module, or one that was set up already."""
+    """Raise an error if this is not a module, or one that is set up already."""
     refuse_wrapped("setup", [module])
     if not isinstance(module, nn.Module):
         raise ModuleError(
@@ -38,7 +38,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_optimizers(verb: str, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error if one is no optimizer, was set up already, or has parameters without values."""
+    """Raise an error if one is not an optimizer, is set up already, or has parameters without values."""
     refuse_wrapped(verb, optimizers)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -55,7 +55,7 @@ def check_optimizers(verb: str, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_optimizers_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer of which nothing is in the module: it was made of another copy of the parameters."""
+    """Raise an error if none of an optimizer's parameters is in the module, but in another copy of it."""
     if not optimizers:
         return
     own = {id(parameter) for parameter in module.parameters()}
@@ -70,7 +70,7 @@ def check_optimizers_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> N
 
 
 def installed_callbacks() -> list[Any]:
-    """Return the callbacks of the entry points that installed packages declare; reads every package's metadata."""
+    """Return callbacks from the entry points of installed packages; reads the metadata of every package."""
     from importlib.metadata import entry_points
 
     points = [point for group in _CALLBACK_FACTORIES for point in entry_points(group=group)]

@@ -1,4 +1,4 @@
-"""One argument at a time: from what the user typed to a part, or a ConfigError."""
+"""Each argument of Fabric: from the user's value to a part, or a ConfigError."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
 
 @dataclass
 class Plugins:
-    """At most one plugin of each kind; None where none was given."""
+    """At most one plugin of each kind; None without one."""
 
     precision: Precision | None = None
     checkpoint_io: Any = None  # Any: see Parts
@@ -71,7 +71,7 @@ class Plugins:
 
 
 def sort_plugins(plugins: object) -> Plugins:
-    """Return the plugins by kind; a ConfigError names all that are none, and second ones of a kind."""
+    """Return the plugins by kind; a ConfigError names all objects that are not plugins, and duplicates of a kind."""
     if plugins is None:
         return Plugins()
     given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
@@ -109,7 +109,7 @@ def _plugin_kind(plugin: object) -> str | None:
         return "precision"
     if isinstance(plugin, ClusterEnvironment):
         return "cluster_environment"
-    # By their methods: these classes lie above this package, or are the user's own.
+    # By their methods: these classes are in packages above this one, or the user's own.
     if all(callable(getattr(plugin, name, None)) for name in ("save_checkpoint", "load_checkpoint")):
         return "checkpoint_io"
     if all(callable(getattr(plugin, name, None)) for name in ("apply", "revert")):
@@ -124,7 +124,7 @@ NOTHING_GIVEN = Given()
 
 
 def choose_strategy(strategy: object) -> Strategy:
-    """Return the strategy given, or a new one made from its name. What "auto" is, resolve.py knows."""
+    """Return the given strategy, or a new one by its name. resolve.py handles "auto"."""
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):
@@ -190,7 +190,7 @@ def has_several_processes(strategy: Strategy | None) -> bool:
 
 
 def choose_accelerator(accelerator: object, strategy: Strategy | None) -> Accelerator:
-    """Return the accelerator given, the one that fits the strategy's device, or the best of this machine."""
+    """Return the given accelerator, the one of the strategy's device, or the best of this machine."""
     given = NOTHING_GIVEN if strategy is None else strategy.given
     if given.accelerator is not None:
         accelerator = given.accelerator
@@ -274,7 +274,7 @@ def check_num_nodes(num_nodes: object) -> int:
 
 
 def is_auto(argument: object) -> bool:
-    """Return whether an argument leaves the choice to us."""
+    """Return whether an argument means automatic choice."""
     return isinstance(argument, str) and argument.strip().lower() == "auto"
 
 
@@ -300,7 +300,7 @@ def find_devices(
         count = accelerator.auto_device_count()
         uses_one = strategy is not None and not strategy.has_several_devices
         if count > 1 and (interactive or uses_one):
-            # A default must work everywhere: several cards are no reason to refuse strategy="single_device".
+            # A default must work everywhere: several devices must not make strategy="single_device" an error.
             notes.append(f"{count} {accelerator.name()} devices are visible; one is used. Pass devices=1 to say so.")
             count = 1
         return accelerator.get_parallel_devices(accelerator.parse_devices(count))
@@ -317,7 +317,7 @@ def find_devices(
 
 
 def precision_name(precision: object, changed: list[str]) -> str:
-    """Return the full name of a precision; `changed` gets a line where the user's name can mean two things."""
+    """Return the full name of a precision; a line is added to `changed` for an ambiguous name."""
     if precision is None:
         return "32-true"
     if isinstance(precision, str) and precision in PRECISIONS:
@@ -342,7 +342,7 @@ def precision_name(precision: object, changed: list[str]) -> str:
 def choose_precision(
     name: str, precision: object, device_type: str, strategy: Strategy | None, plugged: Plugins
 ) -> Precision:
-    """Return the precision of plugin or strategy, or a new one for this type of device, made from its name."""
+    """Return the precision of plugin or strategy, or a new one by its name for this type of device."""
     given = plugged.precision or (strategy.given.precision if strategy is not None else None)
     if precision is None and given is not None:
         if isinstance(given, MixedPrecision) and given.device != device_type:

@@ -33,6 +33,8 @@ from .seed import seed_everything
 from .state import bare, collect_state, put_back, put_back_state
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .accumulation import Accumulation, Reader, Window
     from .dataloaders import EvaluationPass
     from .watch import Watch
@@ -778,7 +780,7 @@ class Fabric:
         self._require_launch("broadcast")
         return self.strategy.broadcast(obj, src)
 
-    def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return the data of all ranks: tensors and numbers are stacked along a new first dimension (`world_size`).
 
         On a single device the data itself is returned.
@@ -804,7 +806,7 @@ class Fabric:
 
     reduce = all_reduce
 
-    def reduce_scatter(self, data: object, group: object = None, reduce_op: object = "mean") -> Any:
+    def reduce_scatter(self, data: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
         """Return this rank's part of data reduced over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
 
         No gradient flows back. On a single device the data itself is returned.

@@ -1,4 +1,4 @@
-"""What is known of a rank that failed: a value that travels between processes, from fabric/watch/ to launchers."""
+"""`Failure`: a rank's failure, as a value that is sent between processes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Failure:
         host: Its host's name.
         pid: Its process.
         how: One line: the exception with its message, or how the process ended.
-        place: Where it was, as plain values: hook, stage, epoch, step, batch; empty where nobody knows.
-        trace: The traceback as text; empty where there is none.
+        place: Its position as plain values: hook, stage, epoch, step, batch; empty if unknown.
+        trace: The traceback as text; empty without one.
         when: Seconds since the epoch, by that host's clock.
-        exit_code: What the other processes are to end with: 1, or 143 after SIGTERM.
+        exit_code: Exit code for the other processes: 1, or 143 after SIGTERM.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, place: dict[str, Any] | None = None) -> Failure:
-        """Return the failure that this process's exception is."""
+        """Return the failure of this process's exception."""
         text = "".join(traceback.format_exception(error))
         how = "".join(traceback.format_exception_only(error)).strip()
         return cls(rank, socket.gethostname(), os.getpid(), how, dict(place or {}), text, time.time())
@@ -67,7 +67,7 @@ class Failure:
         trace = f"\n--- traceback of rank {self.rank} ---\n{self.trace.rstrip()}" if self.trace else ""
         return RankFailure(
             self.describe() + trace,
-            fix=f"look at rank {self.rank}; what the other ranks say only follows from it.",
+            fix=f"see rank {self.rank}; errors of other ranks are consequences.",
         )
 
 

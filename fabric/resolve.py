@@ -45,12 +45,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Environment:
-    """What the outcome depends on beside the arguments."""
+    """Inputs besides the arguments."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables."""
     interactive: bool = False
-    """Whether a person sits at a prompt or notebook."""
+    """Whether this is an interactive prompt or a notebook."""
 
     @classmethod
     def current(cls) -> Environment:
@@ -60,7 +60,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Fabric is made of."""
+    """The parts of a Fabric."""
 
     accelerator: Accelerator
     strategy: Strategy
@@ -71,19 +71,19 @@ class Parts:
     checkpoint_io: Any  # Any: a user's checkpoint IO
     """None: Fabric's own."""
     cluster_environment: ClusterEnvironment | None
-    """None: there is one process, and nothing in the environment speaks of others."""
-    layer_sync: Any  # Any: a user's layer synchronisation
-    """Kept for strategies with several processes; None without one."""
+    """None with one process and no sign of others in the environment."""
+    layer_sync: Any  # Any: a user's layer synchronization
+    """For strategies with several processes; None without one."""
     launcher: Launcher
     warnings: tuple[str, ...] = ()
-    """What the user chose and we changed: to be said once, on rank zero."""
+    """Warnings about changed arguments, to be shown once, on rank zero."""
     notes: tuple[str, ...] = ()
-    """What was chosen for the user and may surprise: for the log."""
+    """Notes on automatic choices, for the log."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A pair of facts that cannot both be true."""
+    """A pair of incompatible facts."""
 
     one: str
     other: str
@@ -91,7 +91,7 @@ class _Row:
     fix: str
 
 
-# A later strategy or precision that cannot work with something adds a row here.
+# Incompatible pairs of a new strategy or precision are added here.
 _CANNOT_WORK = (
     _Row(
         "precision=64-true",
@@ -128,7 +128,7 @@ _CANNOT_WORK = (
     _Row(
         "accelerator=xla",
         "strategy of other devices",
-        "strategy={strategy!r} cannot be used with accelerator='xla' (or 'tpu'): XLA's graphs need one that cuts them.",
+        "strategy={strategy!r} cannot be used with accelerator='xla' (or 'tpu'): its graphs need one for XLA.",
         "pass strategy='xla', 'xla_fsdp' or 'single_xla'; 'auto' chooses by the number of devices.",
     ),
     _Row(
@@ -152,7 +152,7 @@ _CANNOT_WORK = (
     ),
 )
 
-# What schedulers and launchers set. Without any of them, and with one device, nobody is asked who started this process.
+# Set by schedulers and launchers. Without them, and with one device, the process is not examined further.
 _OF_PROCESSES = (
     "LOCAL_RANK",
     "TORCHELASTIC_RUN_ID",
@@ -177,7 +177,7 @@ def resolve(
     plugins: object = None,
     environment: Environment | None = None,
 ) -> Parts:
-    """Return the parts that the arguments of Trainer or Fabric ask for.
+    """Return the parts for the arguments of Trainer or Fabric.
 
     Args:
         accelerator: "auto", "gpu", a registered name, or an Accelerator.
@@ -187,14 +187,14 @@ def resolve(
             process on the CPU, and under torchrun or a scheduler as many as there are processes on this node.
         num_nodes: Number of machines.
         precision: A name of `choose.PRECISIONS` or an alias; None leaves it to plugin and strategy, else "32-true".
-        plugins: One or several of: a Precision, a checkpoint IO, a ClusterEnvironment, a layer synchronisation.
+        plugins: One or several of: a Precision, a checkpoint IO, a ClusterEnvironment, a layer synchronization.
         environment: None takes this process's. Its variables LT_ACCELERATOR, LT_STRATEGY, LT_DEVICES, LT_NUM_NODES and
             LT_PRECISION stand for arguments that have their default value.
 
     Raises:
         ConfigError: Something cannot work; every problem is named.
     """
-    # A cluster environment of this process reads its variables whenever it is asked: launchers add to them.
+    # A cluster environment of this process reads its variables on each access: launchers add to them.
     fixed = None if environment is None else environment.variables
     if environment is None and (script := sys.modules.get(f"{__package__}.launch.script")) is not None:
         script.leave_ended_job()
@@ -306,7 +306,7 @@ def resolve(
 
 
 def _speaks_of_processes(variables: Mapping[str, str]) -> bool:
-    """Return whether somebody may have started several processes; only then it is worth while to find out who."""
+    """Return whether a launcher may have started several processes, and has to be detected."""
     return any(name in variables for name in _OF_PROCESSES) or "mpi4py.MPI" in sys.modules
 
 
@@ -322,7 +322,7 @@ def _is_launched_by_us(variables: Mapping[str, str]) -> bool:
 
 
 def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, num_nodes: int) -> list[torch.device]:
-    """Return one device per process of this node: those of the processes that exist, or those that the user chose."""
+    """Return one device per process of this node: of existing processes, or as the user chose."""
     devices, accelerator, strategy, *_ = choice
     if cluster is not None and not (strategy is not None and strategy.given.parallel_devices):
         from .world import local_devices
@@ -336,7 +336,7 @@ def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, n
 def _auto(
     devices: list[torch.device], num_nodes: int, cluster: ClusterEnvironment | None, interactive: bool
 ) -> Strategy:
-    """Return what "auto" stands for."""
+    """Return the strategy for "auto"."""
     num_devices = len(devices)
     if devices[0].type == "xla":
         return choose_strategy("xla" if num_devices > 1 else "single_xla")

@@ -1,4 +1,4 @@
-"""Random numbers: seeding all generators, and taking their state out and putting it back bit for bit."""
+"""Random numbers: seeding all generators, and saving and restoring their state bitwise."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     here do the same.
 
     Args:
-        seed: 0 to 4294967295; what is no int goes through `int()`. None takes PL_GLOBAL_SEED, or else 0 with a warning.
-        workers: Also let the Trainer seed each loader worker, from the seed, the worker's number and the rank.
-        verbose: Log the seed at level INFO.
+        seed: Seed from 0 to 4294967295, converted by `int()`. None for PL_GLOBAL_SEED, or else 0 with a warning.
+        workers: Whether the Trainer also seeds each loader worker, from the seed, the worker's index and the rank.
+        verbose: Whether to log the seed at level INFO.
 
     Returns:
         The seed.
 
     Raises:
-        ConfigError: The seed is no whole number or out of range.
+        ConfigError: The seed is not an integer, or out of range.
     """
-    chosen = _seed_from_environment() if seed is None else _whole_number(seed, "seed")
+    chosen = _seed_from_environment() if seed is None else _to_integer(seed, "seed")
     if not 0 <= chosen <= _LARGEST:
         raise ConfigError(
             f"seed={chosen} is out of range: expected 0 to {_LARGEST}.", fix="pass a seed within the range, such as 42."
@@ -61,7 +61,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     try:
         import numpy
     except ImportError:
-        pass  # nobody in this process can draw from it
+        pass  # not importable, so not used in this process
     else:
         numpy.random.seed(chosen)
     torch.manual_seed(chosen)
@@ -69,7 +69,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed again with PL_GLOBAL_SEED, as the last `seed_everything` did; do nothing if there was none."""
+    """Seed again with PL_GLOBAL_SEED, as the last `seed_everything` did; do nothing without one."""
     seed = os.environ.get(_SEED)
     if seed is None:
         return
@@ -82,7 +82,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     Two workers, two ranks, or two epochs never share a stream.
 
     Args:
-        worker_id: Number of the worker, as the DataLoader gives it.
+        worker_id: Index of the worker, from the DataLoader.
         rank: Global rank; None reads RANK or LOCAL_RANK from the environment, else 0.
     """
     if rank is None:
@@ -96,7 +96,7 @@ def rng_state(include_cuda: bool = True) -> dict[str, Any]:
     """Return the state of all generators as tensors and plain values, ready for a checkpoint.
 
     Args:
-        include_cuda: Also the generators of all CUDA (and MPS) devices, if they are in use.
+        include_cuda: Whether to include the generators of all CUDA (and MPS) devices in use.
 
     Returns:
         "python", "numpy" (if imported), "torch" (uint8 tensor on the CPU), "cuda" (a list of such, one per device,
@@ -111,10 +111,10 @@ def rng_state(include_cuda: bool = True) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` returned, bit for bit. Device generators that the state does not name stay.
+    """Restore a state of `rng_state` bitwise. Device generators that are not in the state are unchanged.
 
     Raises:
-        CheckpointError: The state names a generator in a form that cannot be put back.
+        CheckpointError: The state of a generator cannot be restored.
     """
     try:
         restore_rng(state)
@@ -132,7 +132,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     """Restore the state of all generators when the block ends, also after an exception.
 
     Args:
-        include_cuda: Also on CUDA and MPS devices, if they are in use.
+        include_cuda: Whether to include CUDA and MPS devices in use.
     """
     state = rng_state(include_cuda)
     try:
@@ -146,10 +146,10 @@ def _seed_from_environment() -> int:
     if text is None:
         warnings.warn("seed_everything() was given no seed; it uses 0.", stacklevel=3)
         return 0
-    return _whole_number(text, f"the environment variable {_SEED}")
+    return _to_integer(text, f"the environment variable {_SEED}")
 
 
-def _whole_number(value: Any, name: str) -> int:  # Any: whatever the user typed
+def _to_integer(value: Any, name: str) -> int:  # Any: the user's value
     number: int | None = None
     with suppress(TypeError, ValueError, OverflowError):  # named below
         number = int(value)

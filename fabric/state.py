@@ -1,4 +1,4 @@
-"""The state of a dict of objects, out and in."""
+"""Saving and loading the state of a dict of objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 def bare(obj: object) -> Any:
-    """Return what the strategy works on, from what `Fabric.setup` returned or from itself."""
+    """Return the object inside Fabric's wrapper; other objects are returned as they are."""
     return getattr(obj, "__dict__", _NOTHING).get("_without_fabric", obj)
 
 
@@ -30,12 +30,12 @@ def collect_state(
     """Return the content of a checkpoint: each object replaced by its state, plain values as they are.
 
     Args:
-        strategy: Takes the state of modules and optimizers out.
+        strategy: Returns the state of modules and optimizers.
         state: Objects by name.
-        filter: For a name, a function of (key, value) that says which entries of the object's state are kept.
+        filter: Name -> function of (key, value) that returns whether to keep an entry of the object's state.
 
     Raises:
-        ConfigError: The filter names what is not in the state, or is no function.
+        ConfigError: A key of the filter is not in the state, or its value is not a function.
     """
     _check_filter(filter, state)
     content = {name: _state_of(strategy, obj) for name, obj in state.items()}
@@ -50,14 +50,14 @@ def put_back_state(
     """Load objects in place from the content of a checkpoint, and replace the plain values of `state`.
 
     Args:
-        strategy: Puts the state of modules and optimizers back.
-        content: Entries that are used are taken out of it.
+        strategy: Loads the state of modules and optimizers.
+        content: Content of a checkpoint; used entries are removed.
         state: Objects and plain values by name.
-        strict: Whether a name that is not in the content is an error; also given to modules.
-        where: The file, for messages.
+        strict: Whether a name that is missing in the content is an error; also passed to modules.
+        where: Path of the file, for messages.
 
     Returns:
-        What is left of the content.
+        The remaining content.
 
     Raises:
         CheckpointError: Names are missing (all are named), or a state does not fit its object.

@@ -1,4 +1,4 @@
-"""The watch of this process over the other ranks: one, however many Fabrics there are."""
+"""The watch of this process over the other ranks, shared by all Fabrics."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _watch: tuple[int, Any, Watch] | None = None  # process, store, watch
 
 
 def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
-    """Begin to watch the other ranks, once per process; return the watch, or None where there is no other rank.
+    """Start the watch over the other ranks, once per process; return it, or None with one rank.
 
     Args:
-        strategy: Is connected.
-        launcher: Knows how processes ended that this one started.
+        strategy: A connected strategy.
+        launcher: Provides the exit codes of processes that this one started.
     """
     global _watch
     topology = strategy.topology
@@ -45,12 +45,12 @@ def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
     )
     watch.start()
     if hasattr(launcher, "grace_s"):
-        launcher.grace_s = None  # the watch ends this process itself, when a process that it started has failed
+        launcher.grace_s = None  # the watch ends this process itself when a process that it started has failed
     _watch = (os.getpid(), shared, watch)
     return watch
 
 
 def stop_watching() -> None:
-    """Tell the other ranks that this one is done, in a process that ends without the interpreter's end (os._exit)."""
+    """Notify the other ranks that this one is done, before a process ends by os._exit."""
     if _watch is not None and _watch[0] == os.getpid():
         _watch[2].stop()

@@ -1,4 +1,4 @@
-"""How many processes there are and who starts them: what is asked where there are several, or a scheduler."""
+"""Processes of a run: their number and how they start, under a launcher or scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ __all__ = [
     "read_launch_variables",
 ]
 
-# -- what `loopwright launch` says -----------------------------------------------------------------------------------
+# -- variables of `loopwright launch`
+# -----------------------------------------------------------------------------------
 
 _ARGUMENTS: dict[str, Any] = {
     "accelerator": "auto",
@@ -38,7 +39,7 @@ _ARGUMENTS: dict[str, Any] = {
 
 
 def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mapping[str, str]) -> None:
-    """Put LT_ACCELERATOR, LT_STRATEGY, ... in the place of arguments that have their default value.
+    """Replace arguments with default values by LT_ACCELERATOR, LT_STRATEGY, ...
 
     Args:
         arguments: By name, as the user typed them; changed.
@@ -68,11 +69,11 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
 
 
 def _plain(name: str, value: object) -> str:
-    """Return an argument so that two spellings of the same are equal."""
+    """Return an argument in a normal form, so that equal values compare equal."""
     if name == "precision" and value is not None:
         try:
             return precision_name(value, [])
-        except ConfigError:  # wrong here or there: it is named when it is read
+        except ConfigError:  # invalid values are reported when they are read
             return str(value)
     if isinstance(value, (list, tuple)):
         return ",".join(str(item) for item in value)
@@ -83,14 +84,14 @@ def _plain(name: str, value: object) -> str:
 
 
 def detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
-    """Return the cluster environment of these variables; None: of this process, read whenever it is asked."""
+    """Return the cluster environment of these variables; None for this process's, read on each access."""
     from .cluster import detect_cluster
 
     return detect_cluster(variables)
 
 
 def num_local_processes(cluster: ClusterEnvironment, num_nodes: int) -> int | None:
-    """Return how many processes run on this node; None where they have still to be started, or nobody knows."""
+    """Return the number of processes on this node; None if they are not started yet, or unknown."""
     if not cluster.creates_processes_externally:
         return None
     local = cluster.num_local_processes()
@@ -101,7 +102,7 @@ def num_local_processes(cluster: ClusterEnvironment, num_nodes: int) -> int | No
 
 
 def infer_num_nodes(cluster: ClusterEnvironment, num_nodes: int) -> int:
-    """Return the number of nodes: what the user said, or, where that is the default, what the environment says."""
+    """Return the number of nodes: the user's value, or the environment's if the user gave none."""
     if num_nodes > 1 or not cluster.creates_processes_externally:
         return num_nodes
     local, size = cluster.num_local_processes(), cluster.world_size()
@@ -149,7 +150,7 @@ def check_world(cluster: ClusterEnvironment, variables: Mapping[str, str], num_d
     cluster.validate_settings(num_devices, num_nodes)
 
 
-# -- who starts them -------------------------------------------------------------------------------------------------
+# -- launchers -------------------------------------------------------------------------------------------------
 
 
 def auto_strategy(

@@ -1,7 +1,4 @@
-"""Who knows ranks and addresses: one file for each place that processes can come from.
-
-Names are looked up when they are first used: training on one device needs none of the schedulers.
-"""
+"""Cluster environments: ranks and addresses, one file per scheduler or launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
     from .slurm import SLURMEnvironment as SLURMEnvironment
     from .torchelastic import TorchElasticEnvironment as TorchElasticEnvironment
 
-# Public name -> the file that defines it.
 __getattr__, __dir__ = attach(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""What every cluster environment says: ranks, sizes, and how rank 0 is reached."""
+"""`ClusterEnvironment`: ranks, sizes, and the address of rank 0."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["ClusterEnvironment", "check_numbers"]
 
 
 class ClusterEnvironment(ABC):
-    """Where this process stands among all, and how the others are reached.
+    """The rank of this process, and the address of rank 0.
 
-    A class for a scheduler of your own derives from this one and is given to `plugins=`.
+    A custom environment derives from this class and is passed to `plugins=`.
 
     Args:
-        variables: Environment variables; None reads those of this process, always as they are now.
+        variables: Environment variables; None for the current ones of this process.
     """
 
     # On the class, so that a subclass whose __init__ does not call ours works.
@@ -30,13 +30,13 @@ class ClusterEnvironment(ABC):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return type(self).__name__.removesuffix("Environment")
 
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether somebody else (torchrun, SLURM) starts all processes."""
+        """Whether another program (torchrun, SLURM) starts all processes."""
 
     @property
     @abstractmethod
@@ -46,19 +46,19 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """Port on which the process with global rank 0 listens; 0 where the launcher still has to open one."""
+        """Port on which the process with global rank 0 listens; 0 if the launcher opens one later."""
 
     @staticmethod
     @abstractmethod
     def detect() -> bool:
-        """Return whether this environment is the one that the process runs in."""
+        """Return whether the process runs in this environment."""
 
     @abstractmethod
     def world_size(self) -> int:
         """Return the number of processes."""
 
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes, where Loopwright starts them; others know it already."""
+        """Set the number of processes, if Loopwright starts them."""
         return
 
     @abstractmethod
@@ -66,7 +66,7 @@ class ClusterEnvironment(ABC):
         """Return the rank among all processes."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Set the rank among all processes, where Loopwright starts them; others know it already."""
+        """Set the rank among all processes, if Loopwright starts them."""
         return
 
     @abstractmethod
@@ -78,15 +78,15 @@ class ClusterEnvironment(ABC):
         """Return the rank of this node."""
 
     def num_local_processes(self) -> int | None:
-        """Return the number of processes on this node; None where the environment does not say."""
+        """Return the number of processes on this node; None if unknown."""
         return None
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare what the environment started with what the user asked for.
+        """Compare the started processes with the arguments.
 
         Args:
-            num_devices: Processes per node that the arguments ask for.
-            num_nodes: Number of nodes that the arguments ask for.
+            num_devices: Number of processes per node, from the arguments.
+            num_nodes: Number of nodes, from the arguments.
 
         Raises:
             ConfigError: The numbers differ; both are named.
@@ -94,7 +94,7 @@ class ClusterEnvironment(ABC):
         return
 
     def teardown(self) -> None:
-        """Take back what this object wrote into the environment of the process."""
+        """Remove the environment variables that this object set."""
         for name in self._exported:
             os.environ.pop(name, None)
         self._exported = ()
@@ -111,10 +111,10 @@ class ClusterEnvironment(ABC):
 
         Args:
             name: The variable.
-            default: What holds where it is not set; None: it must be set.
+            default: Value if it is not set; None if it is required.
 
         Raises:
-            LaunchError: It is not set, or no such number.
+            LaunchError: It is not set, or not such a number.
         """
         if default is not None and name not in self.variables:
             return default
@@ -144,14 +144,14 @@ class ClusterEnvironment(ABC):
         return port
 
     def _export(self, name: str, value: str) -> None:
-        """Set a variable for what else runs in this process, unless it is set; `teardown` takes it back."""
+        """Set a variable for this process, unless it is set; `teardown` removes it."""
         if self._variables is None and name not in os.environ:
             os.environ[name] = value
             self._exported = (*self._exported, name)
 
 
 def check_numbers(*rows: tuple[str, int, str, int | None], fix: str) -> None:
-    """Raise one ConfigError that names all numbers which differ between the user's arguments and the environment.
+    """Raise a ConfigError that names all numbers that differ between arguments and environment.
 
     Args:
         rows: The argument's name and value, then the environment's name for the same and its value; None: unknown.

@@ -1,4 +1,4 @@
-"""Which cluster environment this process runs in."""
+"""Detection of the cluster environment of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
     """Return the environment that this process runs in: TorchElastic, SLURM, LSF, MPI, Kubeflow, else Lightning's.
 
     torchrun comes first, because it may itself have been started by one of the others, and then it made the processes.
-    A file is imported only when the variables that its scheduler sets are there; MPI is not initialised to find out.
+    A file is imported only when the variables that its scheduler sets are there; MPI is not initialized for detection.
 
     Args:
         variables: Environment variables, for tests and plans; None: those of this process, as they are at any time.
@@ -49,7 +49,7 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
         if _is_started_by_mpi(found) and "LOCAL_RANK" not in found:
             log.warning(
                 "mpirun started several processes, but mpi4py is not installed (or finds no MPI library): each of them "
-                "is on its own. To join them: pip install mpi4py"
+                "runs alone. To join them: pip install mpi4py"
             )
     if "KUBERNETES_SERVICE_HOST" in found:
         from .kubeflow import KubeflowEnvironment

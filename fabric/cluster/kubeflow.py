@@ -11,7 +11,7 @@ __all__ = ["KubeflowEnvironment"]
 
 
 class KubeflowEnvironment(ClusterEnvironment):
-    """One process per pod: MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK say everything.
+    """One process per pod: MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK define everything.
 
     A job that has torchrun in its command is a TorchElasticEnvironment; one that sets NODE_RANK lets Loopwright start
     the processes of each pod (LightningEnvironment).
@@ -19,7 +19,7 @@ class KubeflowEnvironment(ClusterEnvironment):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "Kubeflow"
 
     @property

@@ -1,4 +1,4 @@
-"""Processes that Loopwright starts itself, or the user by hand: the environment where no scheduler is found."""
+"""`LightningEnvironment`: processes started by Loopwright or manually, without a scheduler."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """One machine, or several on each of which the same command is started by hand.
+    """One machine, or several on each of which the user starts the same command.
 
     On several machines the user sets MASTER_ADDR, MASTER_PORT and NODE_RANK, and Loopwright starts the processes of
-    each machine. Who also sets LOCAL_RANK starts every process.
+    each machine. With LOCAL_RANK set, the user starts every process.
 
     Args:
-        variables: Environment variables; None reads those of this process, always as they are now.
+        variables: Environment variables; None for the current ones of this process.
     """
 
     def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
@@ -32,7 +32,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "the environment without a scheduler"
 
     @property
@@ -53,7 +53,7 @@ class LightningEnvironment(ClusterEnvironment):
         return self._port(self._number("STANDALONE_PORT", 0))
 
     def set_main_port(self, port: int) -> None:
-        """Say which port the launcher opened."""
+        """Set the port that the launcher opened."""
         self._main_port = port
 
     @staticmethod
@@ -98,7 +98,7 @@ class LightningEnvironment(ClusterEnvironment):
         return {"LOCAL_RANK", "CROSS_SIZE", "LOCAL_SIZE"} <= set(self.variables)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Ask for what several nodes need to find each other, and compare ranks with sizes.
+        """Check the variables that several nodes need, and compare ranks with sizes.
 
         Without NODE_RANK every node would take itself for the first, and all would wait for each other.
 
@@ -120,7 +120,7 @@ class LightningEnvironment(ClusterEnvironment):
                     "--main-address ... script.py`.",
                 )
         if self._is_deepspeeds:
-            # Ranks that nobody has started would be waited for.
+            # The run would wait for ranks that were not started.
             started = self._number("LOCAL_SIZE"), self._number("CROSS_SIZE")
             if started != (num_devices, num_nodes):
                 raise ConfigError(
@@ -140,14 +140,14 @@ class LightningEnvironment(ClusterEnvironment):
                 )
 
     def teardown(self) -> None:
-        """Forget WORLD_SIZE in the process that started the others: it is no longer true when they are gone."""
+        """Remove WORLD_SIZE in the process that started the others, since they are gone."""
         super().teardown()
         if self._variables is None and not self.creates_processes_externally:
             os.environ.pop("WORLD_SIZE", None)
 
 
 LocalEnvironment = LightningEnvironment
-"""Another name, from before there were several processes."""
+"""An earlier name."""
 
 
 def _listed(names: list[str]) -> str:

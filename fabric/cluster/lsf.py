@@ -1,4 +1,4 @@
-"""Processes that IBM LSF's jsrun started."""
+"""`LSFEnvironment`: processes started by IBM LSF's jsrun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LSFEnvironment(ClusterEnvironment):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "LSF"
 
     @property

@@ -1,4 +1,4 @@
-"""Processes that mpirun started, seen through mpi4py."""
+"""`MPIEnvironment`: processes started by mpirun, through mpi4py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "MPI"
 
     @property
@@ -128,7 +128,7 @@ def _world() -> Any:  # Any: see MPIEnvironment
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a currently free port."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         port: int = listener.getsockname()[1]

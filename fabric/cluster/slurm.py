@@ -1,4 +1,4 @@
-"""Processes that SLURM's srun started, and putting the job back into the queue."""
+"""`SLURMEnvironment`: processes started by srun, and requeuing of the job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "SLURM"
 
     # -- where this process stands -------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class SLURMEnvironment(ClusterEnvironment):
                 fix=f"write `#SBATCH --nodes={num_nodes} --ntasks-per-node={num_devices}` in the place of --ntasks.",
             )
         if world > 1 and "SLURM_JOB_ID" in self.variables and "SLURM_STEP_ID" not in self.variables:
-            # sbatch sets the number of tasks for its script as well; then nobody else will come.
-            log.warning("SLURM has %d tasks, but this process was not started by srun; it may wait for ever", world)
+            # sbatch sets the number of tasks for its script as well; then no other process exists.
+            log.warning("SLURM has %d tasks, but this process was not started by srun; it may wait forever", world)
 
     # -- the job -------------------------------------------------------------------------------------------------
 

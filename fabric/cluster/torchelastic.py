@@ -18,7 +18,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "torchrun"
 
     @property

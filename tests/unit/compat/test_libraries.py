@@ -290,7 +290,7 @@ def test_a_command_line_may_have_verbs_of_its_own_and_read_its_arguments(capsys:
     for wrong in (["predict"], ["measure", "--folds", "2"]):
         with pytest.raises(SystemExit):
             run(*wrong)
-    assert "'predict' is no subcommand" in capsys.readouterr().err
+    assert "Expected a subcommand, got 'predict'" in capsys.readouterr().err
 
 
 def test_parts_that_override_lightnings_methods_are_told_so() -> None:
