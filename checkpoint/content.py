@@ -1,4 +1,4 @@
-"""What is in a checkpoint: named states, and the keys of the file that they are kept under.
+"""Content of a checkpoint: named states, and the keys of the file that store them.
 
 trainer/trainer.py collects the states and puts them back. The field's keys (`state_dict`, `optimizer_states`,
 `lr_schedulers`, `callbacks`, `epoch`, `global_step`, hyperparameters) stand at the top, so that any script can use

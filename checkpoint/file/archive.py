@@ -36,7 +36,7 @@ _LONGEST_COMMENT = 0xFFFF
 
 
 class Damaged(Exception):
-    """What is wrong with a file, as a clause for an error message; storage.verify makes a CheckpointError of it."""
+    """A problem of a file, as a clause for an error message; storage.verify turns it into a CheckpointError."""
 
 
 class Record(NamedTuple):

@@ -5,7 +5,6 @@
       state-<token>.ckpt                              all that is not sharded, as a file of storage.py, by rank 0
       shard-<token>-00000-of-00002.safetensors        one per rank that has something to write
 
-storage.py and verified.py call this for a folder, CheckpointIO for a checkpoint that holds sharded tensors (DTensor).
 Saving needs torch.distributed.checkpoint, which takes most of a second to import; reading does not.
 """
 

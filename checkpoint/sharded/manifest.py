@@ -115,7 +115,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is in a checkpoint folder.
+    """The content of a checkpoint folder.
 
     Attributes:
         format_version: Of the folder's layout.

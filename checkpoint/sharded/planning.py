@@ -1,4 +1,4 @@
-"""What a sharded save writes, and under which names: DCP's plan, explained, and tied tensors."""
+"""The plan of a sharded save: DCP's plan with errors explained, and names of tied tensors."""
 
 from __future__ import annotations
 

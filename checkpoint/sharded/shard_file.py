@@ -41,7 +41,7 @@ NAMES = {
 
 
 class Sink(Protocol):
-    """What a shard is written to: a file on disk or of a remote store."""
+    """Destination of a shard: a file on disk or of a remote store."""
 
     def write(self, data: memoryview, /) -> object:
         """Take all of the bytes."""

@@ -51,7 +51,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Written:
-    """What a rank has written: its files, and the chunks of tensors by path."""
+    """Output of one rank: its files, and the chunks of tensors by path."""
 
     files: dict[str, FileEntry] = field(default_factory=dict)
     chunks: dict[str, Chunk] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, one tensor at a time in memory."""
+"""`compare`: the differences between two checkpoints, with one tensor at a time in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST = 80
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far numbers may be apart: |a - b| <= atol + rtol * |b|. With zeros, bit for bit."""
+    """Tolerance for differences: |a - b| <= atol + rtol * |b|. With zeros, bit for bit."""
 
     rtol: float = 0.0
     atol: float = 0.0

@@ -48,7 +48,7 @@ _MAX_NAMED = 20
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read a checkpoint.
+    """Options for reading a checkpoint.
 
     Attributes:
         trust: Whether to unpickle what cannot be read safely, which can run any code.

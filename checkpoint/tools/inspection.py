@@ -1,4 +1,4 @@
-"""What is in a checkpoint, in numbers and names."""
+"""`describe`: the content of a checkpoint in numbers and names."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class NoBatch:
 
 
 NO_BATCH: Final = NoBatch()
-"""What `BatchStream.next_batch` returns where other processes still have a batch and this one has none."""
+"""Returned by `BatchStream.next_batch` where other processes still have a batch and this one has none."""
 
 
 def position_of(state: StateDict) -> int:

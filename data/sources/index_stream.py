@@ -191,7 +191,7 @@ class IndexStream:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the sampler has said that it has no more."""
+        """Whether the sampler is exhausted."""
         return self._has_ended
 
     def pull_up_to(self, pulled: int, *, is_exhausted: bool = False) -> None:

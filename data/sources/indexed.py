@@ -222,7 +222,7 @@ class IndexedSource(Source):
         return place
 
     def _is_regular(self) -> bool:
-        """Whether batches are cut from the sampler's indices one after the other, so that they can be cut anew."""
+        """Whether batches are consecutive groups of the sampler's indices, so that these can be regrouped."""
         return type(self._index.sampler) is BatchSampler and type(self._index.sampler.batch_size) is int
 
     def _num_samples(self) -> int | None:
