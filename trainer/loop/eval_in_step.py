@@ -7,7 +7,6 @@ the others' steps communicate, without running the user's code.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ __all__ = ["in_step"]
 _DONE = object()
 
 
-def in_step(batches: Iterator[Any], run: Run, global_batches: int | None) -> Iterator[Any]:  # Any: batches of any kind
+def in_step(batches: Iterator[object], run: Run, global_batches: int | None) -> Iterator[object]:
     """Yield this rank's batches, then take part in the global batches of which only other ranks have a batch.
 
     Args:
@@ -41,7 +40,7 @@ def in_step(batches: Iterator[Any], run: Run, global_batches: int | None) -> Ite
         strategy.evaluate_without_data(run.model)
 
 
-def _asking(batches: Iterator[Any], run: Run) -> Iterator[Any]:
+def _asking(batches: Iterator[object], run: Run) -> Iterator[object]:
     """Yield batches, and before each global batch ask whether any rank has one left."""
     strategy = run.fabric.strategy
     while True:

@@ -35,7 +35,7 @@ def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
     return optimizer.optimizer if type(optimizer) is ManagedOptimizer else optimizer  # type: ignore[return-value]
 
 
-def manual_backward(run: Run, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def manual_backward(run: Run, loss: Tensor, *args: object, **kwargs: object) -> None:
     """Run a backward pass with its hooks, through precision and strategy."""
     run.lifecycle.on_before_backward(loss)
     scaled = run.fabric.precision.scale_loss(loss)
@@ -60,7 +60,7 @@ def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
         run.fabric.strategy.average_gradients(parameters_of(optimizer))
 
 
-def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
     """Step an optimizer that the module steps itself; return whether it stepped."""
     if closure is not None and not needs_closure(optimizer):
         with torch.enable_grad():
@@ -97,10 +97,10 @@ def give_back(run: Run) -> None:
         reshard(run.model)
 
 
-def _over_ranks(run: Run, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _over_ranks(run: Run, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
     """Return the closure with gradients and loss averaged: the optimizer must decide alike on all ranks."""
 
-    def evaluate() -> Any:
+    def evaluate() -> object:
         loss = closure()
         reduce_gradients(run, optimizer)
         return run.fabric.all_reduce(loss)
@@ -152,7 +152,7 @@ def _placed(gradient: Any, parameter: Tensor) -> Tensor:  # Any: in memory, or i
     return whole.to(parameter.device)
 
 
-def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
     """Step for a module's own `optimizer_step` in automatic optimization: the closure only hands back the loss."""
     if closure is not None:
         closure()
@@ -180,7 +180,7 @@ class Toggles:
     """Remembers `requires_grad` of every parameter of several optimizers while one of them is toggled."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, list[Any]] = {}
+        self._changed: dict[int, list[Tensor]] = {}
 
     def toggle(self, optimizer: Optimizer, optimizers: list[Optimizer]) -> None:
         """Turn off gradients of the other optimizers' parameters; those of this one keep their own setting."""

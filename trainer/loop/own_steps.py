@@ -7,7 +7,7 @@ step, from the beginning of fit until its end.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -49,7 +49,7 @@ class OwnSteps:
             handle.remove()
         self._handles = []
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
         run, kind = self._run, self._kind_of(optimizer)
         if kind == "foreign":
             run.unreduced.append(optimizer)
@@ -58,7 +58,7 @@ class OwnSteps:
             for one in list(run.unreduced):
                 manual.reduce_gradients(run, one)
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
         run = self._run
         if self._kind_of(optimizer) != "elsewhere":
             run.stepped.append(optimizer)

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -172,7 +172,7 @@ def _compare_steps(run: Run) -> None:
     compare(strategy, facts, where=f" in epoch {run.progress.epochs}")
 
 
-def check_first_batch(run: Run, batch: Any) -> None:
+def check_first_batch(run: Run, batch: object) -> None:
     """Find out, once per run, whether ranks read what they should: their own share of one order.
 
     Args:
@@ -223,7 +223,7 @@ def separate_generators(rank: int) -> None:
         seed_global_generators(derive_key(capture_rng(), "rank", rank))
 
 
-def restore_rng_of(states: list[dict[str, Any]], rank: int, size: int) -> Callable[[], None]:
+def restore_rng_of(states: list[dict[str, object]], rank: int, size: int) -> Callable[[], None]:
     """Return what puts this rank's generators back.
 
     Exact on as many ranks as saved. On another number, rank 0 goes on as it was and the others get a course that
@@ -239,7 +239,7 @@ def restore_rng_of(states: list[dict[str, Any]], rank: int, size: int) -> Callab
     return derive
 
 
-def gather_data(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
+def gather_data(strategy: Strategy, state: dict[str, object]) -> dict[str, object]:
     """Return the state of the data for a checkpoint, from those of all ranks where each has its own."""
     from ...data.distributed.shard import merge_states
 
@@ -248,7 +248,7 @@ def gather_data(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
 
 # --- meeting -------------------------------------------------------------------------------------------------------
 
-_last_meeting: tuple[Any, int] = (None, -1)  # Any: the store; and which meeting in it that was
+_last_meeting: tuple[object, int] = (None, -1)  # the store, and the number of the meeting in it
 _PATIENCE_S = 2.0
 
 
@@ -294,7 +294,7 @@ def require_skip_everywhere(trainer: Trainer) -> None:
 
 
 def _wait_for_all(
-    trainer: Trainer, has_left: Callable[[dict[str, Any], dict[str, Any]], bool]
+    trainer: Trainer, has_left: Callable[[dict[str, object], dict[str, object]], bool]
 ) -> tuple[list[int], float | None] | None:
     """Wait until every rank has called this.
 
@@ -340,13 +340,13 @@ def _wait_for_all(
     return None
 
 
-def _is_training_on(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+def _is_training_on(theirs: dict[str, object], mine: dict[str, object]) -> bool:
     """Whether a rank at the same batch is past on_train_batch_start, or at a later one."""
     is_there = all(theirs.get(name) == mine.get(name) for name in ("stage", "epoch", "batch"))
     return _is_past(theirs, mine) or (is_there and theirs.get("hook") != "on_train_batch_start")
 
 
-def _is_past(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+def _is_past(theirs: dict[str, object], mine: dict[str, object]) -> bool:
     names = ("epoch", "batch")
     if theirs.get("stage") != "train" or any(name not in theirs or name not in mine for name in names):
         return False
@@ -378,7 +378,7 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
         )
 
 
-def require_full(checkpoint: dict[str, Any], path: str | Path) -> None:
+def require_full(checkpoint: dict[str, object], path: str | Path) -> None:
     """Refuse a checkpoint of which other ranks have parts, where they do not answer: after an error of this rank alone.
 
     Raises:
@@ -394,7 +394,7 @@ def require_full(checkpoint: dict[str, Any], path: str | Path) -> None:
         )
 
 
-def ordered(strategy: Strategy, outputs: list[list[Any]], loaders: list[Any]) -> list[list[Any]]:
+def ordered(strategy: Strategy, outputs: list[list[object]], loaders: list[object]) -> list[list[object]]:
     """Return predictions of all ranks in the order of the data, on every rank.
 
     Args:
@@ -405,19 +405,19 @@ def ordered(strategy: Strategy, outputs: list[list[Any]], loaders: list[Any]) ->
     from ...data.distributed.evaluation import in_loader_order
 
     # Ranks that read the same data have the same outputs; the first one's count.
-    of_rank: dict[int, list[list[Any]]] = {}
+    of_rank: dict[int, list[list[object]]] = {}
     for data_rank, theirs in strategy.gather_objects((strategy.topology.data_rank, outputs)):
         of_rank.setdefault(data_rank, theirs)
     everywhere = [of_rank[rank] for rank in sorted(of_rank)]
     return [in_loader_order(loader, [one[index] for one in everywhere]) for index, loader in enumerate(loaders)]
 
 
-def plain(arguments: Mapping[str, Any]) -> dict[str, str]:
+def plain(arguments: Mapping[str, object]) -> dict[str, str]:
     """Return those arguments whose text is the same in every process: numbers, strings, and collections of these."""
     return {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     return value is None or isinstance(value, bool | int | float | str)

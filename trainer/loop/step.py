@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ def _fill_gradients(optimizer: Optimizer | None) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def _compare_first_batch(run: Run, batch: Any, loss: Tensor | Loss | None) -> None:
+def _compare_first_batch(run: Run, batch: object, loss: Tensor | Loss | None) -> None:
     """Compare over ranks what they read and which form their losses have; until a rank has had a loss."""
     from .rank_coordination import check_first_batch
 
@@ -296,8 +296,8 @@ class _HeldWindow:
     def __init__(self, run: Run, first: int) -> None:
         assert run.plan is not None
         self._run, self._plan, self._first = run, run.plan, first
-        self.batches: list[Any] = []
-        self.outputs: list[Any] = []
+        self.batches: list[object] = []
+        self.outputs: list[object] = []
         self.seen: list[Tensor | None] = []
         self._shares: list[Tensor] = []
         self._num_steps = self._num_losses = 0
@@ -389,7 +389,7 @@ class _HeldWindow:
                     _fill_gradients(plan.optimizer)
         return losses
 
-    def _forward(self, batch: Any, offset: int) -> Tensor | Loss | NoLoss | None:
+    def _forward(self, batch: object, offset: int) -> Tensor | Loss | NoLoss | None:
         """Run training_step on a micro-batch and return its loss; see `Strategy.run_window`."""
         run, plan, metrics = self._run, self._plan, self._run.metrics
         if batch is NO_BATCH:
@@ -437,7 +437,7 @@ class _HeldWindow:
 # --- outcomes ------------------------------------------------------------------------------------------------------
 
 
-def outputs_of(output: Any, seen: Tensor | None) -> Any:  # Any: extras of the user's step
+def outputs_of(output: object, seen: Tensor | None) -> dict[str, object] | None:
     """Return what on_train_batch_end gets: a dict with the detached loss, undivided, and the step's extras."""
     if output is None:
         return None
@@ -451,7 +451,7 @@ def outputs_of(output: Any, seen: Tensor | None) -> Any:  # Any: extras of the u
     return {"loss": seen}
 
 
-def _loss_of_manual(output: Any) -> Tensor | None:  # Any: manual steps may return anything or nothing
+def _loss_of_manual(output: object) -> Tensor | None:
     if isinstance(output, Mapping) and "loss" not in output:
         return None
     loss = read_loss(output)

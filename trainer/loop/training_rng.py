@@ -14,15 +14,13 @@ Evaluations themselves go on from each other: predictions that are drawn at rand
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ...data.rng import capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
 
 __all__ = ["TrainingRng"]
 
-RngState = dict[str, Any]  # Any: what `capture_rng` returns
+RngState = dict[str, object]  # what `capture_rng` returns
 
 
 class _Process:
