@@ -188,12 +188,12 @@ class _Reader:
 
     def _models(self) -> list[StateDict]:
         """Return the files with weights: one, or in stage 3 one of each rank."""
-        whole = self.folder / FULL_MODEL
+        full = self.folder / FULL_MODEL
         ranks = self.files.by_rank(MODEL_OF_RANK)
-        if whole.is_file() and ranks and not is_universal(self.folder):
+        if full.is_file() and ranks and not is_universal(self.folder):
             raise damaged(self.folder, f"there are both {FULL_MODEL} and {ranks[min(ranks)].name}: files of two saves")
-        if whole.is_file():
-            return [self.files.load_dict(whole)]
+        if full.is_file():
+            return [self.files.load_dict(full)]
         if not ranks:
             return [{"module": {}}]
         self.is_partitioned = True

@@ -223,7 +223,7 @@ def learn_groups(layout: Layout, everyone: Sequence[Sequence[Sequence[str]]]) ->
         lines = "".join(f"\n  rank {rank}: {[len(group) for group in groups]}" for rank, groups in enumerate(everyone))
         raise ModuleError(
             f"the optimizer has parameter groups of these sizes, and each stage needs something of each group:{lines}",
-            fix="use one group; or cut the layers so that every stage has parameters of every group.",
+            fix="use one group; or partition the layers so that every stage has parameters of every group.",
         )
     order = {name: place for place, name in enumerate(layout.shapes)}
     layout.groups = [

@@ -77,7 +77,7 @@ def test_runs_set_it_and_put_it_back() -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="matmul_precision='tf32'"):
+    with pytest.raises(ConfigError, match="matmul_precision.*'tf32'"):
         lw.Trainer(matmul_precision="tf32")
-    with pytest.raises(ConfigError, match="matmul_precision='tf32'"):
+    with pytest.raises(ConfigError, match="matmul_precision.*'tf32'"):
         lw.Fabric(matmul_precision="tf32")
