@@ -162,7 +162,7 @@ def test_c_code_that_keeps_python_from_running_is_named() -> None:
     ended = Ranks(train, 2, fault, timeout_s=4, stall_s=2).wait()
     all_end(ended, 18)
     assert "rank 1" in ended[0].said
-    assert "does not let Python run" in ended[0].said
+    assert "blocks Python" in ended[0].said
     assert "in wait_in_c" in ended[0].said  # its stack, though it holds the interpreter
 
 
