@@ -120,7 +120,7 @@ def _takes(cls: type, container: str | None) -> Callable[[str], bool]:
 
 
 def _becomes_a_dict(value: Any) -> bool:
-    """Whether the plain form is a dict, and the value is none: the constructor would get something else."""
+    """Return whether the plain form is a dict and the value is not: the constructor would get something else."""
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

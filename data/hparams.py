@@ -74,7 +74,7 @@ def save_hyperparameters(
         logger: Whether loggers get them.
 
     Raises:
-        ConfigError: A name is no argument, or an object is none of the above.
+        ConfigError: A name is not an argument, or an object has another type.
     """
     if frame is None and given_hparams is None:
         current = inspect.currentframe()
@@ -98,7 +98,7 @@ def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, Any], ignored:
         return _entries(objects[0], ignored), name
     if objects:
         raise ConfigError(
-            f"save_hyperparameters got {len(args)} arguments, of which {len(objects)} are no names of arguments: "
+            f"save_hyperparameters expected names of arguments, got "
             f"{', '.join(type(arg).__name__ for arg in objects)}.",
             fix="pass names as strings, or one dict, namespace, dataclass or OmegaConf object.",
         )

@@ -28,9 +28,8 @@ class Numbered(NamedTuple):
 class SeedingDataset:
     """The user's data set as the worker's fetcher sees it: seeds the generators, then fetches.
 
-    Seeding by batch, not by worker, makes augmentation independent of how many workers there are, of which of them
-    fetches a
-    batch, and of what was fetched before: so a resumed run continues without re-reading.
+    Seeding by batch, not by worker, makes augmentation independent of the number of workers, of the worker that fetches
+    a batch, and of what was fetched before. So a resumed run continues without re-reading.
 
     Args:
         dataset: The user's map-style data set.

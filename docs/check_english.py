@@ -23,11 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES: tuple[str, ...] = (
     "__init__.py",
     "__main__.py",
+    "accelerators",
     "benchmarks",
     "callbacks",
+    "checkpoint/deepspeed",
     "checkpoint/file",
+    "checkpoint/sharded",
+    "checkpoint/tools",
     "compat/lightning/imports",
     "compat/lightning/site",
+    "data",
     "docs/check_docs.py",
     "docs/make_pictures.py",
     "examples",
@@ -38,6 +43,7 @@ SOURCES: tuple[str, ...] = (
     "strategies/ddp",
     "strategies/distributed",
     "strategies/fsdp",
+    "strategies/xla",
     "tuner",
 )
 

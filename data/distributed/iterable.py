@@ -250,7 +250,7 @@ class ShardedIterableSource(Source):
         self._loaded = state
 
     def _find_generators(self) -> StateDict:
-        # Workers have copies of their own, which begin anew in each pass.
+        # Workers have copies of their own, which start again in each pass.
         return {} if self.loader.num_workers else find_generators(dataset=self.loader.dataset.dataset)
 
     @override

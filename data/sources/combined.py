@@ -91,7 +91,7 @@ class CombinedSource(Source):
         if math.inf in lengths:
             return None
         lengths = [min(*pair) for pair in zip(lengths, self._limits, strict=True)]
-        if self._mode == "max_size_cycle":  # a loader that was begun anew does not count any more
+        if self._mode == "max_size_cycle":  # a loader that was restarted no longer counts
             lengths = [length for length, is_done in zip(lengths, self._is_done, strict=True) if not is_done]
             return int(max(lengths, default=self.position))
         if self._mode == "sequential" and self._sources:
@@ -185,7 +185,7 @@ class CombinedSource(Source):
         )
 
     def _went_ahead(self, back: int) -> list[int]:
-        """Return how many of the last `back` batches came from each loader, were it not for those begun anew."""
+        """Return how many of the last `back` batches came from each loader, not counting restarted ones."""
         if self._mode == "sequential":
             return [back if number == self._current else 0 for number in range(len(self._sources))]
         if self._mode == "max_size_cycle":

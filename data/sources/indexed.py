@@ -36,7 +36,7 @@ class IndexedSource(Source):
     """A DataLoader whose indices are re-read on resume, not its data.
 
     It works on a shallow copy of the user's loader, in which the batch sampler is replaced by an `IndexStream` around
-    it: nothing is constructed anew, a subclass stays what it is, and the user's loader is left alone.
+    it: nothing is constructed again, a subclass stays what it is, and the user's loader is left alone.
 
     In the main process the data set draws from the global generators, exactly as in a hand-written loop. In worker
     processes each batch has random numbers of its own (`SeedingDataset`).

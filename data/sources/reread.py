@@ -270,7 +270,7 @@ def without_persistent_workers(loader: Loaders) -> Loaders:
 def is_one_shot(loader: object) -> bool:
     """Return whether this is an iterator that nothing can rewind: a generator, or one of the built-in iterators.
 
-    A class of the user's may return itself from `__iter__` and begin anew there, so it does not count.
+    A class of the user's may return itself from `__iter__` and start again there, so it does not count.
     """
     if isinstance(loader, GeneratorType):
         return True
