@@ -44,6 +44,10 @@ SOURCES: tuple[str, ...] = (
     "strategies/distributed",
     "strategies/fsdp",
     "strategies/xla",
+    "trainer/checkpointing",
+    "trainer/loop",
+    "trainer/metrics",
+    "trainer/setup",
     "tuner",
 )
 

@@ -1,4 +1,4 @@
-"""What `ckpt_path` means: "last", "best", "hpc" or a path."""
+"""The values of `ckpt_path`: "last", "best", "hpc" or a path."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class PendingSave:
         if trainer.ranks_answer:
             error = self._error_of_all(trainer, error)
         elif not trainer.is_global_zero and error is None:
-            return  # it wrote a part at most, and nobody can be asked about the rest
+            return  # it wrote a part at most, and no other rank can be asked about the rest
         if error is None:
             for done, _ in self._follow_ups:
                 done()

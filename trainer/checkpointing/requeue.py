@@ -1,8 +1,8 @@
-"""Going on in a later job: SLURM warns before the time is up, the run saves itself, and the job goes back into the
+"""Requeueing of a SLURM job: SLURM warns before the time is up, the run saves itself, and the job goes back into the
 queue.
 
 The signal's handler only sets a flag; all ranks stop at one step, as after any other signal. The checkpoint is
-`hpc_ckpt_<n>.ckpt` in `default_root_dir`; a requeued job resumes from the newest one that is whole, whatever
+`hpc_ckpt_<n>.ckpt` in `default_root_dir`; a requeued job resumes from the newest complete one, whatever
 `ckpt_path` its script passes.
 """
 
@@ -51,7 +51,7 @@ def requeue(trainer: Trainer) -> None:
 
 
 def find_requeued(trainer: Trainer) -> str | None:
-    """Return the checkpoint that this job was put back into the queue with; None if it is no requeued one."""
+    """Return the checkpoint that this job was put back into the queue with; None if the job was not requeued."""
     cluster = trainer.fabric.cluster_environment
     if requeue_signal(trainer) is None or not cluster.restart_count():
         return None

@@ -1,6 +1,6 @@
 """`Saving` writes the checkpoints of a Trainer's run, and knows of one that is still on its way to the disk.
 
-`trainer.save_checkpoint` calls it; callbacks come through the Trainer, too. On every rank: some of it communicates.
+Called on every rank: some of it communicates.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Saving:
 
         self._pending = PendingSave(self._trainer.strategy.checkpoint_io, str(filepaths[0]))
         if self._trainer.present_run() is None:
-            self.wait()  # there is no training that could go on, and nobody would come for an error
+            self.wait()  # no training continues that could report an error later
 
     def wait(self, *, before_save: bool = False) -> None:
         """Return when the last checkpoint is complete, and what follows a save is done; see `wait_for_save`."""

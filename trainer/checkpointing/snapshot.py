@@ -101,7 +101,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> dict
                 from ..loop import rank_coordination
 
                 states["data"] = rank_coordination.gather_data(fabric.strategy, states["data"])
-        # Communicates; after an error of this rank alone nobody would answer.
+        # Communicates; after an error of this rank alone the others would not answer.
         if ranks_answer or not run.has_ranks:
             own_state = fabric.strategy.state_dict()
             if own_state:
@@ -262,7 +262,7 @@ def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module 
     plain, to_pass = arguments_to_pass.split(hparams, owner=type(owner).__name__)
     if to_pass:
         logger.warning(
-            "hyperparameters that are no plain values are not saved: %s; pass them to load_from_checkpoint",
+            "hyperparameters that are not plain values are not saved: %s; pass them to load_from_checkpoint",
             ", ".join(to_pass),
         )
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
@@ -303,7 +303,7 @@ def restore_module(run: Run, content: Content) -> None:
     """Put back module, data module and callbacks; the hooks first."""
     checkpoint = content.extra["__checkpoint__"]
     after = content.states.get("after_validation")
-    if after and run.state.fn == "fit":  # what training goes on with; the rest is for whoever evaluates
+    if after and run.state.fn == "fit":  # what training continues with; the rest is for whoever evaluates
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **after}
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
@@ -359,7 +359,7 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
     if "optimizers" not in states:
         raise CheckpointError(
             f"{path} has weights only, and trainer.fit needs optimizers and counts to resume.",
-            fix="resume from a full checkpoint, or load the weights with load_from_checkpoint and train anew.",
+            fix="resume from a full checkpoint, or load the weights with load_from_checkpoint and train from scratch.",
         )
     for what, have in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         saved = states.get(what, [])
@@ -390,7 +390,9 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
     if "metrics" in states:
         run.metrics.load_state_dict(states["metrics"], run.module)
     if content.is_foreign:
-        logger.warning("%s was not written by Loopwright: random number generators and data order start anew", path)
+        logger.warning(
+            "%s was not written by Loopwright: random number generators and data order start from scratch", path
+        )
     run.unfinished = states.get("unfinished", {})
     rng = states.get("rng")
     if rng is None:
@@ -465,7 +467,7 @@ def _report_differences(path: str, found: list[str]) -> None:
     """Report what is configured differently from the run that is resumed: the checkpoint's values are used."""
     if found:
         logger.warning(
-            "%s goes on with the optimizers and schedules that it has, and configure_optimizers gives others:\n  %s"
+            "%s continues with the optimizers and schedules that it has, and configure_optimizers gives others:\n  %s"
             "\n  To use a value of yours, write it into checkpoint['optimizer_states'] or ['lr_schedulers'] in the "
             "module's on_load_checkpoint(checkpoint).",
             path,

@@ -135,8 +135,8 @@ class CarriedWindow:
         ranks, accumulate = run.fabric.world_size, self._trainer.accumulate_grad_batches
         if len(state["losses"]) != ranks or state["planned"] != accumulate:
             raise CheckpointError(
-                f"{source} was taken within a window of {state['planned']} micro-batches on {len(state['losses'])} "
-                f"ranks, of which {state['count']} are done; now windows have {accumulate} on {ranks} ranks.",
+                f"{source} was taken within a window of {state['planned']} micro-batches ({state['count']} done) on "
+                f"{len(state['losses'])} ranks; now windows have {accumulate} on {ranks} ranks.",
                 fix="resume with that number of ranks and that accumulation, or from a checkpoint that was taken after "
                 "a step.",
             )

@@ -1,4 +1,4 @@
-"""`Trainer(max_samples=, max_tokens=)`: counts tokens, and finds out on all ranks alike when a limit is reached.
+"""`Trainer(max_samples=, max_tokens=)`: limits on samples and tokens, reached on all ranks at the same step.
 
 The counts are global, over all ranks. With several ranks each knows its own only. They exchange counts when a limit may
 be reached and not before: a step takes at most as much as its micro-batches can hold, so that the number of steps that
@@ -126,7 +126,7 @@ class DataLimits:
 
 
 def is_reached(trainer: Trainer, samples: int, tokens: int) -> bool:
-    """Return whether so many samples or tokens are what a limit allows."""
+    """Return whether this number of samples or tokens is what a limit allows."""
     return (trainer.max_samples is not None and samples >= trainer.max_samples) or (
         trainer.max_tokens is not None and tokens >= trainer.max_tokens
     )
@@ -142,7 +142,7 @@ def steps_until_max_samples(trainer: Trainer, num_batches: int | float, epochs: 
 
     Args:
         trainer: Its loaders are open.
-        num_batches: Batches of an epoch on one rank; infinity where nobody knows.
+        num_batches: Batches of an epoch on one rank; infinity where that is unknown.
         epochs: The limit on epochs, -1 for none.
     """
     left: int | None = trainer.max_samples

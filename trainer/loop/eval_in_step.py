@@ -1,4 +1,4 @@
-"""Evaluating in step, where evaluation steps communicate.
+"""Evaluation in step on all ranks, where evaluation steps communicate.
 
 Ranks have different numbers of batches, since every sample is read once. Those that have none left take part in what
 the others' steps communicate, without running the user's code.
@@ -19,7 +19,7 @@ _DONE = object()
 
 
 def in_step(batches: Iterator[object], run: Run, global_batches: int | None) -> Iterator[object]:
-    """Yield this rank's batches, then take part in the global batches of which only other ranks have a batch.
+    """Yield this rank's batches, then take part in the global batches that only other ranks have batches of.
 
     Args:
         batches: Those of one loader.

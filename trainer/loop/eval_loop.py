@@ -88,7 +88,7 @@ class EvalLoop:
         transfer: (batch, dataloader_idx) -> batch on the device.
         step: The module's step; called with dataloader_idx only when there are several loaders.
         context: Autograd mode of steps and batch hooks: inference mode or no_grad.
-        log_every_n_steps: Step values go to the loggers every so many batches.
+        log_every_n_steps: Number of batches between two rows of step values.
     """
 
     def __init__(

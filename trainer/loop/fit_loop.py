@@ -1,6 +1,6 @@
 """The fit loop: epochs, windows, and what falls due between them.
 
-It has no state of its own: everything it needs to go on is in `Progress`, so resuming is entering the loop.
+It has no state of its own: everything it needs to continue is in `Progress`, so resuming is entering the loop.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FitLoop:
 
         Args:
             run: The run.
-            restore: Puts back the random number generators of a checkpoint; called last before training goes on.
+            restore: Puts back the random number generators of a checkpoint; called last before training continues.
         """
         self._step = self._choose_step(run)
         if run.carried is not None:
@@ -206,7 +206,7 @@ class FitLoop:
         progress.epoch_open, progress.epoch_announced = True, False
 
     def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:
-        """Fire the end of the epoch. One that a limit cut short stays open: more training goes on within it."""
+        """Fire the end of the epoch. One that a limit cut short stays open: more training continues within it."""
         progress = run.progress
         run.watch.look(progress)
         run.metrics.batch = run.metrics.sized = None

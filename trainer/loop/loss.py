@@ -136,7 +136,7 @@ class WindowLoss:
         """Return what this micro-batch calls backward on: shape (), with graph.
 
         Raises:
-            ModuleError: The loss is no scalar, or means and sums are mixed in one window.
+            ModuleError: The loss is not a scalar, or means and sums are mixed in one window.
         """
         if isinstance(loss, Loss):
             return self._share_of_sum(loss)
@@ -255,7 +255,7 @@ class RanksWindowLoss(WindowLoss):
             ModuleError: Some ranks return means and others sums.
         """
         form = None if loss is None else "sum" if isinstance(loss, Loss) else "mean"
-        weight = float(loss.weight) if isinstance(loss, Loss) else 0.0  # once per run: a host read is no matter
+        weight = float(loss.weight) if isinstance(loss, Loss) else 0.0  # once per run: a host read is cheap
         seen = self._strategy.gather_objects((form, weight, uuid.uuid4().hex))
         self._name = seen[0][2]
         forms = {form for form, _, _ in seen if form is not None}
@@ -274,7 +274,7 @@ class RanksWindowLoss(WindowLoss):
         """Return what this micro-batch calls backward on: shape (), with graph.
 
         Raises:
-            ModuleError: The loss is no scalar, or means and sums are mixed.
+            ModuleError: The loss is not a scalar, or means and sums are mixed.
         """
         if (self.form == "sum") != isinstance(loss, Loss):
             raise ModuleError(

@@ -1,4 +1,4 @@
-"""What a module does by hand in manual optimization: backward, steps, clipping, toggling. The Trainer calls it."""
+"""Manual optimization: backward passes, gradient clipping, toggled optimizers, and gradients kept in checkpoints."""
 
 from __future__ import annotations
 

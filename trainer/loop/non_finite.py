@@ -1,7 +1,7 @@
-"""The policy on losses that are not finite, and the account of steps that were skipped. One per Trainer.
+"""The policy on losses that are not finite, and the account of steps that were skipped.
 
 Losses are looked at in one packed copy per log boundary. A skipped step is known to the host where it is skipped: it is
-counted, said the first time, and named as a share at the end of fit.
+counted, logged the first time, and named as a share at the end of fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REASONS = {
     "refused": "the optimizer was not stepped: gradients overflowed, or optimizer_step left it out",
 }
 
-# Losses are looked at when so many are kept, if no log boundary comes before.
+# Number of kept losses at which they are checked, if no log boundary comes before.
 MOST_KEPT = 256
 
 

@@ -78,7 +78,7 @@ class ManagedOptimizer:
         return loss[0] if loss else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those that were left unsynchronised between ranks."""
+        """Clear gradients, also those that were left unsynchronized between ranks."""
         self.optimizer.zero_grad(set_to_none)
         strategy = self._trainer.strategy
         if strategy.shards_parameters:
@@ -89,7 +89,7 @@ class ManagedOptimizer:
         """Let only this optimizer's parameters require gradients for a block.
 
         Args:
-            sync_grad: False also leaves gradients unsynchronised between ranks (accumulation by hand).
+            sync_grad: False also leaves gradients unsynchronized between ranks (manual accumulation).
         """
         fabric = self._trainer.fabric
         model = self._trainer.model

@@ -62,7 +62,7 @@ class OwnSteps:
         run = self._run
         if self._kind_of(optimizer) != "elsewhere":
             run.stepped.append(optimizer)
-            if run.has_ranks:  # a backward pass of the module's own may follow, which nobody hears of
+            if run.has_ranks:  # a backward pass of the module's own may follow, without notice
                 run.unreduced = list(run.optimizers)
 
     def _kind_of(self, optimizer: Optimizer) -> _Kind:

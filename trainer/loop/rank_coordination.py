@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 def facts_of(fabric: Fabric, verb: str, module: nn.Module, arguments: Mapping[str, object]) -> dict[str, str]:
     """Return what must be the same on every rank, each fact as a short text."""
-    # The strategy compares modules of which ranks have different layers.
+    # Where ranks have different layers, the strategy compares modules.
     same = {} if fabric.strategy.has_stages else dict(module.named_parameters())
     parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in same.items()]
     count = sum(parameter.numel() for parameter in same.values())
@@ -226,7 +226,7 @@ def separate_generators(rank: int) -> None:
 def restore_rng_of(states: list[dict[str, object]], rank: int, size: int) -> Callable[[], None]:
     """Return what puts this rank's generators back.
 
-    Exact on as many ranks as saved. On another number, rank 0 goes on as it was and the others get a course that
+    Exact on as many ranks as saved. On another number, rank 0 continues as it was and the others get a course that
     depends on rank 0's and their number.
     """
     if len(states) == size or rank == 0:
@@ -265,7 +265,7 @@ def meet(trainer: Trainer, what: str) -> None:
     left = _wait_for_all(trainer, _is_past)
     if left is not None:
         missing, waited_s = left
-        why = "has gone on without it" if waited_s is None else f"did not come within {waited_s:.0f} s"
+        why = "has continued without it" if waited_s is None else f"did not come within {waited_s:.0f} s"
         raise CheckpointError(
             f"{what} was called on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
             fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file.",
@@ -357,7 +357,7 @@ def _is_past(theirs: dict[str, object], mine: dict[str, object]) -> bool:
 
 
 def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str) -> None:
-    """Let rank 0 write, and let every rank know how it went: nobody waits for one that failed.
+    """Let rank 0 write, and report the outcome to every rank, so that none waits for one that failed.
 
     Raises:
         CheckpointError: On the other ranks, when rank 0's writing failed; rank 0 raises its own error.
@@ -379,7 +379,7 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
 
 
 def require_full(checkpoint: dict[str, object], path: str | Path) -> None:
-    """Refuse a checkpoint of which other ranks have parts, where they do not answer: after an error of this rank alone.
+    """Refuse a checkpoint with parts on other ranks that do not answer, after an error of this rank alone.
 
     Raises:
         CheckpointError: There are such parts.

@@ -1,4 +1,4 @@
-"""Watches a run: Ctrl-C and SIGTERM end it between two optimizer steps, errors say where they happened.
+"""Signals and errors of a run: Ctrl-C and SIGTERM end it between two optimizer steps, errors name their place.
 
 Entered by the Trainer around each fit, validate, test and predict. The signal handlers only set a flag; the loops look
 at it at step boundaries. A second Ctrl-C interrupts at once.

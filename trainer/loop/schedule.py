@@ -35,7 +35,7 @@ class LRSchedulerConfig:
     Attributes:
         scheduler: A torch schedule, or any object with `step`, `state_dict` and `load_state_dict`.
         interval: "step" counts optimizer steps (never micro-batches), "epoch" counts epochs.
-        frequency: Step the schedule every so many intervals.
+        frequency: Number of intervals between two steps of the schedule.
         monitor: Name of the logged metric that a plateau schedule reads.
         strict: Whether a missing metric is an error (else it is said once and the schedule is not stepped).
         name: Name in the logs of LearningRateMonitor.
@@ -183,7 +183,7 @@ def _check_scheduler(
         )
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and not has_own_scheduler_step and is_automatic:
         raise ModuleError(
-            f"configure_optimizers: {name} is no torch schedule, so when and how to step it is unknown.",
+            f"configure_optimizers: {name} is not a torch schedule, so when and how to step it is unknown.",
             fix="override lr_scheduler_step(self, scheduler, metric) in your module.",
         )
     owner = getattr(scheduler, "optimizer", None)
@@ -248,7 +248,7 @@ def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[Any, Any],
     """Step a plateau schedule with its metric, unless it has had this very value before. On every rank."""
     name = config.monitor
     assert name is not None
-    run.metrics.synchronize([name])  # ranks with rates of their own would part ways
+    run.metrics.synchronize([name])  # ranks with rates of their own would diverge
     at = run.metrics.metric_step(name)
     if at is None:
         if run.trainer.enable_validation and run.progress.validated_at < 0:

@@ -2,7 +2,7 @@
 
 A phase is a training window, an evaluation, or the end of an epoch. All ranks go through the same
 sequence of them. A signal at one rank, or `should_stop` set on one, becomes a request; fabric/watch/stop_coordinator.py
-says how the ranks agree on the phase after which they stop. Where nobody asks, a phase costs one lock and one
+says how the ranks agree on the phase after which they stop. Without a request, a phase costs one lock and one
 addition.
 """
 

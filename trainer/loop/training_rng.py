@@ -5,11 +5,11 @@ the order of samples depends on the seed, the epoch and training alone, nothing 
 
 - A fit that continues another of the same Trainer begins where that one stopped, as a resumed run does. What was drawn
   in between, by evaluations, other Trainers or the user, does not count. A new seed (`seed_everything`,
-  `torch.manual_seed`) does: then training begins anew from it.
+  `torch.manual_seed`) does: then training begins again from it.
 - A first fit that follows evaluations begins where the generators were before them.
 - A verb that is called within a hook of another Trainer's run puts the generators back when it ends.
 
-Evaluations themselves go on from each other: predictions that are drawn at random differ from call to call.
+Evaluations themselves continue from each other: predictions that are drawn at random differ from call to call.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TrainingRng:
         self._is_of_seed = torch.initial_seed() == self._seed
 
     def begin_training(self, rank: int, size: int) -> None:
-        """Put the generators where training goes on."""
+        """Put the generators where training continues."""
         left, evaluated = self.left, _Process.evaluated
         if left is not None and self._is_of_seed:
             is_own = not isinstance(left, list) or len(left) == size
@@ -78,7 +78,7 @@ class TrainingRng:
         if has_trained:
             self.note_left(capture_rng())
         elif self._is_of_seed:
-            self._seed = torch.initial_seed()  # a step that seeds is not the user who starts anew
+            self._seed = torch.initial_seed()  # a step that seeds is not the user who starts again
         if _Process.num_running:
             restore_rng(self._at_entry)
         elif has_trained:

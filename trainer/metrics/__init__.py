@@ -1,4 +1,4 @@
-"""What `self.log` does: values on their device until a log boundary, over windows, epochs and ranks."""
+"""Logged metrics: values on their device until a log boundary, over windows, epochs and ranks."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class ScalarAccumulator:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> ScalarAccumulator:
-        """Return a accumulator that goes on where `state_dict` was taken."""
+        """Return an accumulator that continues where `state_dict` was taken."""
         accumulator = cls(
             state["name"],
             state["hook"],

@@ -1,4 +1,4 @@
-"""Where logged numbers go: all loggers of a Trainer, none of which may stop the training. One per Trainer.
+"""The loggers of a Trainer: they get what is logged, and their errors do not stop the training.
 
 A logger with `writes_behind` gets its rows on a thread of its own, in order; anything else that it is told comes after
 the rows before it. What a logger cannot take now waits (loggers/write_behind.py). With several ranks only rank 0's
@@ -45,7 +45,7 @@ class LogOutput:
         is_silent: Whether another rank tells the loggers.
 
     Raises:
-        ConfigError: Something given is no logger.
+        ConfigError: Something given is not a logger.
     """
 
     def __init__(self, logger: Any, *, root: str, is_trial: bool) -> None:  # Any: checked here
@@ -162,7 +162,7 @@ class LogOutput:
         for is_failure, text in queue.news():
             message = f"{type(logger).__name__} {text}"
             if is_failure:
-                warnings.warn(f"{message}; training goes on", stacklevel=4)
+                warnings.warn(f"{message}; training continues", stacklevel=4)
             else:
                 log.warning("%s", message)
 
@@ -260,7 +260,7 @@ class LogOutput:
 
 
 class RowWriter:
-    """Gives rows to a logger; a row that is tried again goes on with what failed.
+    """Gives rows to a logger; a row that is tried again continues with what failed.
 
     Args:
         logger: Any object with `log_metrics`, and whatever else of a Logger it has.

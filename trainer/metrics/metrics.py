@@ -1,4 +1,4 @@
-"""What `self.log` does: values stay on the device as (sum, weight) until a log boundary or the end of an epoch.
+"""Logged metrics: values stay on the device as (sum, weight) until a log boundary or the end of an epoch.
 
 One `Metrics` serves one Trainer. The lifecycle sets `table` to that of the running hook, which knows the defaults of
 `log` there; the loops say which window and which batch it is. Nothing here reads a device but `read_step` and
@@ -213,7 +213,7 @@ class Metrics:
                 accumulator.inspect(self.device)
 
     def _number(self, accumulator: ScalarAccumulator, value: Any, batch_size: int | None) -> tuple[Any, Tensor | float]:
-        """Return value and weight of what is no plain tensor."""
+        """Return value and weight of what is not a plain tensor."""
         if isinstance(value, Loss):
             weight = value.weight
             return value.mean().detach(), weight.detach().clone() if isinstance(weight, Tensor) else weight
@@ -363,7 +363,7 @@ class Metrics:
         return accumulator
 
     def _refuse_conflict(self, new: ScalarAccumulator, where: str) -> None:
-        """Refuse a key of which another key that is in use would take or give the values.
+        """Refuse a key whose values another key in use would take or give.
 
         The same name in training and in validation is one key with two sources, as in the field: the latest counts.
         """
@@ -478,7 +478,7 @@ class Metrics:
             self.result_steps[key] = step
 
     def finish_epoch(self, stage: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """End the epoch of a stage: publish, copy to the host in one packed copy, and begin anew. On every rank.
+        """End the epoch of a stage: publish, copy to the host in one packed copy, and start over. On every rank.
 
         Returns:
             Key -> value for the loggers, and key -> value of everything; the same on every rank.
@@ -614,7 +614,7 @@ class Metrics:
         return None if accumulator is not None and accumulator.window > window else (value, step)
 
     def synchronize(self, names: Iterable[str]) -> None:
-        """Let `callback_metrics` and `metric_step` hold the same on all ranks for these keys, until they log them anew.
+        """Let `callback_metrics` and `metric_step` be equal on all ranks for these keys until they are logged again.
 
         For what is about to be decided on them. On every rank with the same keys: with several, it communicates; the
         value of a step is reduced over the ranks that have logged the newest one, as that of an epoch is.
@@ -681,7 +681,7 @@ class Metrics:
         ]
 
     def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module | None = None) -> None:
-        """Go on where `state_dict` was taken, on as many ranks or on others: each sum counts once."""
+        """Continue where `state_dict` was taken, on as many ranks or on others: each sum counts once."""
         if "ranks" in state_dict:
             from .ranks_metrics import state_of_rank
 

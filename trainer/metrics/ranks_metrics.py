@@ -1,9 +1,9 @@
-"""What `self.log` does over several ranks.
+"""Logged metrics over several ranks.
 
 Each rank keeps its own sums. When an epoch is published, one exchange carries the (sum, weight) of every key, in
 float64 on the host, and every rank merges them in rank order: so all have the same bits. A key counts wherever it was
 logged: a rank without batches, or one that does not log it, adds nothing. Metric objects take a second exchange, of
-their states. What a hook logs at the end of the epoch takes another one, which is left out where nobody listens.
+their states. What a hook logs at the end of the epoch takes another one, which is left out where nothing reads it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class RanksMetrics:
     def finish_epoch(
         self, stage: str, step: int
     ) -> tuple[list[tuple[str, str | None, bool, bool]], dict[str, set[int]]]:
-        """Publish what was logged since, and begin anew.
+        """Publish what was logged since, and start over.
 
         Returns:
             For each key of any rank: the epoch's key, the bar's second key, and whether loggers and bar get it. And by
@@ -184,7 +184,7 @@ class RanksMetrics:
             for name, share in known.items():
                 logged.setdefault(name, share)
         for name, share in logged.items():
-            # One that this rank updated and did not log counted, and begins anew like those that were logged.
+            # One that this rank updated and did not log counted, and starts over like those that were logged.
             metric = self._find(share.path) if name not in epoch.sent else None
             if metric is not None:
                 metric.reset()

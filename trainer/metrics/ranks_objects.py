@@ -62,7 +62,7 @@ def own_states(module: nn.Module, states: States | list[States], rank: int, size
     On as many ranks as saved each takes its own; else rank 0 takes over all of them, and the others begin empty.
 
     Raises:
-        CheckpointError: The states of a metric cannot be joined into one that goes on.
+        CheckpointError: The states of a metric cannot be joined into one that continues.
     """
     everywhere = states if isinstance(states, list) else [states]
     if len(everywhere) == size:
@@ -78,7 +78,7 @@ def own_states(module: nn.Module, states: States | list[States], rank: int, size
 
 
 def _joined(metric: Any, states: Sequence[Mapping[str, Any]], *, path: str | None = None) -> Mapping[str, Any]:
-    """Join the states of one metric; with a path, into a form that goes on being updated.
+    """Join the states of one metric; with a path, into a form that can be updated further.
 
     Ranks without an update do not count: their values are only where the metric begins.
     """
@@ -98,7 +98,7 @@ def _joined(metric: Any, states: Sequence[Mapping[str, Any]], *, path: str | Non
         else:
             raise CheckpointError(
                 f"the checkpoint has the state of the metric {path!r} ({type(metric).__name__}) of {len(states)} "
-                "ranks in the middle of an epoch, and that kind of metric cannot go on from several states.",
+                "ranks in the middle of an epoch, and that kind of metric cannot continue from several states.",
                 fix=f"resume on {len(states)} ranks, or from a checkpoint that was taken at the end of an epoch.",
             )
     return {"update_count": sum(state["update_count"] for state in filled), "states": joined}

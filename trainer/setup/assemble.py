@@ -1,4 +1,4 @@
-"""Puts a run together: loaders, callbacks, and the functions that a step calls."""
+"""Assembly of a run: loaders, callbacks, and the functions that a step calls."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def make_eval_loader(
         name: Name of that argument, for errors.
         mode_error: Stage that takes sequential loaders only, for its error; None where any mode is fine.
         share: Returns what this rank reads of a loader, the same at each pass.
-        count: Returns how many batches that is on the rank with the most; None where nobody knows.
+        count: Returns how many batches that is on the rank with the most; None where that is unknown.
     """
     if isinstance(loaders, CombinedLoader) and loaders.mode != "sequential":
         if mode_error is not None:
@@ -456,7 +456,7 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
     """Refuse an optimizer that holds parameters which are not (any more) the module's.
 
     Raises:
-        ModuleError: Names how many, which parameters nobody trains in their place, and what usually causes it.
+        ModuleError: Names how many, which parameters are not trained in their place, and what usually causes it.
     """
     own = {id(parameter) for parameter in module.parameters()}
     known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -109,7 +109,7 @@ def unwrapped(model: Any) -> nn.Module:
     """Return the user's module, also from what torch.compile returned.
 
     Raises:
-        ModuleError: It is no nn.Module.
+        ModuleError: It is not an nn.Module.
     """
     if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
         original: nn.Module = model._orig_mod
@@ -127,7 +127,7 @@ def split_datamodule(loaders: Any, datamodule: Any, name: str) -> tuple[Any, Any
 
     Raises:
         ConfigError: Both are given.
-        ModuleError: `datamodule` is none.
+        ModuleError: `datamodule` is not a data module.
     """
     from ...data.module import DataModule
 
@@ -178,7 +178,7 @@ def _check_required(plan: Plan, module: nn.Module) -> None:
     if wrong:
         raise ConfigError(
             f"{' and '.join(wrong)}: the trainer does neither in manual optimization.",
-            fix="accumulate by hand, and call self.clip_gradients(optimizer, ...) in training_step.",
+            fix="accumulate manually, and call self.clip_gradients(optimizer, ...) in training_step.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer compiles while a verb runs: the module's steps, or its blocks and other parts."""
+"""Compilation while a verb runs: the module's steps, or its blocks and other parts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A second `fit` of one Trainer: what the first one built goes on in it, as in one run of the total length.
+"""A second `fit` of one Trainer: it continues what the first one built, as in one run of the total length.
 
-Counts, data, random numbers and callbacks are the Trainer's and go on by themselves. `configure_optimizers` makes new
-optimizers and schedules at each fit; here they get the state of those before. What it gives otherwise than before holds
-as given, and whatever cannot go on starts anew: both are said, once.
+Counts, data, random numbers and callbacks are the Trainer's and continue by themselves. `configure_optimizers` makes
+new optimizers and schedules at each fit; here they get the state of those before. What it gives otherwise than before
+holds as given, and whatever cannot continue starts from scratch: both are logged, once.
 """
 
 from __future__ import annotations
@@ -61,18 +61,19 @@ def take(trainer: Trainer, module: nn.Module) -> Before | None:
 
 
 def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
-    """Give a run's optimizers and schedules the state of those before; say once what starts anew."""
+    """Give a run's optimizers and schedules the state of those before; log once what starts from scratch."""
     if not before:
         _say(
             trainer,
-            f"{type(run.module).__name__} is not the module of the last fit: its optimizers and schedules start anew",
+            f"{type(run.module).__name__} is not the module of the last fit: its optimizers and schedules start from "
+            "scratch",
         )
         return
     if "engine" in before:
         _say(
             trainer,
-            f"{before['engine']} builds its engine anew: optimizers, schedules and loss scale start anew. To continue "
-            "them, save a checkpoint and pass it as ckpt_path",
+            f"{before['engine']} builds a new engine: optimizers, schedules and loss scale start from scratch. To "
+            "continue them, save a checkpoint and pass it as ckpt_path",
         )
         return
     record = before.get("optimizer_record", {"configured": {"optimizers": [], "schedules": []}, "names": []})
@@ -81,7 +82,7 @@ def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
     if not is_equal_number:
         told.append(
             f"configure_optimizers gives {len(run.optimizers)} optimizers, and gave {len(before['optimizers'])}: all "
-            "start anew"
+            "start from scratch"
         )
     new_schedules = _new_schedules(record["configured"], run, before)
     if is_equal_number:
@@ -91,7 +92,7 @@ def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
         what = type(config.scheduler).__name__
         if index in new_schedules or not is_equal_number:
             if before["schedulers"]:
-                told.append(f"schedule {index} ({what}) starts anew: it is configured otherwise than before")
+                told.append(f"schedule {index} ({what}) starts from scratch: it is configured otherwise than before")
             continue
         config.scheduler.load_state_dict(before["schedulers"][index])
         config.last_metric_step = before["schedule_progress"][index]
@@ -128,7 +129,7 @@ def _continue_optimizer(
     where = f"optimizer {index} ({name})" if len(run.optimizers) > 1 else name
     old, new = record["configured"]["optimizers"][index], run.configured["optimizers"][index]
     if old["class"] != new["class"]:
-        return [f"{where} starts anew: it was {old['class']}"]
+        return [f"{where} starts from scratch: it was {old['class']}"]
     saved, own = record["names"][index], names_of(run.module, optimizer)
     order = list(range(len(state["param_groups"])))
     given = [dict(group) for group in optimizer.param_groups]
@@ -138,7 +139,7 @@ def _continue_optimizer(
             state, order = fit_groups(state, saved, own, known=known, name=name)
         trainer.strategy.load_optimizer_state(optimizer, state, run.model)
     except (CheckpointError, ValueError) as error:
-        return [f"{where} starts anew: {error}"]
+        return [f"{where} starts from scratch: {error}"]
     return _keep_what_is_new(optimizer, given, order, old, new, where, restarts_lr=restarts_lr)
 
 
@@ -164,7 +165,7 @@ def _keep_what_is_new(
             group[key] = fresh[key]
             if key == "lr" and "initial_lr" in fresh:
                 group["initial_lr"] = fresh["initial_lr"]
-        if restarts_lr:  # a schedule that starts anew has set its first rate
+        if restarts_lr:  # a schedule that starts from scratch has set its first rate
             group["lr"] = fresh["lr"]
             if "initial_lr" in fresh:
                 group["initial_lr"] = fresh["initial_lr"]

@@ -1,4 +1,4 @@
-"""The data of a run: who gives the loaders, how much of them is read, and how often fit validates. One per Trainer."""
+"""The data of a run: the source of its loaders, how much of them is read, and how often fit validates."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Loaders:
         """Refuse a verb without data.
 
         Raises:
-            ModuleError: Nobody gives a loader.
+            ModuleError: No loader is given.
         """
         if self._given.get(stage) is None and self.hook(stage) is None:
             name = LOADER_OF[stage]

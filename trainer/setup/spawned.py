@@ -1,4 +1,4 @@
-"""Running a verb in processes that this one starts (spawn, fork), and bringing its result back.
+"""Verbs in processes that this one starts (spawn, fork), and the return of their results.
 
 The processes work on copies of Trainer, module and callbacks. What fit changed comes back from rank 0: weights,
 buffers, what is trained, plain hyperparameters, counts, metrics, the states of callbacks (the best path among them) and

@@ -314,7 +314,7 @@ def test_what_one_rank_meets_all_ranks_act_on_alike(name: str, tmp_path: Path) -
     for text in alone["raise nan"]:
         assert "nan at batch 2 of rank 1" in text
     culprit, other = alone["alone"]
-    assert culprit.startswith("trainer.save_checkpoint was called on rank 0, but rank 1 has gone on")
+    assert culprit.startswith("trainer.save_checkpoint was called on rank 0, but rank 1 has continued")
     assert other.startswith("rank 0")
 
 

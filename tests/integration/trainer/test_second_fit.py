@@ -89,5 +89,5 @@ def test_an_engine_that_is_built_anew_is_named() -> None:
     import_deepspeed()
     first, others = run_ranks(fit_twice_with_an_engine, 2, connect=False, timeout_s=110)
     assert len(first) == 1
-    assert "DeepSpeedStrategy builds its engine anew: optimizers, schedules and loss scale start anew" in first[0]
+    assert "DeepSpeedStrategy builds a new engine: optimizers, schedules and loss scale start from scratch" in first[0]
     assert others == []

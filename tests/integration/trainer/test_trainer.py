@@ -294,7 +294,7 @@ def saving_alone(rank: int, size: int, folder: str) -> str:
 
 def test_a_save_on_one_rank_only_is_named(tmp_path: Path) -> None:
     first, second = run_ranks(saving_alone, 2, str(tmp_path), connect=False)
-    assert first.startswith("CheckpointError: trainer.save_checkpoint was called on rank 0, but rank 1 has gone on")
+    assert first.startswith("CheckpointError: trainer.save_checkpoint was called on rank 0, but rank 1 has continued")
     assert second.startswith("RankFailure: rank 0")
     assert "call it on every rank" in second
 

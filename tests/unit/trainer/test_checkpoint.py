@@ -394,7 +394,7 @@ def test_a_lightning_checkpoint_resumes_with_weights_optimizer_schedule_and_coun
     assert (trainer.current_epoch, trainer.global_step) == (4, 16)
     assert all(torch.equal(state[name], saved_state["state"][0][name]) for name in saved_state["state"][0])
     assert lr == saved_state["param_groups"][0]["lr"] == 0.025
-    assert "random number generators and data order start anew" in caplog.text
+    assert "random number generators and data order start from scratch" in caplog.text
     assert stopping.best_score <= original["callbacks"]["EarlyStopping{'monitor': 'loss', 'mode': 'min'}"]["best_score"]
 
 

@@ -120,7 +120,7 @@ other = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         (lambda o: ([o], [{"scheduler": halving(o), "frequency": 0}]), "frequency=0"),
         (lambda o: ([o], [{"scheduler": halving(o), "frequency": 1.5}]), "frequency=1.5"),
         (lambda o: ([o], [NoState()]), "NoState has no state_dict"),
-        (lambda o: ([o], [Foreign()]), "Foreign is no torch schedule"),
+        (lambda o: ([o], [Foreign()]), "Foreign is not a torch schedule"),
         (lambda o: ([o], [halving(other)]), "StepLR belongs to an optimizer that was not returned"),
         (lambda o: ([o], [ReduceLROnPlateau(o)]), "ReduceLROnPlateau needs the name of a metric"),
         (lambda o: [o, o], "2 optimizers"),

@@ -206,9 +206,9 @@ def two_fits(module: Any, other: Any = None) -> tuple[lw.Trainer, list[str]]:
     ("configure", "said"),
     [
         (faster, "AdamW: lr=0.5 is configured now, and was 0.02"),
-        (other_class, "SGD starts anew: it was AdamW"),
-        (regrouped, "Adam starts anew: .*other parameter groups"),
-        (one_cycle, r"schedule 0 \(OneCycleLR\) starts anew: it is configured otherwise"),
+        (other_class, "SGD starts from scratch: it was AdamW"),
+        (regrouped, "Adam starts from scratch: .*other parameter groups"),
+        (one_cycle, r"schedule 0 \(OneCycleLR\) starts from scratch: it is configured otherwise"),
     ],
 )
 def test_what_is_configured_otherwise_holds_and_is_said_once(configure: Configure, said: str) -> None:
@@ -227,13 +227,13 @@ def test_another_number_of_optimizers_starts_all_anew() -> None:
     module.automatic_optimization = False
     module.training_step = lambda batch, batch_idx: None
     _, [message] = two_fits(module)
-    assert "gives 2 optimizers, and gave 1: all start anew" in message
+    assert "gives 2 optimizers, and gave 1: all start from scratch" in message
 
 
 def test_another_module_starts_anew_and_that_is_said() -> None:
     module = Net()
     trainer, [message] = two_fits(Net(), module)
-    assert "Net is not the module of the last fit: its optimizers and schedules start anew" in message
+    assert "Net is not the module of the last fit: its optimizers and schedules start from scratch" in message
     assert {float(one["step"]) for one in trainer.optimizers[0].state.values()} == {8}
 
 
