@@ -55,7 +55,7 @@ class Loader(Protocol):
 
 
 class StoredTensor(Protocol):
-    """A tensor in a file, of which slices can be read."""
+    """A tensor in a file; slices of it can be read."""
 
     @property
     def shape(self) -> torch.Size:

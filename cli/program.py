@@ -36,7 +36,7 @@ class Program:
         seed_default: The seed where none is given.
         subcommand: What is to be run; None: objects are made only.
         subcommands: Those that there are, and what each does.
-        skipped: Parameters of the subcommand's method that are no settings, beside the model and its data.
+        skipped: Parameters of the subcommand's method that are not settings, beside the model and its data.
     """
 
     name: str

@@ -18,7 +18,7 @@ def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) ->
     """Return a 32-bit seed.
 
     A process that another rank has started finds its seed in the environment. Where a launcher (torchrun, SLURM, MPI)
-    has started several, each makes the seed of what the job has in common, since nobody could tell it a drawn one.
+    has started several, each makes the seed of what the job has in common, since a drawn seed could not reach them.
 
     Args:
         num_nodes: Machines of the run: each of them starts a process of its own.

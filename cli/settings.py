@@ -44,7 +44,7 @@ class Settings:
         texts: Dotted path to what was typed, for values of the command line and of environment variables: text that
             looks like a number is text again where text is expected.
         stale: Dotted paths of arguments that were given for another class than the one that is chosen now.
-        grown: Dotted paths of lists that were only added to: they go on from the parameter's default.
+        grown: Dotted paths of lists that were only added to: they extend the parameter's default.
         problems: What is wrong with the sources.
     """
 

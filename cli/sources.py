@@ -51,7 +51,7 @@ class CommandLine:
         files: Configuration files.
         assignments: In order.
         prints: "full" or "short" for --print-config, empty without it.
-        help: What help is wanted about; an empty text is all, None is no help.
+        help: What help is wanted about; an empty text is all, None means that help was not requested.
         wrong: What is neither an option nor a setting.
     """
 

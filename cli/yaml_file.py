@@ -94,7 +94,7 @@ def parse(text: str, where: str) -> Any:
         where: Its name in errors.
 
     Raises:
-        ConfigError: It is no YAML; with the line.
+        ConfigError: It is not valid YAML; with the line.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: it creates plain values only

@@ -130,7 +130,7 @@ def _forget(path: Path) -> None:
 
 
 def judge_speed(name: str, size_bytes: int, took_s: float) -> Finding:
-    """Return whether so many bytes in so many seconds are fast enough for checkpoints."""
+    """Return whether writing this number of bytes in this time is fast enough for checkpoints."""
     speed = size_bytes / max(took_s, 1e-9)
     value = f"{speed / 1e6:.0f} MB/s ({show_size(size_bytes)})"
     if speed >= _SLOW:

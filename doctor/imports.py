@@ -29,7 +29,7 @@ def find_broken(modules: Sequence[str], timeout_s: float) -> dict[str, str]:
     """Return why modules cannot be imported, by name; those that can are left out.
 
     They are imported one after the other in one process. If that ends or takes too long, the module at which it did is
-    named, and another process goes on with the next.
+    named, and another process continues with the next.
 
     Args:
         modules: Names as in an import statement.

@@ -72,7 +72,7 @@ def memory() -> tuple[int, int]:
 
 
 def judge_threads(variable: str | None, cores: int) -> Finding:
-    """Return what OMP_NUM_THREADS means on a machine with so many cores."""
+    """Return what OMP_NUM_THREADS means on a machine with this number of cores."""
     name = "OMP_NUM_THREADS"
     if variable is None:
         return Finding(_SECTION, name, f"not set: each process computes with {cores} threads")

@@ -28,7 +28,7 @@ class Window:
 
     Attributes:
         models: Whose gradients are accumulated.
-        size: Micro-batches that are planned: a loss counts as one part in so many.
+        size: Micro-batches that are planned: a loss counts as one part of that number.
         index: The micro-batch under way, from 1.
         is_last: Whether the micro-batch under way is the last: gradients are reduced and the optimizer steps.
         has_gradients: Whether a backward pass was made: `zero_grad` would drop what was accumulated.
@@ -73,7 +73,7 @@ class Accumulation:
         return window
 
     def forget(self, window: Window) -> None:
-        """Begin anew with the next micro-batch of these models."""
+        """Start again with the next micro-batch of these models."""
         self._windows.pop(tuple(map(id, window.models)), None)
 
 

@@ -82,7 +82,7 @@ def sort_plugins(plugins: object) -> Plugins:
         if kind is None:
             problems.append(
                 ConfigError(
-                    f"plugins= contains {plugin!r}, which is no plugin.",
+                    f"plugins= contains {plugin!r}, which is not a plugin.",
                     fix="pass instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync.",
                 )
             )
@@ -270,7 +270,7 @@ def check_num_nodes(num_nodes: object) -> int:
     """Return the number of nodes, 1 or more."""
     if isinstance(num_nodes, int) and not isinstance(num_nodes, bool) and num_nodes >= 1:
         return num_nodes
-    raise ConfigError(f"num_nodes={num_nodes!r} is no int of 1 or more.", fix="pass num_nodes=1.")
+    raise ConfigError(f"num_nodes={num_nodes!r} is not an int of 1 or more.", fix="pass num_nodes=1.")
 
 
 def is_auto(argument: object) -> bool:

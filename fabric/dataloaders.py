@@ -39,7 +39,7 @@ class FabricDataLoader:
     one process, and some processes may get one batch less. `uneven` of `setup_dataloaders` chooses one for good.
 
     It is `Stateful`: `fabric.save(path, {"loader": loader, ...})` within a training pass, and `fabric.load`, let the
-    next pass go on after the batches that were given, in the same order of samples. Call `state_dict` on all ranks.
+    next pass continue after the batches that were given, in the same order of samples. Call `state_dict` on all ranks.
 
     Everything else is the user's loader's.
 
@@ -106,7 +106,7 @@ class FabricDataLoader:
         mark = self._current = object()
         self._open()
         try:
-            # With several processes, whether all of them have a batch is agreed upon where nobody can know it.
+            # With several processes, whether all of them have a batch is synchronized where it cannot be known.
             more = stream.has_next if self._shard is None else lambda: bool(stream.remaining(1))
             while more():
                 fabric._reader = self
@@ -149,7 +149,7 @@ class FabricDataLoader:
     def batches_left(self, upto: int) -> int:
         """Return how many batches of a training pass come after the one that was given last, at most `upto`.
 
-        For an iterable whose length nobody knows: 0 at its end, else `upto`. Call it on all ranks.
+        For an iterable of unknown length: 0 at its end, else `upto`. Call it on all ranks.
         """
         if self._current is None:
             return 0
@@ -165,7 +165,7 @@ class FabricDataLoader:
         return {"num_passes": self._num_passes, "stream": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned: the next training pass goes on there.
+        """Put back what `state_dict` returned: the next training pass continues there.
 
         Raises:
             DataError: The state belongs to other data.
@@ -214,7 +214,7 @@ class FabricDataLoader:
             fabric._evaluation = previous
 
     def _count(self) -> int | None:
-        """Return how many batches all processes have together, where they are distributed; None if nobody knows."""
+        """Return how many batches all processes have together, where they are distributed; None if unknown."""
         return find_length(self.loader) if self._stream.is_sharded else None
 
 
@@ -249,11 +249,11 @@ class EvaluationPass:
     """One evaluation, in which a process that has no batch left answers the others until they have none either.
 
     Batches are not padded, so in the last round some processes have none. If the loop gathers in each round, the others
-    would wait for these for ever.
+    would wait for these forever.
 
     Args:
         size: Number of processes.
-        count: Batches of all processes together; None if nobody knows.
+        count: Batches of all processes together; None if unknown.
 
     Attributes:
         num_batches: Batches that this process got.
@@ -280,7 +280,7 @@ class EvaluationPass:
         """Answer the other processes' `gather_for_metrics` with nothing, until they have no batch left either."""
         count = self._count
         if count is not None and (not count % self._size or (count > self._size and not self.num_gathers)):
-            return  # all have ended, or nobody gathers; every process sees this in the same way
+            return  # all have ended, or no process gathers; every process sees this in the same way
         while any(kind != _END for kind, _ in fabric.strategy.gather_objects((_END, None))):
             pass
 

@@ -41,7 +41,7 @@ def accumulation_steps(global_batch_size: int, micro_batch: int | None, ranks: i
 
     Args:
         global_batch_size: Samples per optimizer step, over all ranks.
-        micro_batch: Samples per micro-batch of one rank; None where nobody knows.
+        micro_batch: Samples per micro-batch of one rank; None if unknown.
         ranks: How many ranks read different data.
         loader: Named in errors.
 
@@ -83,7 +83,7 @@ def _describe(loader: object) -> str:
 
 
 def _nearest_divisors(global_batch_size: int, ranks: int, micro_batch: int) -> list[int]:
-    """Return the nearest batch sizes, below and above, with which so many ranks can make the global batch."""
+    """Return the nearest batch sizes, below and above, with which this number of ranks can make the global batch."""
     if global_batch_size % ranks:
         return []
     share = global_batch_size // ranks

@@ -100,7 +100,7 @@ def rng_state(include_cuda: bool = True) -> dict[str, Any]:
 
     Returns:
         "python", "numpy" (if imported), "torch" (uint8 tensor on the CPU), "cuda" (a list of such, one per device,
-        if CUDA is initialised), "mps".
+        if CUDA is initialized), "mps".
     """
     state = capture_rng()
     if not include_cuda:
@@ -154,5 +154,5 @@ def _to_integer(value: Any, name: str) -> int:  # Any: the user's value
     with suppress(TypeError, ValueError, OverflowError):  # named below
         number = int(value)
     if number is None or (isinstance(value, float) and number != value):
-        raise ConfigError(f"{name} is {value!r}, which is no whole number.", fix="set it to an int such as 42.")
+        raise ConfigError(f"{name} is {value!r}, which is not an int.", fix="set it to an int such as 42.")
     return number

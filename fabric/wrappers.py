@@ -69,7 +69,7 @@ class FabricModule(nn.Module):
         own["_fabric_forward"] = fabric._bind_call(bare, "forward")
         own["_fabric_reduces"] = fabric.strategy.unwrap(bare) is not bare
         for name, method in inspect.getmembers(type(original), inspect.isroutine):
-            # What the user's class defines anew must not be hidden by nn.Module's, which this class inherits.
+            # What the user's class overrides must not be hidden by nn.Module's, which this class inherits.
             inherited = getattr(nn.Module, name, None)
             is_other = inherited is not None and method is not inherited
             if is_other and not name.startswith("__") and name not in FabricModule.__dict__:
@@ -95,7 +95,7 @@ class FabricModule(nn.Module):
         Raises:
             ConfigError: It is `forward`, which always does.
             AttributeError: The module has no such method.
-            ModuleError: It is no method.
+            ModuleError: It is not a method.
         """
         name = method if isinstance(method, str) else getattr(method, "__name__", None)
         if not isinstance(name, str) or not (isinstance(method, str) or callable(method)):

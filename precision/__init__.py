@@ -1,4 +1,4 @@
-"""Precision: dtypes as data (`PrecisionPolicy`), and casting, autocast and loss scale as behaviour.
+"""Precision: dtypes as data (`PrecisionPolicy`), and casting, autocast and loss scale as behavior.
 
 Those that few runs have are imported when their name is first used.
 """

@@ -90,7 +90,7 @@ class Precision:
 
         Args:
             optimizer: It has gradients from `scale_loss(...).backward()`.
-            closure: Computes loss and gradients anew, for optimizers such as LBFGS; None for all others.
+            closure: Computes loss and gradients again, for optimizers such as LBFGS; None for all others.
 
         Returns:
             Whether the step was made: False if it was skipped because a gradient is infinite or NaN.

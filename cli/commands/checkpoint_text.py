@@ -64,7 +64,7 @@ class Meter:
 
     Args:
         verb: What is done with the bytes: "written".
-        total: How many bytes there are; None if nobody knows.
+        total: How many bytes there are; None if unknown.
     """
 
     def __init__(self, verb: str, total: int | None) -> None:

@@ -106,7 +106,7 @@ class TorchCollective(Collective):
         return self
 
     def teardown(self) -> Self:
-        """Leave the group, and disconnect where nobody else does."""
+        """Leave the group, and disconnect if no other group needs the connection."""
         self.destroy_group(self.group)
         self._group = None
         return self

@@ -31,7 +31,7 @@ class Fabric(fabric.Fabric):
 
 
 def find_free_network_port() -> int:
-    """Return a port of this machine that nobody listens on at this moment."""
+    """Return a port of this machine on which no process listens at this moment."""
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])

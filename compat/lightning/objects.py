@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
-    """Return a checkpoint that may be saved: what is no plain value is made one, or marked as trusted.
+    """Return a checkpoint that may be saved: other values are made plain, or marked as trusted.
 
     A number of numpy becomes a number; any other object comes back with weights_only=False, which Lightning needs for
     it, too. What is plain already is not copied.

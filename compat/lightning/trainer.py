@@ -219,7 +219,7 @@ def _take_level() -> None:
 
 
 def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
-    """Warn of methods that look like hooks and are none, where Lightning's names are Loopwright's; else refuse them.
+    """Warn of methods that look like hooks and are not, where Lightning's names are Loopwright's; else refuse them.
 
     Lightning ignores them, and libraries have such methods.
     """

@@ -140,7 +140,7 @@ class ClusterEnvironment(ABC):
         """Return MASTER_PORT, or the default."""
         port = self._number("MASTER_PORT", default)
         if port > 65535:
-            raise LaunchError(f"MASTER_PORT is {port}, which is no port.", fix="set it to a number from 1 to 65535.")
+            raise LaunchError(f"MASTER_PORT is {port}, which is not a port.", fix="set it to a number from 1 to 65535.")
         return port
 
     def _export(self, name: str, value: str) -> None:

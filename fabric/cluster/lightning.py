@@ -15,7 +15,7 @@ _NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """One machine, or several on each of which the user starts the same command.
+    """One machine, or several: the user starts the same command on each.
 
     On several machines the user sets MASTER_ADDR, MASTER_PORT and NODE_RANK, and Loopwright starts the processes of
     each machine. With LOCAL_RANK set, the user starts every process.

@@ -73,7 +73,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether mpi4py works and knows of several processes. This initialises MPI."""
+        """Return whether mpi4py works and knows of several processes. This initializes MPI."""
         try:
             return int(_world().Get_size()) > 1
         except (MissingDependency, LaunchError):

@@ -36,7 +36,7 @@ class _AlsoOfTheClass(Generic[T]):
         functools.update_wrapper(self, method)  # type: ignore[arg-type]  # it takes the names of any object
 
     def __get__(self, instance: SLURMEnvironment | None, owner: type[SLURMEnvironment]) -> Callable[[], T]:
-        # Without __init__, which refuses tasks of which nothing says where they are: this only reads variables.
+        # Without __init__, which refuses tasks whose place is unknown: this only reads variables.
         return MethodType(self._method, owner.__new__(owner) if instance is None else instance)
 
 
@@ -235,7 +235,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
 
 def _counts(text: str) -> list[int]:
-    """Return the number of tasks of each node from SLURM's form: "2(x3),1" is [2, 2, 2, 1]; empty if it is none."""
+    """Return the number of tasks of each node from SLURM's form: "2(x3),1" is [2, 2, 2, 1]; empty for other forms."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)

@@ -211,7 +211,7 @@ class ProcessLauncher(InProcessLauncher):
                 process.start()
                 self._processes[local] = process
             if self.start_method == "fork":
-                # Only now: a fork copies the locks of the store's thread, some of which would stay held forever.
+                # Only now: a fork copies the locks of the store's thread, and some would stay held forever.
                 # The forks wait for the port.
                 self._host(plan)
                 plan.send_port()

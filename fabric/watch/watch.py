@@ -207,7 +207,7 @@ class Watch:
         thread = self._thread
         if thread is None or os.getpid() != self._pid:
             return
-        # Bound methods are made anew each time they are read: == and not `is`.
+        # Bound methods are created each time they are read: == and not `is`.
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._earlier_hook
         atexit.unregister(self.stop)

@@ -211,7 +211,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, and the arguments of each that are no settings. May be overridden.
+        """Return the subcommands, and the arguments of each that are not settings. May be overridden.
 
         Each is a method of the trainer, or of the LightningCLI, which then gets the arguments of the trainer's.
         """
@@ -297,7 +297,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
     """Return `CLI` with hooks that ask the LightningCLI it belongs to.
 
     Args:
-        subcommands: Name to the arguments of its method that are no settings.
+        subcommands: Name to the arguments of its method that are not settings.
     """
     from ....cli.app import CLI
     from ....cli.names import import_object

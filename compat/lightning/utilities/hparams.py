@@ -28,7 +28,7 @@ __all__ = [
 
 
 class HyperparametersMixin:
-    """`save_hyperparameters` and `hparams` for classes that are no modules."""
+    """`save_hyperparameters` and `hparams` for classes that are not modules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if parent is None:
         parent = next((base for base in (Module, DataModule, Callback) if isinstance(instance, base)), None)
         if parent is None:
-            raise ValueError(f"{type(instance).__name__} is no module, data module or callback; pass parent=")
+            raise ValueError(f"{type(instance).__name__} is not a module, data module or callback; pass parent=")
     if not hasattr(parent, method_name):
         raise ValueError(f"{parent.__name__} has no {method_name!r}")
     own = getattr(instance, method_name, None)
@@ -104,7 +104,7 @@ def is_param_in_hook_signature(
         hook_fx: The hook.
         param: The argument's name.
         explicit: Whether `*args` does not count.
-        min_args: A hook with so many arguments takes it, too.
+        min_args: A hook with this number of arguments takes it, too.
     """
     found = inspect.getfullargspec(inspect.unwrap(hook_fx))
     names = [name for name in found.args if name not in ("self", "cls")]

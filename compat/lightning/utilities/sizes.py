@@ -84,7 +84,7 @@ def convert_tensors_to_scalars(data: object) -> Any:  # Any: a nested collection
 
     def convert(value: Tensor) -> Any:  # Any: a number
         if value.numel() != 1:
-            raise ValueError(f"the metric of shape {tuple(value.shape)} is no single number")
+            raise ValueError(f"the metric of shape {tuple(value.shape)} is not a single number")
         return value.item()
 
     return apply_to_collection(data, Tensor, convert)

@@ -115,8 +115,8 @@ class PipelineRoot(EngineRoot):
 
         Args:
             data: (inputs, labels), the same on all ranks of a replica, split into equal micro-batches: as many as the
-                strategy's `micro_batches`, or the next smaller number that divides the batch. Or an iterator, of which
-                `micro_batches` items are such micro-batches.
+                strategy's `micro_batches`, or the next smaller number that divides the batch. Or an iterator, from
+                which `micro_batches` items are taken.
 
         Returns:
             The mean of the micro-batches' losses in this replica: shape (), float32, on every rank.

@@ -308,7 +308,7 @@ def test_every_conflict_is_named() -> None:
 
 
 def test_a_wrong_variable_is_named_as_the_argument_would_be() -> None:
-    with pytest.raises(ConfigError, match="num_nodes='many' is no int"):
+    with pytest.raises(ConfigError, match="num_nodes='many' is not an int"):
         find({"LT_NUM_NODES": "many"})
     with pytest.raises(ConfigError, match="precision='8-bit' is unknown"):
         find({"LT_PRECISION": "8-bit"})
