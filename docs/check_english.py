@@ -46,15 +46,9 @@ SOURCES: tuple[str, ...] = (
     "protocols.py",
     "report",
     "strategies",
-    "trainer/checkpointing",
-    "trainer/loop",
-    "trainer/metrics",
-    "trainer/setup",
+    "trainer",
     "tuner",
 )
-
-# Pages generated from Python sources outside `SOURCES`.
-GENERATED = {"lifecycle.md"}
 
 # (regular expression, replacement). A space matches any whitespace, including line breaks. Case is ignored.
 PHRASES: tuple[tuple[str, str], ...] = (
@@ -168,7 +162,7 @@ def files(names: list[str]) -> list[Path]:
 
 
 def main(names: list[str]) -> int:
-    pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED)
+    pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     chosen = names or ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *pages, *SOURCES]
     phrases = [problem for path in files(chosen) for problem in problems(path)]
     for problem in phrases:

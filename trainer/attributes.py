@@ -1,4 +1,4 @@
-"""What users, callbacks and modules read of a Trainer: `TrainerAttributes`, the base of `lw.Trainer`.
+"""`TrainerAttributes`, the base of `lw.Trainer`: what users, callbacks and modules read of a Trainer.
 
 Nothing here changes a run; some arguments and limits can be set under their own names.
 """
@@ -20,9 +20,14 @@ from .loop.schedule import LRSchedulerConfig
 from .run import Run
 
 if TYPE_CHECKING:
-    from ..callbacks import EarlyStopping
+    from datetime import timedelta
+
+    from ..accelerators import Accelerator
+    from ..callbacks import EarlyStopping, ProgressBar
     from ..data.module import DataModule
     from ..fabric import Fabric
+    from ..precision import Precision
+    from ..protocols import Loaders as DataLoaders
     from ..strategies import Strategy
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
@@ -106,7 +111,7 @@ class TrainerAttributes:
 
     @property
     def batches_until_max_samples(self) -> int | float:
-        """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where nobody knows."""
+        """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where it is unknown."""
         if self._arguments.max_samples is None:
             return math.inf
         from .loop.data_limits import batches_until_limit
@@ -178,7 +183,7 @@ class TrainerAttributes:
         return self.fabric.strategy
 
     @property
-    def accelerator(self) -> Any:
+    def accelerator(self) -> Accelerator:
         """The accelerator."""
         return self.fabric.accelerator
 
@@ -188,12 +193,12 @@ class TrainerAttributes:
         return str(self.fabric.precision.precision)
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision_plugin(self) -> Precision:
         """The precision object."""
         return self.fabric.precision
 
     @property
-    def scaler(self) -> Any:
+    def scaler(self) -> Any:  # Any: torch's GradScaler, or one of another library
         """The gradient scaler of 16-mixed; None otherwise."""
         return getattr(self.fabric.precision, "scaler", None)
 
@@ -286,7 +291,7 @@ class TrainerAttributes:
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
-    def progress_bar_callback(self) -> Any:
+    def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
         from ..callbacks import ProgressBar
 
@@ -395,27 +400,27 @@ class TrainerAttributes:
         return [min(limit, num_batches) for num_batches in self.num_val_batches]
 
     @property
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> DataLoaders:
         """The training loaders as the user gave them."""
         return self.loaders.train
 
     @property
-    def val_dataloaders(self) -> Any:
+    def val_dataloaders(self) -> DataLoaders:
         """The validation loaders as the user gave them."""
         return self.loaders.original("validation")
 
     @property
-    def test_dataloaders(self) -> Any:
+    def test_dataloaders(self) -> DataLoaders:
         """The test loaders as the user gave them."""
         return self.loaders.original("test")
 
     @property
-    def predict_dataloaders(self) -> Any:
+    def predict_dataloaders(self) -> DataLoaders:
         """The loaders to predict as the user gave them."""
         return self.loaders.original("predict")
 
     # Arguments that can be read back under their own names.
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
         if name in _READABLE_ARGUMENTS and "_arguments" in self.__dict__:
             return getattr(self._arguments, name)
         if name in _LIMITS and "fit_loop" in self.__dict__:
@@ -424,7 +429,7 @@ class TrainerAttributes:
             return self.state.stage == _STAGES[name]
         raise AttributeError(f"Trainer has no attribute {name!r}{nearest(name, dir(type(self)))}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _LIMITS and "fit_loop" in self.__dict__:
             setattr(self.fit_loop, name, value)
         elif name in _READABLE_ARGUMENTS:
@@ -440,6 +445,6 @@ class TrainerAttributes:
         return self.state.stage in ("validate", "test", "sanity_check")
 
     @property
-    def val_check_interval(self) -> Any:
+    def val_check_interval(self) -> int | float | str | timedelta | dict[str, float] | None:
         """The argument as it was given."""
         return self._arguments.val_check_interval

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,25 +18,28 @@ from ..fabric.compiling import CompiledMethod
 from ..strategies.distributed.shards import is_sharded
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ..protocols import Batch
     from .module import Module
 
 __all__ = ["export_onnx", "export_program", "export_script"]
 
-# Any in this file: what users' forward takes, and what torch's exporters return.
+# Any in this file: arguments of torch's exporters, and what torch.onnx.export returns.
 
 # Attributes that stand for a compiled forward while a Trainer runs it compiled.
 _COMPILED = "_compiled_call_impl"
 
 
 def export_script(
-    module: Module, file_path: str | Path | None, method: str, example_inputs: Any, kwargs: dict[str, Any]
-) -> Any:
+    module: Module, file_path: str | Path | None, method: str, example_inputs: Batch, kwargs: dict[str, Any]
+) -> torch.jit.ScriptModule:
     """Return the module as TorchScript; see `Module.to_torchscript`."""
     if method not in ("script", "trace"):
         raise ConfigError(
             f"to_torchscript got method={method!r}, expected 'script' or 'trace'.", fix="pass one of them."
         )
-    inputs: dict[str, Any] = {}
+    inputs: dict[str, Batch] = {}
     if method == "trace":
         args, named = _sample_of(module, "to_torchscript(method='trace')", "example_inputs", example_inputs)
         inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": args}
@@ -45,7 +48,7 @@ def export_script(
                 "to_torchscript(method='trace') got inputs by position and by name.", fix="pass all of them one way."
             )
     with _exporting(module):
-        script = (
+        script: torch.jit.ScriptModule = (
             torch.jit.script(module, **kwargs) if method == "script" else torch.jit.trace(module, **inputs, **kwargs)
         )
     if file_path is not None:
@@ -53,7 +56,7 @@ def export_script(
     return script
 
 
-def export_onnx(module: Module, file_path: str | Path | None, input_sample: Any, kwargs: dict[str, Any]) -> Any:
+def export_onnx(module: Module, file_path: str | Path | None, input_sample: Batch, kwargs: dict[str, Any]) -> Any:
     """Export with torch.onnx; see `Module.to_onnx`."""
     args, named = _sample_of(module, "to_onnx", "input_sample", input_sample)
     package = "onnxscript" if kwargs.get("dynamo", True) else "onnx"
@@ -65,7 +68,9 @@ def export_onnx(module: Module, file_path: str | Path | None, input_sample: Any,
         return torch.onnx.export(module, args, file_path, kwargs=named or None, **kwargs)
 
 
-def export_program(module: Module, file_path: str | Path | None, example_inputs: Any, kwargs: dict[str, Any]) -> Any:
+def export_program(
+    module: Module, file_path: str | Path | None, example_inputs: Batch, kwargs: dict[str, Any]
+) -> ExportedProgram:
     """Return the module as a program of torch.export; see `Module.to_export`."""
     args, named = _sample_of(module, "to_export", "example_inputs", example_inputs)
     with _exporting(module):
@@ -75,7 +80,7 @@ def export_program(module: Module, file_path: str | Path | None, example_inputs:
     return program
 
 
-def _write(path: str | Path, save: Callable[[Any], None]) -> None:
+def _write(path: str | Path, save: Callable[[IO[bytes]], None]) -> None:
     if "://" in str(path):
         import fsspec
 
@@ -87,7 +92,7 @@ def _write(path: str | Path, save: Callable[[Any], None]) -> None:
         save(file)
 
 
-def _sample_of(module: Module, verb: str, argument: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _sample_of(module: Module, verb: str, argument: str, sample: Batch) -> tuple[tuple[Batch, ...], dict[str, Batch]]:
     """Return what forward is called with, by position and by name, on the module's device.
 
     Raises:

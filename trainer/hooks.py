@@ -1,4 +1,4 @@
-"""Which hooks an object overrides, and methods that look like a hook and are none."""
+"""Hooks that an object overrides, and methods that look like a hook but are not in the table."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def callback_bases() -> tuple[type, ...]:
     return (Callback,)
 
 
-# Method names that a user's class may well have and that are near to a hook's.
+# Common method names that are similar to the name of a hook.
 _NOT_MISSPELT = {"on_gpu", "train", "test", "predict", "validate", "fit", "backward"}
 
 
 def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
-    """Refuse methods of the user's class that look like a hook and are none.
+    """Refuse methods of the user's class that look like a hook but are not in the table.
 
     A name that starts with `on_` must be in the table for this kind of listener; any other name must not be nearly
     the name of a hook that the class does not define.
@@ -81,10 +81,10 @@ def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
             wrong.append(f"{name}{hint}")
     if wrong:
         raise ModuleError(
-            f"{type(owner).__name__} has methods that look like hooks of a {listener.rstrip('s')} and are none: "
+            f"{type(owner).__name__} has methods that look like hooks of a {listener.rstrip('s')} but are not: "
             f"{', '.join(wrong)}.",
-            fix="rename them to the hook that you mean, or give helpers another name (a leading underscore will do); "
-            "`python -m loopwright lifecycle` lists the hooks.",
+            fix="rename each to the hook that was meant, or give helpers another name, such as one with a leading "
+            "underscore; `python -m loopwright lifecycle` lists the hooks.",
         )
 
 

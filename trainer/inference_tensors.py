@@ -1,9 +1,8 @@
-"""Tensors made in inference mode that came into training: what to note on torch's error, which names none of them."""
+"""Advice for torch's error about inference tensors in training, which does not name the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,7 +37,7 @@ def _names(module: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}".lstrip(".")
 
 
-def _holds_one(value: Any) -> bool:
+def _holds_one(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.is_inference()
     if isinstance(value, dict):

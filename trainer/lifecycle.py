@@ -1,10 +1,10 @@
-"""The lifecycle: the table of every hook, its drawing, and its dispatch. No other place in Loopwright calls a hook.
+"""The lifecycle: the table of every hook, the order of calls, and their dispatch. Hooks are called from here only.
 
 The table is the only source: docs/lifecycle.md and `python -m loopwright lifecycle` are generated from it, and tests
-compare the methods of Callback, Module and DataModule with it. `Lifecycle` is made at the start of fit, validate, test
-or predict. Compiled once: for each event it looks at who overrides the hook and makes one function of the bound
-methods. A hook that nobody defines is a function that does nothing. When a profiler listens, each call is bracketed;
-otherwise no bracket exists.
+compare the methods of Callback, Module and DataModule with it. A `Lifecycle` is created at the start of
+fit, validate, test and predict. For each event it finds the listeners that override the hook and makes one function of
+the bound methods. A hook that no listener defines is a function that does nothing. With a profiler,
+each call is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .hooks import Hook, callback_bases, data_bases, find_override, module_bases
 
@@ -32,7 +32,7 @@ __all__ = ["EVENTS", "HOOKS", "LOG_RULES", "ORDER", "Event", "Lifecycle", "LogRu
 
 @dataclass(frozen=True, slots=True)
 class LogRule:
-    """What `self.log` does by default in a hook, and what it may be asked for.
+    """Defaults of `self.log` in a hook, and what it allows.
 
     Attributes:
         on_step: Default of on_step.
@@ -57,11 +57,11 @@ class Event:
     Attributes:
         name: Name of the method.
         arguments: Its arguments after self (a callback's come after `trainer, pl_module`).
-        listeners: Who may define it, in the order of the call: "callbacks", "module", "datamodule".
+        listeners: Kinds of objects that may define it, in the order of the calls: "callbacks", "module", "datamodule".
         when: When it is called.
-        ranks: On which ranks.
-        kind: "event" (all listeners are told), "step" (the user's computation), "behaviour" (replaces what the trainer
-            does), "data" and "configure" (asked for once).
+        ranks: Ranks that call it.
+        kind: "event" (all listeners are called), "step" (the user's computation), "behavior" (replaces what the trainer
+            does), "data" and "configure" (called once).
         log: Rule for `self.log`, None where logging is an error.
     """
 
@@ -97,12 +97,12 @@ def _evaluation(stage: str, what: str, *, log: bool) -> tuple[Event, ...]:
         Event(f"on_{stage}_epoch_end", "", _BOTH, f"after the last batch of {what}", log=epoch),
         Event(f"on_{stage}_batch_start", args, _BOTH, f"before each step of {what}", log=batch),
         Event(f"{stage if stage != 'validation' else 'validation'}_step", "batch, batch_idx[, dataloader_idx]", _MODULE,
-              f"each batch of {what}", kind="step", log=batch),
+              f"for each batch of {what}", kind="step", log=batch),
         Event(f"on_{stage}_batch_end", f"outputs, {args}", _BOTH, f"after each step of {what}", log=batch),
-        Event(f"on_{stage}_model_eval", "", _MODULE, f"before {what}; default: eval()", kind="behaviour"),
+        Event(f"on_{stage}_model_eval", "", _MODULE, f"before {what}; default: eval()", kind="behavior"),
         *(
-            (Event(f"on_{stage}_model_train", "", _MODULE, f"after {what}; default: each submodule's earlier mode",
-                   kind="behaviour"),)
+            (Event(f"on_{stage}_model_train", "", _MODULE,
+                   f"after {what}; default: restores the mode of each submodule", kind="behavior"),)
             if stage != "predict"
             else ()
         ),
@@ -110,52 +110,57 @@ def _evaluation(stage: str, what: str, *, log: bool) -> tuple[Event, ...]:
 
 
 EVENTS: tuple[Event, ...] = (
-    Event("configure_callbacks", "", _MODULE, "first: more callbacks for this module", kind="configure"),
-    Event("prepare_data", "", _DATA, "once per node, before setup: download, tokenise", "local rank 0", "data"),
+    Event("configure_callbacks", "", _MODULE, "first; returns the callbacks of the module", kind="configure"),
+    Event("prepare_data", "", _DATA, "once per node, before setup; downloads, tokenizes", "local rank 0", "data"),
     Event("setup", "stage", _ALL, "at the beginning of fit, validate, test, predict"),
-    Event("configure_model", "", _MODULE, "after setup: build layers; must be idempotent", kind="configure"),
+    Event("configure_model", "", _MODULE, "after setup; builds layers; must be idempotent", kind="configure"),
     Event("configure_optimizers", "", _MODULE, "at the beginning of fit", kind="configure"),
     *_pair("fit", None, "training"),
     *_pair("train", _EPOCH, "the first epoch")[:1],
     Event("on_train_end", "", _BOTH, "after the last epoch"),
-    Event("on_sanity_check_start", "", _CALLBACKS, "before the trial validation"),
-    Event("on_sanity_check_end", "", _CALLBACKS, "after the trial validation"),
+    Event("on_sanity_check_start", "", _CALLBACKS, "before the sanity check"),
+    Event("on_sanity_check_end", "", _CALLBACKS, "after the sanity check"),
     Event("train_dataloader", "", _DATA, "before on_train_start", kind="data"),
     Event("val_dataloader", "", _DATA, "before the first validation", kind="data"),
     Event("test_dataloader", "", _DATA, "at the beginning of test", kind="data"),
     Event("predict_dataloader", "", _DATA, "at the beginning of predict", kind="data"),
-    Event("on_train_epoch_start", "", _BOTH, "at the beginning of an epoch; not again on a resume in it", log=_EPOCH),
-    Event("on_before_batch_transfer", "batch, dataloader_idx", _DATA, "each batch, on the host", kind="behaviour"),
-    Event("transfer_batch_to_device", "batch, device, dataloader_idx", _DATA, "each batch", kind="behaviour"),
-    Event("on_after_batch_transfer", "batch, dataloader_idx", _DATA, "each batch, on the device", kind="behaviour"),
+    Event("on_train_epoch_start", "", _BOTH,
+          "at the beginning of an epoch; not repeated when a run resumes within it", log=_EPOCH),
+    Event("on_before_batch_transfer", "batch, dataloader_idx", _DATA, "for each batch, on the host", kind="behavior"),
+    Event("transfer_batch_to_device", "batch, device, dataloader_idx", _DATA, "for each batch", kind="behavior"),
+    Event("on_after_batch_transfer", "batch, dataloader_idx", _DATA, "for each batch, on the device", kind="behavior"),
     Event("on_train_batch_start", "batch, batch_idx", _BOTH,
-          "before each micro-batch; the module's -1 skips the rest of the epoch", log=_STEP),
-    Event("training_step", "batch, batch_idx", _MODULE, "each micro-batch", kind="step", log=_STEP),
-    Event("on_before_zero_grad", "optimizer", _BOTH, "first micro-batch of a window, after its forward", log=_STEP),
-    Event("optimizer_zero_grad", "epoch, batch_idx, optimizer", _MODULE, "then; default: zero_grad()",
-          kind="behaviour", log=_STEP),
-    Event("on_before_backward", "loss", _BOTH, "before each backward", log=_STEP),
-    Event("backward", "loss", _MODULE, "each micro-batch; default: loss.backward()", kind="behaviour", log=_STEP),
-    Event("on_after_backward", "", _BOTH, "after each backward", log=_STEP),
+          "before each micro-batch; if the module returns -1, the rest of the epoch is skipped", log=_STEP),
+    Event("training_step", "batch, batch_idx", _MODULE, "for each micro-batch", kind="step", log=_STEP),
+    Event("on_before_zero_grad", "optimizer", _BOTH,
+          "at the first micro-batch of a window, after its forward pass", log=_STEP),
+    Event("optimizer_zero_grad", "epoch, batch_idx, optimizer", _MODULE,
+          "after on_before_zero_grad; default: optimizer.zero_grad()", kind="behavior", log=_STEP),
+    Event("on_before_backward", "loss", _BOTH, "before each backward pass", log=_STEP),
+    Event("backward", "loss", _MODULE, "for each micro-batch; default: loss.backward()", kind="behavior", log=_STEP),
+    Event("on_after_backward", "", _BOTH, "after each backward pass", log=_STEP),
     Event("on_before_optimizer_step", "optimizer", _BOTH,
-          "last micro-batch of a window; gradients are final and unscaled", log=_STEP),
+          "at the last micro-batch of a window; gradients are complete and unscaled", log=_STEP),
     Event("configure_gradient_clipping", "optimizer, gradient_clip_val, gradient_clip_algorithm", _MODULE,
-          "then; default: clip_gradients", kind="behaviour", log=_STEP),
+          "after on_before_optimizer_step; default: clip_gradients", kind="behavior", log=_STEP),
     Event("optimizer_step", "epoch, batch_idx, optimizer, optimizer_closure", _MODULE,
-          "then; the closure hands back the loss that was already computed", kind="behaviour", log=_STEP),
-    Event("lr_scheduler_step", "scheduler, metric", _MODULE, "when a schedule is due", kind="behaviour"),
+          "after gradient clipping; the closure returns the loss, which is already computed",
+          kind="behavior", log=_STEP),
+    Event("lr_scheduler_step", "scheduler, metric", _MODULE, "when a learning rate schedule is due", kind="behavior"),
     Event("on_train_batch_end", "outputs, batch, batch_idx", _BOTH, "after each micro-batch", log=_STEP),
     Event("on_validation_model_zero_grad", "", _MODULE, "before a validation inside fit; default: zero_grad()",
-          kind="behaviour"),
+          kind="behavior"),
     *_evaluation("validation", "validation", log=True),
     Event("on_train_epoch_end", "", _BOTH, "after the epoch's last batch and its validation", log=_EPOCH),
     *_evaluation("test", "test", log=True),
     *_evaluation("predict", "prediction", log=False),
-    Event("on_save_checkpoint", "checkpoint", _BOTH, "while a checkpoint is collected"),
-    Event("on_load_checkpoint", "checkpoint", ("module", "callbacks"), "before a checkpoint's states are put back"),
-    Event("state_dict", "", ("datamodule", "callbacks"), "while a checkpoint is collected", kind="data"),
-    Event("load_state_dict", "state_dict", ("datamodule", "callbacks"), "while a checkpoint is put back", kind="data"),
-    Event("on_exception", "exception", ("callbacks", "datamodule"), "when a run fails; teardown is not called then"),
+    Event("on_save_checkpoint", "checkpoint", _BOTH, "while a checkpoint is created"),
+    Event("on_load_checkpoint", "checkpoint", ("module", "callbacks"),
+          "before the states of a checkpoint are restored"),
+    Event("state_dict", "", ("datamodule", "callbacks"), "while a checkpoint is created", kind="data"),
+    Event("load_state_dict", "state_dict", ("datamodule", "callbacks"), "while a checkpoint is restored", kind="data"),
+    Event("on_exception", "exception", ("callbacks", "datamodule"),
+          "when a run fails; teardown is not called in this case"),
     Event("teardown", "stage", _ALL, "at the end of fit, validate, test, predict"),
 )  # fmt: skip
 
@@ -179,23 +184,23 @@ fit
         [first: on_before_zero_grad, optimizer_zero_grad]
         on_before_backward, backward, on_after_backward
         [last:  on_before_optimizer_step, configure_gradient_clipping, optimizer_step, lr_scheduler_step]
-        on_train_batch_end            metrics and loggers, then checkpoints, come after everybody
+        on_train_batch_end            then metrics and loggers, then checkpoints
       [due: on_validation_model_zero_grad, VALIDATION]
-    on_train_epoch_end                checkpoints come last
+    on_train_epoch_end                then checkpoints
   on_train_end, on_fit_end, teardown
 
 VALIDATION
   on_validation_model_eval, on_validation_start, on_validation_epoch_start
   for each batch: transfer hooks, on_validation_batch_start, validation_step, on_validation_batch_end
-  on_validation_epoch_end             metrics and loggers
-  on_validation_end                   checkpoints
+  on_validation_epoch_end             then metrics and loggers
+  on_validation_end                   then checkpoints
   on_validation_model_train
 
-test, predict: as validation, with their own names (predict has no metrics and no *_model_train)
+test, predict: as VALIDATION, with their own names (predict has no metrics and no *_model_train)
 """
 
 
-# Events in which a checkpoint may be taken, after everybody was told: see `Lifecycle.finish_event`.
+# Events in which a checkpoint may be saved, after all listeners were called: see `Lifecycle.finish_event`.
 _FINISHED_EARLY = frozenset((
     "on_train_epoch_start", "on_train_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end",
 ))  # fmt: skip
@@ -207,28 +212,28 @@ def hook_names(listener: str) -> set[str]:
 
 
 def _unheard(*_: object) -> None:
-    """Stand where nobody listens."""
+    """Do nothing: the function of an event without listeners."""
 
 
 class _Running:
-    """The event that is under way: its name, the listeners that were not told yet, its arguments; None for none."""
+    """The running event: its name, the listeners that were not called yet, and its arguments; None between events."""
 
     __slots__ = ("event",)
 
     def __init__(self) -> None:
-        self.event: tuple[str, Iterator[Hook], tuple[Any, ...]] | None = None
+        self.event: tuple[str, Iterator[Hook], tuple[object, ...]] | None = None
 
 
 class Lifecycle:
     """One function per event; each has the event's name and its arguments.
 
     Args:
-        trainer: Handed to callbacks as their first argument.
+        trainer: Passed to callbacks as their first argument.
         module: The user's module.
         callbacks: In the user's order; those with `runs_last` come after the module, checkpoints last of all.
         datamodule: The user's data module, or None.
-        metrics: Told which hook is running, so that `self.log` knows its defaults; None where nothing is logged.
-        profiler: Brackets every call; None for none.
+        metrics: Notified which hook is running, so that `self.log` has its defaults.
+        profiler: Measures every call; None without a profiler.
         system: What the trainer itself does at an event, between the module and the callbacks that run last.
     """
 
@@ -264,13 +269,13 @@ class Lifecycle:
             """Events are attributes that `__init__` sets from the table."""
 
     def _warn_of_unused(self) -> None:
-        """Say which of the module's hooks are not called because the data module has them, too."""
+        """Warn of the module's hooks that are not called because the data module defines them, too."""
         if self._datamodule is None:
             return
         unused = [
             event.name
             for event in EVENTS
-            if event.kind == "behaviour"
+            if event.kind == "behavior"
             and "datamodule" in event.listeners
             and find_override(self._datamodule, event.name, data_bases()) is not None
             and find_override(self._module, event.name, module_bases()) is not None
@@ -280,7 +285,7 @@ class Lifecycle:
             warnings.warn(f"{data} and {module} both define {', '.join(unused)}: {data}'s are used", stacklevel=2)
 
     def is_heard(self, name: str) -> bool:
-        """Whether anybody listens to the event."""
+        """Whether the event has listeners."""
         return name in self._heard
 
     def does_anything(self, name: str) -> bool:
@@ -288,7 +293,7 @@ class Lifecycle:
         return getattr(self, name) is not _unheard
 
     def own(self, name: str) -> Hook | None:
-        """Return the user's override of a hook that is no event: data module's first, then module's; None without.
+        """Return the user's override of a hook that is not an event: data module's first, then module's; None without.
 
         The returned function tells the metrics which hook runs, where logging is allowed there.
         """
@@ -304,12 +309,12 @@ class Lifecycle:
         if hook is None:
             return None
         hook = self.bracketed(hook, label)
-        if event.kind == "behaviour" and event.log is not None:
+        if event.kind == "behavior" and event.log is not None:
             return self._announced(event.name, hook)
         return hook
 
     def of_callbacks(self, name: str, *, chosen: Callable[[Callback], bool] = lambda callback: True) -> Hook:
-        """Return a function that tells the event to callbacks alone, where something lies between them and the module.
+        """Return a function that calls an event's hook of callbacks only, not of the module.
 
         Args:
             name: Name of the event.
@@ -348,7 +353,7 @@ class Lifecycle:
         if profiler is None:
             return function
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
+        def measured(*args: object, **kwargs: object) -> object:
             with profiler.profile(activity):
                 return function(*args, **kwargs)
 
@@ -358,7 +363,7 @@ class Lifecycle:
         metrics = self._metrics
         table = metrics.table_of(name)
 
-        def announced(*args: Any, **kwargs: Any) -> Any:
+        def announced(*args: object, **kwargs: object) -> object:
             outer, metrics.table = metrics.table, table
             result = hook(*args, **kwargs)
             metrics.table = outer
@@ -399,7 +404,7 @@ class Lifecycle:
         if name in _FINISHED_EARLY:
             return self._fire_to_finish(name, every)
 
-        def fire(*args: Any) -> None:
+        def fire(*args: object) -> None:
             outer, metrics.table = metrics.table, table
             for hook in every:
                 hook(*args)
@@ -411,7 +416,7 @@ class Lifecycle:
         metrics, running = self._metrics, self._running
         table = metrics.table_of(name)
 
-        def fire(*args: Any) -> None:
+        def fire(*args: object) -> None:
             outer, metrics.table = metrics.table, table
             outer_event = running.event
             told = iter(every)
@@ -424,11 +429,11 @@ class Lifecycle:
         return fire
 
     def finish_event(self) -> None:
-        """Tell everybody else of the running event now: a checkpoint is about to be taken in one of its hooks.
+        """Call the remaining listeners of the running event now: one of its hooks is about to save a checkpoint.
 
-        The checkpoint then holds everyone's state from after the event, as it does at its end: what follows in the
-        event is not repeated by a resumed run. The hook that saves goes on when the others have been told, and cannot
-        log any more. Where a checkpoint callback saves, those after it are told later, and `untold` names them.
+        The checkpoint then holds the state of every listener after the event, and a resumed run does not repeat the
+        rest of it. The hook that saves continues when the others have been called, and it
+        cannot log afterwards. If a checkpoint callback saves, those after it are called later; `untold` names them.
         """
         if self._running.event is None:
             return
@@ -439,8 +444,8 @@ class Lifecycle:
             hook(*args)
         self._metrics.close_table(name)
 
-    def untold(self) -> dict[str, Any] | None:
-        """Return the running event and the state keys of the checkpoint callbacks that were not told; None for none."""
+    def untold(self) -> dict[str, object] | None:
+        """Return the running event and the state keys of the checkpoint callbacks that were not called yet."""
         if self._running.event is None:
             return None
         name, told, _ = self._running.event
@@ -459,7 +464,7 @@ class Lifecycle:
         ]
 
     def _fire_with_result(self, name: str, before: list[Hook], own: list[Hook], after: list[Hook]) -> Hook:
-        """Return a function that hands on what the module's own hook returned (-1 skips the rest of the epoch)."""
+        """Return a function that returns the result of the module's own hook (-1 skips the rest of the epoch)."""
         if not own:
             return self._fire(name, before, [], after)
         metrics = self._metrics
@@ -467,7 +472,7 @@ class Lifecycle:
         mine = own[0]
         first, rest = tuple(before), tuple(after)
 
-        def fire(*args: Any) -> Any:
+        def fire(*args: object) -> object:
             outer, metrics.table = metrics.table, table
             for hook in first:
                 hook(*args)
@@ -500,9 +505,9 @@ def markdown() -> str:
         "",
         "Generated by `python -m loopwright lifecycle`; do not edit.",
         "",
-        "At every event the callbacks come first in the user's order, then the module, then metrics and loggers, then",
-        "the callbacks that run last (`EarlyStopping`, checkpoints), so that a checkpoint holds everyone's state from",
-        "after the event. A listener that does not override a hook costs nothing.",
+        "At each event the callbacks are called first, in the user's order, then the module, then metrics and loggers,",
+        "then the callbacks that run last (`EarlyStopping`, checkpoints). A checkpoint therefore holds the state of",
+        "all of them after the event. A hook that is not overridden costs nothing.",
         "",
         "## Order",
         "",
@@ -512,10 +517,10 @@ def markdown() -> str:
         "",
         "## Hooks",
         "",
-        "A callback's hook takes `trainer, pl_module` before the arguments. The last column says what `self.log` does",
-        "there: its defaults, `epoch only`, or `-` where logging is an error.",
+        "A callback's hook takes `trainer, pl_module` before the arguments. The last column is the default of",
+        "`self.log` in the hook; `epoch only` means that `on_step=True` is an error, and `-` that logging is an error.",
         "",
-        "| hook | arguments | defined by, in the order of the call | when | ranks | kind | self.log |",
+        "| hook | arguments | defined by, in the order of calls | when | ranks | kind | self.log |",
         "|---|---|---|---|---|---|---|",
     ]
     for event in EVENTS:

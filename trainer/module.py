@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -20,8 +20,16 @@ from ..errors import ModuleError
 from .loop.optimizers import ManagedOptimizer, toggled
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.export import ExportedProgram
+
+    from ..callbacks import Callback
     from ..fabric import Fabric
     from ..loggers import Logger
+    from ..protocols import Batch, Loaders, MapLocation, StateDict, StepOutput, Tree
     from .trainer import Trainer
 
 __all__ = ["Module"]
@@ -45,12 +53,12 @@ class Module(nn.Module):
 
     automatic_optimization: bool = True
     strict_loading: bool = True
-    example_input_array: Any = None
+    example_input_array: Batch = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
-    compile_blocks: Any = None
+    compile_blocks: object = None
 
-    # For torch.jit.script: what belongs to a run is no part of the program.
+    # For torch.jit.script: what belongs to a run is not part of the program.
     __jit_unused_properties__ = [
         "current_epoch", "device", "device_mesh", "dtype", "fabric", "global_rank", "global_step", "hparams",
         "hparams_initial", "local_rank", "logger", "loggers", "on_gpu", "trainer",
@@ -62,7 +70,7 @@ class Module(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Set by the trainer while a run goes on. Kept out of nn.Module's own registries, and never deep-copied.
+        # Set by the trainer during a run. Kept out of nn.Module's own registries, and never deep-copied.
         self._trainer: Trainer | None = None
         self._fabric: Fabric | None = None
         self._log: Callable[..., None] | None = None
@@ -72,13 +80,13 @@ class Module(nn.Module):
             self._hparams_name: str | None = None
             self._log_hyperparams = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         state.pop("_compiled_call_impl", None)  # it would call this object; torch's own modules drop it as well
         state.update(_trainer=None, _fabric=None, _log=None)
         return state
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         from copy import deepcopy
 
         twin = type(self).__new__(type(self))
@@ -98,11 +106,12 @@ class Module(nn.Module):
 
     # --- steps and configuration: override these -------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    # Any: steps and forward take what the user declares; with it, type checkers accept every signature in a subclass.
+    def forward(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Compute the module's output; what `predict_step` calls by default."""
         return super().forward(*args, **kwargs)  # nn.Module's own error
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Compute the loss of a micro-batch: `training_step(batch, batch_idx)`.
 
         Returns:
@@ -111,20 +120,20 @@ class Module(nn.Module):
         """
         raise NotImplementedError
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Evaluate a batch: `validation_step(batch, batch_idx[, dataloader_idx])`."""
         raise NotImplementedError
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Evaluate a test batch: `test_step(batch, batch_idx[, dataloader_idx])`."""
         raise NotImplementedError
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Predict a batch: `predict_step(batch, batch_idx[, dataloader_idx])`; the default is `self(batch)`."""
         batch = args[0] if args else kwargs.get("batch")
         return self(batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> Any:  # Any: one of the forms below, and each override declares its own
         """Return optimizers and schedules.
 
         One optimizer; a list of optimizers; `([optimizers], [schedulers])`; `{"optimizer": o, "lr_scheduler": s or
@@ -133,7 +142,7 @@ class Module(nn.Module):
         """
         raise NotImplementedError
 
-    def configure_callbacks(self) -> Any:
+    def configure_callbacks(self) -> Callback | Sequence[Callback]:
         """Return a callback, or several, that belong to this module; they replace the trainer's of the same class."""
         return []
 
@@ -154,19 +163,19 @@ class Module(nn.Module):
     def teardown(self, stage: str) -> None:
         """Called at the end of "fit", "validate", "test" or "predict"."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         """Return the loader of training batches."""
         raise NotImplementedError
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Loaders:
         """Return the loader, or loaders, of validation batches."""
         raise NotImplementedError
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Loaders:
         """Return the loader, or loaders, of test batches."""
         raise NotImplementedError
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Loaders:
         """Return the loader, or loaders, of batches to predict."""
         raise NotImplementedError
 
@@ -188,10 +197,10 @@ class Module(nn.Module):
     def on_train_epoch_end(self) -> None:
         """Called at the end of each epoch, after its validation."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Called before each micro-batch; returning -1 skips the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
         """Called after each micro-batch; `outputs` is a dict with the detached, undivided `loss`."""
 
     def on_validation_start(self) -> None:
@@ -206,10 +215,12 @@ class Module(nn.Module):
     def on_validation_epoch_end(self) -> None:
         """Called after the last validation batch."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each validation batch."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after each validation batch."""
 
     def on_test_start(self) -> None:
@@ -224,10 +235,10 @@ class Module(nn.Module):
     def on_test_epoch_end(self) -> None:
         """Called after the last test batch."""
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after each test batch."""
 
     def on_predict_start(self) -> None:
@@ -242,10 +253,10 @@ class Module(nn.Module):
     def on_predict_epoch_end(self) -> None:
         """Called after the last batch to predict."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each batch to predict."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after each batch to predict."""
 
     def on_validation_model_zero_grad(self) -> None:
@@ -284,32 +295,36 @@ class Module(nn.Module):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called before the optimizer steps; gradients are unscaled and not yet clipped."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Add entries to a checkpoint: tensors and plain values."""
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Read entries of a checkpoint, before its states are put back."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Change a batch on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Move a batch to the device."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Change a batch on the device."""
         return batch
 
-    # --- behaviours that an override replaces ----------------------------------------------------------------------
+    # --- behavior that an override replaces ----------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,  # Any: torch's, or the wrapper that the trainer passes
+        optimizer_closure: Callable[[], Any] | None = None,  # Any: a loss, in the form that the optimizer expects
     ) -> None:
         """Step the optimizer. The closure hands back the loss, which was computed before; it may be called or not."""
         optimizer.step(closure=optimizer_closure)
@@ -318,7 +333,7 @@ class Module(nn.Module):
         """Zero the gradients at the first micro-batch of a window."""
         optimizer.zero_grad()
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:  # Any: a schedule of any library, and its input
         """Step a schedule; `metric` is None for schedules that read none."""
         if metric is None:
             scheduler.step()
@@ -334,7 +349,7 @@ class Module(nn.Module):
         """Clip gradients before the optimizer step; an override calls `self.clip_gradients`."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def count_tokens(self, batch: Any) -> int:
+    def count_tokens(self, batch: Batch) -> int:
         """Return the number of tokens in a training batch, for `Trainer(max_tokens=)`, which calls it on the host.
 
         By default each position of `batch["input_ids"]`, or of the batch's first tensor of integers, padding included.
@@ -348,15 +363,15 @@ class Module(nn.Module):
     def log(
         self,
         name: str,
-        value: Any,
+        value: object,
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
+        reduce_fx: str | Callable[..., object] = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: Any = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         metric_attribute: str | None = None,
@@ -398,15 +413,15 @@ class Module(nn.Module):
 
     def log_dict(
         self,
-        dictionary: Mapping[str, Any],
+        dictionary: Mapping[str, object],
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
+        reduce_fx: str | Callable[..., object] = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: Any = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
@@ -421,7 +436,7 @@ class Module(nn.Module):
             args = (prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size)
             log(name, value, *args, sync_dist, rank_zero_only)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:  # Any: the arguments of the builtin
         """Print on rank 0, above the progress bar."""
         if self._trainer is not None:
             self._trainer.print(*args, **kwargs)
@@ -430,18 +445,19 @@ class Module(nn.Module):
         else:
             print(*args, **kwargs)  # noqa: T201
 
-    def _log_without_run(self, values: Mapping[str, Any]) -> None:
+    def _log_without_run(self, values: Mapping[str, object]) -> None:
         """In a loop of the user's own, send values to the Fabric's loggers as they come."""
         if self._fabric is not None and self._fabric.loggers:
             self._fabric.log_dict(values)
         else:
             _warn_detached()
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Tree:
         """Gather tensors of all ranks; leaves get a leading dimension when there are several ranks."""
         fabric = self._fabric if self._fabric is not None else self.trainer.fabric
         return fabric.all_gather(data, group=group, sync_grads=sync_grads)
 
+    # Any: one optimizer or a list; a union would make each caller check which.
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list of them when there are several.
 
@@ -450,10 +466,10 @@ class Module(nn.Module):
                 Steps of either count.
         """
         managed = self.trainer.managed_optimizers
-        chosen: list[Any] = list(managed) if use_pl_optimizer else [m.optimizer for m in managed]
+        chosen: Sequence[object] = managed if use_pl_optimizer else [m.optimizer for m in managed]
         return chosen[0] if len(chosen) == 1 else chosen
 
-    def lr_schedulers(self) -> Any:
+    def lr_schedulers(self) -> Any:  # Any: as `optimizers`
         """Return None, the schedule, or the list of them when there are several.
 
         With several ranks, `step(metric)` of a plateau schedule takes the mean over ranks; call it on every rank.
@@ -527,7 +543,13 @@ class Module(nn.Module):
 
     # --- hyperparameters and checkpoints ---------------------------------------------------------------------------
 
-    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
+    def save_hyperparameters(
+        self,
+        *args: object,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
         """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
 
         Args:
@@ -545,12 +567,12 @@ class Module(nn.Module):
         save_hyperparameters(self, *args, ignore=ignore, frame=frame, logger=logger)
 
     @property
-    def hparams(self) -> Any:
+    def hparams(self) -> Any:  # Any: type checkers do not know its attributes
         """Hyperparameters: a mapping with attribute access."""
         return self._hparams
 
     @property
-    def hparams_initial(self) -> Any:
+    def hparams_initial(self) -> Any:  # Any: as `hparams`
         """Copy of the hyperparameters from when they were saved."""
         return self._hparams_initial
 
@@ -558,11 +580,11 @@ class Module(nn.Module):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],
-        map_location: Any = None,
+        map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Self:
         """Build the module from a checkpoint's hyperparameters and load its weights.
 
@@ -584,7 +606,7 @@ class Module(nn.Module):
             cls, checkpoint_path, map_location, hparams_file, strict=strict, weights_only=weights_only, overrides=kwargs
         )  # fmt: skip
 
-    def to_onnx(self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+    def to_onnx(self, file_path: str | Path | None = None, input_sample: Batch = None, **kwargs: Any) -> Any:
         """Export `forward` as it is in evaluation with torch.onnx; needs `pip install 'loopwright[onnx]'`.
 
         Args:
@@ -608,9 +630,9 @@ class Module(nn.Module):
         self,
         file_path: str | Path | None = None,
         method: str = "script",
-        example_inputs: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+        example_inputs: Batch = None,
+        **kwargs: object,
+    ) -> torch.jit.ScriptModule:
         """Return `forward` as it is in evaluation as TorchScript.
 
         Args:
@@ -627,7 +649,9 @@ class Module(nn.Module):
 
         return export_script(self, file_path, method, example_inputs, kwargs)
 
-    def to_export(self, file_path: str | Path | None = None, example_inputs: Any = None, **kwargs: Any) -> Any:
+    def to_export(
+        self, file_path: str | Path | None = None, example_inputs: Batch = None, **kwargs: Any
+    ) -> ExportedProgram:
         """Return `forward` as it is in evaluation as a torch.export.ExportedProgram.
 
         Args:
@@ -723,7 +747,7 @@ class Module(nn.Module):
         return self.device.type == "cuda"
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> DeviceMesh | None:
         """Mesh of a model-parallel strategy; None otherwise."""
         return self._trainer.strategy.device_mesh if self._trainer is not None else None
 

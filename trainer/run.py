@@ -1,13 +1,13 @@
-"""A `Run` is what is happening now: made by the Trainer for one fit, validate, test or predict, and gone after it.
+"""`Run`: the state of one fit, validate, test or predict. It exists only while that verb runs.
 
-The loops and the step read everything from here; the functions of the hot path are bound once, at the beginning.
+The loops and the step read everything from it; the functions of the hot path are bound once, at the beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
+    from ..protocols import Batch, StateDict, StepFunction, Tree
     from ..strategies.base import RunWindow
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
@@ -56,10 +57,10 @@ class StepPlan:
         clip: Clips the gradients, None where nothing clips.
         take_step: Steps the optimizer: `(optimizer) -> whether it stepped`.
         step_by_module: The module's own `optimizer_step` in its place: `(loss) -> whether it stepped`; None without.
-        deferred: Opens the context of a micro-batch whose gradients are not synchronised yet.
+        deferred: Opens the context of a micro-batch whose gradients are not synchronized yet.
         optimizer: The optimizer, None when the module has none.
         hears_batch_end: Whether outputs have to be made for on_train_batch_end.
-        needs_loss: Whether the loss's value is wanted by anybody.
+        needs_loss: Whether the loss's value is needed.
         unscale: Unscales gradients before clipping, None where nothing scales.
         step_schedules: Steps the schedules that are due.
         begin_window: Starts the loss of a window that is planned to have that number of micro-batches.
@@ -69,15 +70,15 @@ class StepPlan:
         count_window: Counts a finished window's samples, and its tokens, where these are limited; else None.
     """
 
-    transfer: Callable[[Any], Any]
-    training_step: Callable[..., Any]
+    transfer: Callable[[Batch], Batch]
+    training_step: StepFunction
     table: HookTable
     backward: Callable[[Tensor], None] | None
-    zero_grad: Callable[[], Any]
+    zero_grad: Callable[[], object]
     clip: Callable[[], None] | None
     take_step: Callable[[Optimizer], bool]
     step_by_module: Callable[[Tensor | None], bool] | None
-    deferred: Callable[[], AbstractContextManager[Any]]
+    deferred: Callable[[], AbstractContextManager[object]]
     optimizer: Optimizer | None
     hears_batch_end: bool
     needs_loss: bool
@@ -106,14 +107,14 @@ class BeforeValidation:
         loggers: States of the loggers before the first row of the validation; None while there is no row.
     """
 
-    rng: dict[str, Any]
-    generators: dict[str, Any]
-    metric_objects: dict[str, dict[str, Any]]
+    rng: StateDict
+    generators: StateDict
+    metric_objects: dict[str, StateDict]
     evaluating: list[str]
     eval_batches: int
     window: int
     is_over: bool = False
-    loggers: dict[str, Any] | None = None
+    loggers: StateDict | None = None
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class Run:
         is_over: Whether the verb has returned.
         is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
         undo: Takes back, when the run ends, what it changed on parameters; None where nothing was.
-        carried: The window that goes on in the next epoch; None without `accumulate_across_epochs`.
+        carried: The window that continues in the next epoch; None without `accumulate_across_epochs`.
     """
 
     trainer: Trainer
@@ -185,15 +186,15 @@ class Run:
     is_automatic: bool = True
     skips_bad_steps: bool = False
     before_validation: BeforeValidation | None = None
-    unfinished: dict[str, Any] = field(default_factory=dict)
-    configured: dict[str, list[Any]] = field(default_factory=dict)
+    unfinished: StateDict = field(default_factory=dict)
+    configured: dict[str, list[Tree]] = field(default_factory=dict)
     validated: ValidatedWeights | None = None
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
     has_ranks: bool = False
     stop_coordination: StopCoordination | None = None
     carried: CarriedWindow | None = None
     undo: Callable[[], None] | None = None
-    stream_state: dict[str, Any] | None = None
+    stream_state: StateDict | None = None
     is_over: bool = False
     is_after_error: bool = False
 

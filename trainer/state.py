@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..protocols import StateDict
 
 __all__ = ["Progress", "TrainerState"]
 
@@ -33,12 +36,12 @@ class TrainerState:
 
 @dataclass(slots=True)
 class Progress:
-    """Counts of what is done; entering the fit loop with these counts goes on where the run was.
+    """Counts of completed work. A fit loop that starts with these counts continues where the run was.
 
     Attributes:
         epochs: Epochs that ended, their end hooks included.
-        batches_in_epoch: Micro-batches of the present epoch that are part of a finished window, or of one that goes on
-            in the next epoch.
+        batches_in_epoch: Micro-batches of the present epoch that are part of a finished window, or of one that
+            continues in the next epoch.
         total_batches: Micro-batches of finished windows since the start of training.
         steps: Training steps that really stepped (`trainer.global_step`).
         skipped_steps: Windows without a step: every batch skipped, no weight, or gradients that were not finite.
@@ -52,7 +55,7 @@ class Progress:
         epoch_announced: Whether on_train_epoch_start has fired for an epoch that is not open yet.
         epoch_open: Whether on_train_epoch_start has fired for the present epoch, and its data have begun.
         epoch_left: Whether on_train_batch_start asked to skip the rest of the present epoch.
-        epoch_paused: Whether a limit cut the present epoch short and its end hooks have fired; more training goes on
+        epoch_paused: Whether a limit cut the present epoch short and its end hooks have fired; more training continues
             within it.
         is_closing_epoch: Whether the present epoch's end hooks are done but for the checkpoints; a state taken now
             says that the epoch is over.
@@ -97,7 +100,7 @@ class Progress:
         self.batches_in_epoch += shift
         self.total_batches += shift
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the counts as plain numbers."""
         state = Progress(**asdict(self))
         if self.is_closing_epoch:
@@ -106,7 +109,7 @@ class Progress:
         del counts["samples_before"], counts["tokens_before"]
         return counts
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Set the counts; names that an older version did not know keep their value."""
         for name, value in state_dict.items():
             if name in self.__slots__:

@@ -1,4 +1,4 @@
-"""`lw.Trainer`: the plan of a training, and its four verbs fit, validate, test and predict.
+"""`lw.Trainer`: the configuration of a training, and its verbs fit, validate, test and predict.
 
 A verb begins a `Run` (setup/begin.py), guards it, and lets a loop run it. Only `_after_batch` is called at every step.
 """
@@ -53,8 +53,12 @@ from .state import Progress, TrainerState
 
 if TYPE_CHECKING:
     from datetime import timedelta
+    from signal import Signals
 
     from ..data.module import DataModule
+    from ..fabric.compiling import Compiler
+    from ..protocols import Batch, StateDict, StepOutput
+    from ..protocols import Loaders as DataLoaders
     from .loop.stop_coordination import StopCoordination
     from .loop.training_rng import TrainingRng
     from .timeline.timeline import Timeline
@@ -140,6 +144,7 @@ class Trainer(TrainerAttributes):
     def __init__(
         self,
         *,
+        # Any: a name or number for the command line, or an object that the program passes
         accelerator: Any = "auto",
         strategy: Any = "auto",
         devices: Any = "auto",
@@ -175,7 +180,7 @@ class Trainer(TrainerAttributes):
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
-        plugins: Any = None,
+        plugins: Any = None,  # Any: as `accelerator`
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
@@ -188,7 +193,7 @@ class Trainer(TrainerAttributes):
         accumulate_across_epochs: bool = False,
         grad_accumulation_dtype: str | torch.dtype | None = None,
         matmul_precision: str | None = None,
-        compile: bool | dict[str, Any] = False,
+        compile: bool | dict[str, Any] = False,  # Any: arguments of torch.compile
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         given = self._read_environment(without_omegaconf(given))
@@ -226,10 +231,10 @@ class Trainer(TrainerAttributes):
             arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run)
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
-        self.stream_state: dict[str, Any] | None = None
+        self.stream_state: StateDict | None = None
         self.records_at = (0, 0)
         # The window that was under way when the last fit ended, after an epoch that cut it short.
-        self.carried_states: dict[str, Any] = {}
+        self.carried_states: StateDict = {}
         self._metrics = Metrics(self.fabric.device)
         self._metrics.is_disabled = arguments.barebones
         self._watch_losses = LossWatch(arguments.nonfinite_loss)
@@ -241,20 +246,21 @@ class Trainer(TrainerAttributes):
         self._toggles = manual.Toggles()
         self._training_rng: TrainingRng | None = None
         # The module that the user compiled last, with what compiles as the user did; and what ends compiling in a run.
-        self._own_compiler: tuple[nn.Module, Any] | None = None
+        self._own_compiler: tuple[nn.Module, Compiler | None] | None = None
         self._compiling: ExitStack | None = None
         self._results: Mapping[str, float] = {}
         self.saving = Saving(self)
         self._identity = os.urandom(8).hex()  # the same in processes that this one starts
         self.is_in_child = False
-        self._revert_layer_sync: Callable[[], Any] | None = None
+        self._revert_layer_sync: Callable[[], object] | None = None
         self._spawned_module: nn.Module | None = None
-        self._spawned_checkpoint: dict[str, Any] | None = None
+        self._spawned_checkpoint: StateDict | None = None
         own = {name: value for name, value in given.items() if name not in _PER_RANK}
         self._same_everywhere = own
         self._backend_modes = BackendModes()
         self.callbacks: list[Callback] = self._make_callbacks(given["callbacks"])
 
+    # Any: the constructor's arguments by name
     def _read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
         return from_environment(given, dict(Trainer.__init__.__kwdefaults__ or {}))
 
@@ -267,7 +273,7 @@ class Trainer(TrainerAttributes):
             set_grad_accumulation_dtype(fabric.strategy, self._arguments.grad_accumulation_dtype)
         return fabric
 
-    def _make_callbacks(self, callbacks: Any) -> list[Callback]:
+    def _make_callbacks(self, callbacks: Any) -> list[Callback]:  # Any: checked here
         own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         for callback in own:
             if not isinstance(callback, Callback):
@@ -283,8 +289,8 @@ class Trainer(TrainerAttributes):
     def fit(
         self,
         model: nn.Module,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
+        train_dataloaders: DataLoaders = None,
+        val_dataloaders: DataLoaders = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
@@ -333,7 +339,7 @@ class Trainer(TrainerAttributes):
     def validate(
         self,
         model: nn.Module | None = None,
-        dataloaders: Any = None,
+        dataloaders: DataLoaders = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -357,7 +363,7 @@ class Trainer(TrainerAttributes):
     def test(
         self,
         model: nn.Module | None = None,
-        dataloaders: Any = None,
+        dataloaders: DataLoaders = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -369,12 +375,12 @@ class Trainer(TrainerAttributes):
     def predict(
         self,
         model: nn.Module | None = None,
-        dataloaders: Any = None,
+        dataloaders: DataLoaders = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
-    ) -> list[Any] | list[list[Any]] | None:
+    ) -> list[StepOutput] | list[list[StepOutput]] | None:
         """Predict each batch of the loaders.
 
         Args:
@@ -392,12 +398,12 @@ class Trainer(TrainerAttributes):
         keep = return_predictions is not False
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
         if self._starts_processes:
-            predictions: list[Any] | None = self._launch(
+            predictions: list[StepOutput] | None = self._launch(
                 "predict", model, dataloaders=dataloaders, datamodule=datamodule,
                 return_predictions=return_predictions, ckpt_path=ckpt_path, weights_only=weights_only,
             )  # fmt: skip
             return predictions
-        outputs: list[list[Any]] = []
+        outputs: list[list[StepOutput]] = []
         with self._running("predict"):
             run, data = self._begin_evaluation(
                 "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
@@ -418,7 +424,7 @@ class Trainer(TrainerAttributes):
         self,
         verb: str,
         model: nn.Module | None,
-        dataloaders: Any,
+        dataloaders: DataLoaders,
         ckpt_path: str | Path | None,
         verbose: bool,
         datamodule: DataModule | None,
@@ -496,7 +502,7 @@ class Trainer(TrainerAttributes):
         """Whether the cluster can put this job back into the queue."""
         return hasattr(self.fabric.cluster_environment, "requeue")
 
-    def _requeue_signal(self) -> Any:
+    def _requeue_signal(self) -> Signals | None:
         from .checkpointing.requeue import requeue_signal
 
         return requeue_signal(self)
@@ -510,7 +516,7 @@ class Trainer(TrainerAttributes):
         self._run_signals.connect(watch)
 
     def rejoin_ranks(self) -> None:
-        """Go on with the other ranks after a run within this run; on every rank, called by the tuner."""
+        """Continue with the other ranks after a run within this run; on every rank, called by the tuner."""
         if self.fabric.watch is not None and self._run is not None and self._run_signals.watch is not None:
             self.fabric.watch.describe = self.place
             self._run_signals.rejoin()
@@ -526,13 +532,18 @@ class Trainer(TrainerAttributes):
             sync.apply(module)
             self._revert_layer_sync = lambda: sync.revert(module)
 
-    def place(self) -> dict[str, Any]:
+    def place(self) -> dict[str, object]:
         """Return where the run is, for messages about a rank that failed; called from the watch's thread."""
         run = self._run
         if run is None:
             return {}
         hook = run.metrics.table.hook
-        place = {"hook": hook, "stage": self.state.stage, "epoch": self.progress.epochs, "step": self.progress.steps}
+        place: dict[str, object] = {
+            "hook": hook,
+            "stage": self.state.stage,
+            "epoch": self.progress.epochs,
+            "step": self.progress.steps,
+        }
         if self.state.stage == "train":
             place["batch"] = run.batch_idx
         return place
@@ -550,7 +561,7 @@ class Trainer(TrainerAttributes):
             watch.report(error)
         return cause
 
-    def _plan(self, verb: str, given: dict[str, Any]) -> begin.Plan:
+    def _plan(self, verb: str, given: dict[str, DataLoaders]) -> begin.Plan:
         arguments = self._arguments
         return begin.Plan(
             trainer=self,
@@ -587,7 +598,7 @@ class Trainer(TrainerAttributes):
             seconds_since_validation=self.fit_loop.seconds_since_validation,
         )
 
-    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, DataLoaders]) -> Run:
         """Attach module and data, start the processes, and run the hooks up to `configure_model`."""
         module = begin.unwrapped(model)
         self._note_compiler(model, module)
@@ -612,7 +623,7 @@ class Trainer(TrainerAttributes):
         return self._run
 
     def _begin_fit(
-        self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: dict[str, Any] | None
+        self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
     ) -> Callable[[], None] | None:
         """Restore, build optimizers, open the data; return what puts back random number generators, to be called last.
 
@@ -657,7 +668,7 @@ class Trainer(TrainerAttributes):
         return is_reached(self, progress.samples, progress.tokens)
 
     def _begin_evaluation(
-        self, verb: str, model: nn.Module | None, dataloaders: Any, ckpt_path: str | Path | None,
+        self, verb: str, model: nn.Module | None, dataloaders: DataLoaders, ckpt_path: str | Path | None,
         datamodule: DataModule | None, *, is_trusted: bool,
     ) -> tuple[Run, EvalLoader]:  # fmt: skip
         """Attach module and data, load the weights that are meant, and return the run and its loaders."""
@@ -771,7 +782,7 @@ class Trainer(TrainerAttributes):
                 callback.forget_run()
                 vars(callback)["_adopted_by"] = self._identity
 
-    def _take_before(self, model: nn.Module) -> dict[str, Any] | None:
+    def _take_before(self, model: nn.Module) -> StateDict | None:
         """Return what the last fit left for one that continues it; None where there is none."""
         if not self.progress.total_batches:
             return None
@@ -779,7 +790,7 @@ class Trainer(TrainerAttributes):
 
         return take(self, begin.unwrapped(model))
 
-    def spawned_states(self, module: nn.Module) -> dict[str, Any] | None:
+    def spawned_states(self, module: nn.Module) -> StateDict | None:
         """Return the states with which the last fit in other processes ended; {} if it was of another module."""
         if self._spawned_checkpoint is None:
             return None
@@ -901,7 +912,7 @@ class Trainer(TrainerAttributes):
         own = run.lifecycle.own("on_validation_model_zero_grad")
         if own is not None:
             own()
-        # Else the module may be accumulating, or the window goes on after the epoch's end.
+        # Else the module may be accumulating, or the window continues after the epoch's end.
         elif run.is_automatic and not (run.carried is not None and run.carried.count):
             run.module.zero_grad()
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
@@ -944,7 +955,7 @@ class Trainer(TrainerAttributes):
 
     # --- what the trainer does at events, between everybody's hooks and the checkpoints -------------------------------
 
-    def _after_batch(self, *_: Any) -> None:
+    def _after_batch(self, *_: object) -> None:
         run = self._run
         assert run is not None
         if not run.at_boundary or not run.has_stepped:
@@ -1006,7 +1017,7 @@ class Trainer(TrainerAttributes):
             raise ModuleError(f"{what} was called outside of a run.", fix="call it in a hook, or in training_step.")
         return self._run
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run a backward pass in manual optimization; modules call `self.manual_backward`."""
         manual.manual_backward(self._present("manual_backward"), loss, *args, **kwargs)
 
@@ -1038,7 +1049,7 @@ class Trainer(TrainerAttributes):
         return run
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Send host numbers to all loggers. A logger that fails is said once and left out; training goes on.
+        """Send host numbers to all loggers. A logger that fails is reported once and left out; training continues.
 
         Args:
             metrics: Key -> number. A key `step` sets the x axis.
@@ -1066,7 +1077,7 @@ class Trainer(TrainerAttributes):
             self.output.write_hyperparameters([module, self._run.datamodule], graph_of)
 
     def synchronize_metrics(self, *names: str) -> None:
-        """Let `callback_metrics` and `metric_step` hold the same for these keys on all ranks, until they log them anew.
+        """Make `callback_metrics` and `metric_step` equal on all ranks for these keys, until a rank logs them again.
 
         Call it before a decision that follows from a value that is logged in steps. Each gets the newest value, reduced
         over the ranks that have logged it, as at the end of an epoch: a mean by its weights. Nothing happens with one
@@ -1079,7 +1090,7 @@ class Trainer(TrainerAttributes):
         if self.ranks_answer:
             self._metrics.synchronize(names)
 
-    def managed_schedulers(self) -> list[Any]:
+    def managed_schedulers(self) -> list[Any]:  # Any: schedules of any library
         """Return the schedules that a module steps itself; `Module.lr_schedulers` hands them out."""
         if self.world_size == 1:
             return [config.scheduler for config in self.lr_scheduler_configs]
@@ -1097,7 +1108,7 @@ class Trainer(TrainerAttributes):
         every = self._arguments.log_every_n_steps
         return bool(every) and self._metrics.step % cast(int, every) == 0
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:  # Any: the arguments of the builtin
         """Print on rank 0, above the progress bar."""
         bar = self.progress_bar_callback
         if bar is not None and not kwargs.get("file"):
@@ -1113,7 +1124,7 @@ class Trainer(TrainerAttributes):
             self.print("\n".join([f"{title:<{width}}", "-" * (width + 14), *rows]))
 
     def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: object = None
     ) -> None:
         """Write a checkpoint, atomically. On every rank.
 
@@ -1135,7 +1146,7 @@ class Trainer(TrainerAttributes):
         self.save_checkpoint_to([filepath], weights_only, storage_options)
 
     def save_checkpoint_to(
-        self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: Any = None
+        self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: object = None
     ) -> None:
         """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
         run = self.latest_run()
@@ -1178,8 +1189,8 @@ class Trainer(TrainerAttributes):
         """
         self.saving.then(done, failed)
 
-    def batch_size_of(self, batch: Any) -> int | None:
-        """Return how many samples a batch of the present loader has; None where nobody can know."""
+    def batch_size_of(self, batch: Batch) -> int | None:
+        """Return how many samples a batch of the present loader has; None where it is unknown."""
         sizes = self._metrics.sizes
         return find_batch_size(batch) if sizes is None else sizes.of(batch)
 
@@ -1192,7 +1203,7 @@ class Trainer(TrainerAttributes):
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
         return self.world_size > 1 and self.fabric.watch is not None and (self._run is None or self._run.ranks_answer)
 
-    def _launch(self, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
+    def _launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
         """Run a verb in new processes, and take back what it changed there."""
         from .setup import spawned
 
@@ -1207,7 +1218,7 @@ class Trainer(TrainerAttributes):
         """What the ranks of the present run agree on; None with one process."""
         return self._run.stop_coordination if self._run is not None else None
 
-    def take_back(self, module: nn.Module, result: dict[str, Any]) -> None:
+    def take_back(self, module: nn.Module, result: StateDict) -> None:
         """Take what a verb that ran in other processes changed there; called by trainer/setup/spawned.py."""
         checkpoint = result.get("checkpoint")
         if checkpoint is not None:
@@ -1259,7 +1270,7 @@ class Trainer(TrainerAttributes):
             total = sum(math.ceil(num_batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(limit))
         return min(total, max_steps)
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
         """Return a context in which modules are created on the device, with the precision's dtype."""
         return self.fabric.init_module(empty_init=empty_init)
 
@@ -1270,7 +1281,7 @@ _PER_RANK = {
 }  # fmt: skip
 
 
-def _log_nothing(*_: Any) -> None:
+def _log_nothing(*_: object) -> None:
     """Stand for `log` in barebones mode."""
 
 

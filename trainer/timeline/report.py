@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .timeline import STEP_PHASES
 
@@ -82,7 +82,7 @@ class TimelineReport:
         """Part of each phase in the whole fit; their sum is 1, or 0 without any time."""
         return {phase: taken / self.total_s if self.total_s else 0.0 for phase, taken in self.seconds.items()}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON and loggers."""
         names = self.__dataclass_fields__
         return {**{name: getattr(self, name) for name in names}, "advice": list(self.advice),

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from ...protocols import Tree
 
 __all__ = ["DevicePeak", "OperationCounter", "OperationCounts", "measure_peak"]
 
@@ -138,7 +141,7 @@ def measure_peak(device: torch.device, *, size: int | None = None) -> DevicePeak
     return DevicePeak(2 * size**3 / product_s, 2 * long.nbytes / copy_s)
 
 
-def _best(function: Any, device: torch.device) -> float:
+def _best(function: Callable[[], object], device: torch.device) -> float:
     times = []
     with torch.no_grad():
         for _ in range(_ROUNDS + 1):  # the first one warms up
@@ -155,5 +158,5 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _count_bytes(tree: Any) -> int:
+def _count_bytes(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

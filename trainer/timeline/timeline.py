@@ -25,16 +25,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from ...data.stream import BatchStream
+    from ...protocols import Batch
     from ..lifecycle import Lifecycle
     from ..run import Run, StepPlan
     from .report import TimelineReport
     from .roofline import OperationCounter, OperationCounts
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = ["STEP_PHASES", "WHOLE_PHASES", "StepRecord", "Timeline"]
 
@@ -50,8 +54,8 @@ _STEP_EVENTS = (
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
 )  # fmt: skip
 _IN_A_ROW = 3  # measured right after the first step
-# Measuring a step costs about 25 us on the host, and 100 us more with device events: one step in so many is measured
-# where the shortest one seen took at least so long. Then what measuring adds stays below 0.3 %, or 0.3 us per step.
+# Measuring a step costs about 25 us on the host, and 100 us more with device events. Each pair: minimum duration of the
+# shortest step, and steps per measured step. Measuring then adds below 0.3 %, or 0.3 us per step.
 _EVERY_BY_NS = ((10_000_000, 1), (3_000_000, 10), (0, 100))
 _DEVICE_FACTOR = 5
 _NS_PER_S = 1e9
@@ -78,14 +82,14 @@ class StepRecord:
 
 
 class Timeline:
-    """Measures the phases of a fit; `report()` says what they mean. Each fit begins anew.
+    """Measures the phases of a fit; `report()` says what they mean. Each fit starts from zero.
 
     Set the attributes before `fit`. On several ranks each has its own.
 
     Attributes:
         is_enabled: Whether `fit` measures; False under `barebones=True`.
-        every: One step in so many is measured on average; 1 is each. None: each if steps take 10 ms, one in 10 if they
-            take 3 ms, else one in 100.
+        every: Average number of steps per measured step; 1 measures each. None: each step if steps take 10 ms, one in
+            10 if they take 3 ms, else one in 100.
         synchronize: Whether a measured step waits for the device between phases. Phases are then true on any device,
             and that step loses the overlap of host and device.
         counts_operations: Whether one step, which is not timed, counts the floating-point operations and the bytes
@@ -104,7 +108,7 @@ class Timeline:
         self.counts_operations = False
         self._clock: Callable[[], int] = perf_counter_ns
         # What notes the time in a device's stream; None where the host's clock is the one that counts.
-        self._make_event: Callable[[], Any] | None = None
+        self._make_event: Callable[[], torch.Event] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -128,19 +132,19 @@ class Timeline:
         self._opened_ns = 0
         self._begin_steps = 0
         self._end_steps = 0
-        self._marks: list[tuple[str, Any]] | None = None
-        self._pending: deque[tuple[int, float, list[tuple[str, Any]]]] = deque(maxlen=64)
+        self._marks: list[tuple[str, torch.Event]] | None = None
+        self._pending: deque[tuple[int, float, list[tuple[str, torch.Event]]]] = deque(maxlen=64)
         self._num_idle = 0
         self._num_asked = 0
         self._rest = "loop"
-        self._next_batch: Callable[[], Any] | None = None
-        self._communication: list[tuple[Any, str]] = []  # methods of a sharded model that are measured
+        self._next_batch: Callable[[], Batch] | None = None
+        self._communication: list[tuple[object, str]] = []  # methods of a sharded model that are measured
         self._plan: StepPlan | None = None
         self._bare: tuple[StepPlan, Lifecycle] | None = None
         self._timed: tuple[StepPlan, Lifecycle] | None = None
         self._random = random.Random(0)  # the global generators are training's
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = {**self.__dict__, "_bare": None, "_timed": None, "_plan": None, "_marks": None, "_counter": None}
         state["_communication"] = []
         return {**state, "_pending": deque(maxlen=64), "_make_event": None}
@@ -181,7 +185,7 @@ class Timeline:
             return
         self._end_steps = run.progress.steps
         if self._pending:
-            self._pending[-1][2][-1][1].synchronize()  # the fit is over: waiting costs nobody anything
+            self._pending[-1][2][-1][1].synchronize()  # the fit is over: waiting costs nothing
             self._read_events()
         self._exposed_s = exposed_communication(run.model)
 
@@ -264,10 +268,10 @@ class Timeline:
         self._swap_out(run)
         self.due = run.progress.total_batches
 
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, phase: str, function: Callable[P, T]) -> Callable[P, T]:
         """Return the function, its time counted as the phase."""
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
             outer = self._phase
             self._turn_to(phase)
             try:
@@ -280,7 +284,7 @@ class Timeline:
     # --- measuring ---------------------------------------------------------------------------------------------------
 
     def _turn_to(self, phase: str | None = None) -> None:
-        """Count the time until now as the present phase's, and go on with this one; None: the same."""
+        """Count the time until now as the present phase's, then switch to this one; None: the same."""
         if self.is_open:
             if self.synchronize:
                 _synchronize(self._device)
@@ -355,11 +359,11 @@ class Timeline:
             # Within the module's own training_step these two events stand around each backward pass.
             before, after = twin.on_before_backward, twin.on_after_backward
 
-            def begin_backward(*args: Any) -> None:
+            def begin_backward(*args: object) -> None:
                 before(*args)
                 self.enter("backward")
 
-            def end_backward(*args: Any) -> None:
+            def end_backward(*args: object) -> None:
                 self.leave()
                 after(*args)
 
@@ -367,12 +371,12 @@ class Timeline:
         return twin
 
     def _swap_stream(self, stream: BatchStream) -> None:
-        # Reading may happen in any of the three: where nobody knows a length, asking for more means to read ahead.
+        # Reading may happen in any of the three: where the length is unknown, asking for more means to read ahead.
         self._next_batch = stream.next_batch
         for name in ("next_batch", "has_next", "remaining"):
             vars(stream)[name] = self.timed("data", getattr(stream, name))
 
-    def _swap_communication(self, model: Any) -> None:  # Any: whatever the strategy made of the module
+    def _swap_communication(self, model: object) -> None:
         calls = getattr(model, "communication_calls", None)
         self._communication = [] if calls is None else calls()
         for owner, name in self._communication:
@@ -459,7 +463,7 @@ class Timeline:
 
         return make_report(self)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the report and the measured steps as plain values, for JSON."""
         records = [{"step": one.step, "start_s": one.start_s, "phases": one.phases} for one in self.records]
         return {"version": 1, **self.report().as_dict(), "records": records}
@@ -475,7 +479,7 @@ class Timeline:
             json.dump(self.as_dict(), file)
 
 
-def exposed_communication(model: Any) -> float:  # Any: whatever the strategy made of the module
+def exposed_communication(model: object) -> float:
     """Return the seconds per step in which backward was computed and gradients were still being averaged.
 
     By torch's DistributedDataParallel, which measures the first ten of its steps, and one in a hundred after that. It
