@@ -36,19 +36,19 @@ __all__ = ["Module"]
 
 
 class Module(nn.Module):
-    """A model together with how it is trained: steps, optimizers and hooks.
+    """A model with its training code: steps, optimizers and hooks.
 
-    Override `training_step` and `configure_optimizers`, and any hook of docs/lifecycle.md. A hook that is not
-    overridden costs nothing.
+    Override `training_step`, `configure_optimizers` and the hooks that you need; docs/lifecycle.md lists them. A hook
+    that is not overridden costs nothing.
 
     Attributes:
-        automatic_optimization: False means that `training_step` calls backward and steps optimizers itself.
-        strict_loading: Whether loading a checkpoint needs exactly the module's keys.
-        example_input_array: Input for summaries and graphs: what `forward` takes, a tensor, tuple or dict.
+        automatic_optimization: Whether the trainer calls backward and steps the optimizer; else `training_step` does.
+        strict_loading: Whether the keys of a loaded checkpoint must match those of the module exactly.
+        example_input_array: Example input of `forward`, for summaries, graphs and exports: a tensor, tuple or dict.
         prepare_data_per_node: Whether `prepare_data` runs on each node, or on global rank 0 only.
-        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batch.
-        compile_blocks: Submodules that `compile=` compiles one by one, with a graph that they share: classes, names of
-            classes, or a function of a module. None: what is repeated in a ModuleList or Sequential; (): none.
+        allow_zero_length_dataloader_with_multiple_devices: Whether the loader of a rank may be empty.
+        compile_blocks: Submodules that `compile=` compiles separately, with a shared graph: classes, names of classes,
+            or a predicate on modules. None selects the repeated blocks of a ModuleList or Sequential; () nothing.
     """
 
     automatic_optimization: bool = True
@@ -108,7 +108,7 @@ class Module(nn.Module):
 
     # Any: steps and forward take what the user declares; with it, type checkers accept every signature in a subclass.
     def forward(self, *args: Any, **kwargs: Any) -> StepOutput:
-        """Compute the module's output; what `predict_step` calls by default."""
+        """Compute the output of the module. `predict_step` calls it by default."""
         return super().forward(*args, **kwargs)  # nn.Module's own error
 
     def training_step(self, *args: Any, **kwargs: Any) -> StepOutput:
@@ -143,11 +143,11 @@ class Module(nn.Module):
         raise NotImplementedError
 
     def configure_callbacks(self) -> Callback | Sequence[Callback]:
-        """Return a callback, or several, that belong to this module; they replace the trainer's of the same class."""
+        """Return one or several callbacks of this module; they replace the trainer's of the same class."""
         return []
 
     def configure_model(self) -> None:
-        """Build layers under strategy and precision. Called at the beginning of each verb: must be idempotent."""
+        """Build layers under the strategy and precision. Called at the beginning of each run; must be idempotent."""
 
     def configure_sharded_model(self) -> None:
         """Older name of `configure_model`."""
@@ -155,7 +155,7 @@ class Module(nn.Module):
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or preprocess; once per node, before `setup`. Assign no state here."""
+        """Download or preprocess data. Called once per node, before `setup`; must not assign state."""
 
     def setup(self, stage: str) -> None:
         """Called on every process at the beginning of "fit", "validate", "test" or "predict"."""
@@ -284,7 +284,7 @@ class Module(nn.Module):
         self.eval()
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called before the gradients are zeroed at the first micro-batch of a window."""
+        """Called before the gradients are zeroed, at the first micro-batch of a window."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Called before each backward pass."""
@@ -299,7 +299,7 @@ class Module(nn.Module):
         """Add entries to a checkpoint: tensors and plain values."""
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Read entries of a checkpoint, before its states are put back."""
+        """Read entries of a checkpoint, before its states are restored."""
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Change a batch on the host."""
@@ -326,7 +326,7 @@ class Module(nn.Module):
         optimizer: Any,  # Any: torch's, or the wrapper that the trainer passes
         optimizer_closure: Callable[[], Any] | None = None,  # Any: a loss, in the form that the optimizer expects
     ) -> None:
-        """Step the optimizer. The closure hands back the loss, which was computed before; it may be called or not."""
+        """Step the optimizer. The closure returns the loss, which is already computed; calling it is optional."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -334,7 +334,7 @@ class Module(nn.Module):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:  # Any: a schedule of any library, and its input
-        """Step a schedule; `metric` is None for schedules that read none."""
+        """Step a learning rate schedule; `metric` is None for schedules that do not take one."""
         if metric is None:
             scheduler.step()
         else:
@@ -350,9 +350,9 @@ class Module(nn.Module):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_tokens(self, batch: Batch) -> int:
-        """Return the number of tokens in a training batch, for `Trainer(max_tokens=)`, which calls it on the host.
+        """Return the number of tokens in a training batch, for `Trainer(max_tokens=)`. Called on the host.
 
-        By default each position of `batch["input_ids"]`, or of the batch's first tensor of integers, padding included.
+        The default counts the positions of `batch["input_ids"]`, or of the first integer tensor, padding included.
         """
         from ..data.tokens import count_tokens
 
@@ -377,30 +377,30 @@ class Module(nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep a value for progress bar, loggers and callbacks. It stays on its device; nothing waits for it.
+        """Log a value for the progress bar, loggers and callbacks. It stays on its device, without a host sync.
 
         Args:
             name: Key. With several evaluation loaders `/dataloader_idx_N` is appended.
             value: A number, a tensor of one element on any device, `lw.Loss`, or a torchmetrics metric.
-            prog_bar: Whether the bar shows it.
+            prog_bar: Whether the progress bar shows it.
             logger: Whether the loggers get it; None means True.
-            on_step: Log the value of each window at log boundaries (the weighted mean over its micro-batches). None
-                takes the hook's default; with on_epoch too, the keys are `name_step` and `name_epoch`.
-            on_epoch: Log the value over the epoch.
-            reduce_fx: "mean" (weighted), "sum", "min" or "max" over an epoch.
-            enable_graph: Keep the autograd graph.
-            sync_dist: With several ranks, let the value of a step at a log boundary be that of all ranks; without it,
-                it is rank 0's. The value of an epoch is that of all ranks in any case.
-            sync_dist_group: Accepted for compatibility: values are joined over all ranks.
+            on_step: Whether a window's value (the weighted mean over its micro-batches) is logged at log boundaries.
+                None is the default of the hook; with on_epoch, the keys are `name_step` and `name_epoch`.
+            on_epoch: Whether the value over the epoch is logged.
+            reduce_fx: Reduction over an epoch: "mean" (weighted), "sum", "min" or "max".
+            enable_graph: Whether the autograd graph is kept.
+            sync_dist: Whether step values are reduced over all ranks; if False, they are those of rank 0. Epoch values
+                are always reduced over all ranks.
+            sync_dist_group: Accepted for compatibility: values are reduced over all ranks.
             add_dataloader_idx: Whether the loader's number is appended to the key.
             batch_size: Weight of the value in means. None takes it from `lw.Loss`, or from the batch where all its
                 tensors agree on the first dimension.
             metric_attribute: Accepted for compatibility; a metric object needs no name.
-            rank_zero_only: Whether rank 0's values are the only ones that count. Rank 0 alone may log any key, with or
-                without this: no rank waits for another.
+            rank_zero_only: Whether only the values of rank 0 count. In either case a key may be logged on rank 0
+                alone: no rank waits for another.
 
         Raises:
-            ModuleError: The value, the key or the place does not fit, or a weight is needed and unknown.
+            ModuleError: The value or key is invalid, logging is not allowed here, or a required weight is unknown.
         """
         log = self._log
         if log is None:
@@ -446,7 +446,7 @@ class Module(nn.Module):
             print(*args, **kwargs)  # noqa: T201
 
     def _log_without_run(self, values: Mapping[str, object]) -> None:
-        """In a loop of the user's own, send values to the Fabric's loggers as they come."""
+        """Send values to the loggers of the Fabric immediately, in a handwritten loop."""
         if self._fabric is not None and self._fabric.loggers:
             self._fabric.log_dict(values)
         else:
@@ -462,8 +462,8 @@ class Module(nn.Module):
         """Return the optimizer, or the list of them when there are several.
 
         Args:
-            use_pl_optimizer: Return the wrapper whose `step` scales and fires hooks; False returns torch's own object.
-                Steps of either count.
+            use_pl_optimizer: Whether to return the wrapper, whose `step` scales gradients and calls hooks, or torch's
+                optimizer. Steps of either are counted.
         """
         managed = self.trainer.managed_optimizers
         chosen: Sequence[object] = managed if use_pl_optimizer else [m.optimizer for m in managed]
@@ -497,8 +497,8 @@ class Module(nn.Module):
         """Clip the optimizer's gradients, unscaled first where precision scales.
 
         Args:
-            optimizer: Whose parameters.
-            gradient_clip_val: Largest norm or value; None takes the Trainer's, and no value means no clipping.
+            optimizer: Optimizer of the parameters.
+            gradient_clip_val: Maximum norm or value; None takes the Trainer's. Without either, nothing is clipped.
             gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's, else "norm".
 
         Returns:
@@ -512,7 +512,7 @@ class Module(nn.Module):
         self.trainer.toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Give each parameter back what `toggle_optimizer` changed."""
+        """Undo `toggle_optimizer`."""
         self._require_manual("untoggle_optimizer")
         self.trainer.untoggle(optimizer)
 
@@ -530,13 +530,13 @@ class Module(nn.Module):
             )
 
     def freeze(self) -> Self:
-        """Turn off gradients of all parameters and switch to evaluation."""
+        """Disable gradients of all parameters and switch to evaluation mode."""
         for parameter in self.parameters():
             parameter.requires_grad = False
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Turn on gradients of all parameters and switch to training."""
+        """Enable gradients of all parameters and switch to training mode."""
         for parameter in self.parameters():
             parameter.requires_grad = True
         return self.train()
@@ -553,11 +553,11 @@ class Module(nn.Module):
         """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
 
         Args:
-            args: Names to keep, or one dict, namespace or OmegaConf object that becomes the hyperparameters. None of
-                them keeps every argument.
+            args: Names to keep, or one dict, namespace or OmegaConf object that becomes the hyperparameters. By default
+                every argument is kept.
             ignore: A name, or names, to leave out.
             frame: Frame to read the arguments from; the caller's by default.
-            logger: Whether loggers get them.
+            logger: Whether they are sent to the loggers.
         """
         import inspect
 
@@ -573,7 +573,7 @@ class Module(nn.Module):
 
     @property
     def hparams_initial(self) -> Any:  # Any: as `hparams`
-        """Copy of the hyperparameters from when they were saved."""
+        """Copy of the hyperparameters as they were saved."""
         return self._hparams_initial
 
     @classmethod
@@ -594,7 +594,7 @@ class Module(nn.Module):
             hparams_file: A .yaml or .csv file with hyperparameters that replace the saved ones.
             strict: Whether keys must match exactly; None takes the module's `strict_loading`.
             weights_only: False also unpickles entries that were marked as trusted when saved.
-            kwargs: Arguments of `__init__`; they win over the saved ones.
+            kwargs: Arguments of `__init__`; they take precedence over the saved ones.
 
         Raises:
             CheckpointError: The file is damaged, or has no weights.

@@ -454,7 +454,7 @@ class Trainer(TrainerAttributes):
 
     @contextmanager
     def _running(self, verb: str) -> Iterator[None]:
-        """Guard a verb: signals, the state, and what has to happen when it fails."""
+        """Run a verb with signal handlers and the trainer's state set, and clean up when it fails."""
         if self._run is not None:
             raise ConfigError(
                 f"trainer.{verb} was called while trainer.{self.state.fn} is running.",
@@ -490,7 +490,7 @@ class Trainer(TrainerAttributes):
 
     @property
     def training_rng(self) -> TrainingRng:
-        """Where training is in its random numbers."""
+        """State of training's random number generators."""
         if self._training_rng is None:
             from .loop.training_rng import TrainingRng
 
@@ -508,7 +508,7 @@ class Trainer(TrainerAttributes):
         return requeue_signal(self)
 
     def _connect_ranks(self) -> None:
-        """Let this rank watch the others, and agree with them on where to stop; nothing with one process."""
+        """Connect this rank to the others, to detect failures and stop at the same step; a no-op with one process."""
         watch = self.fabric.watch
         if watch is None:
             return
@@ -953,7 +953,7 @@ class Trainer(TrainerAttributes):
         self._metrics.is_weighing_steps = size > 1
         return size
 
-    # --- what the trainer does at events, between everybody's hooks and the checkpoints -------------------------------
+    # --- what the trainer does at events, between the hooks and the checkpoints -------------------------------
 
     def _after_batch(self, *_: object) -> None:
         run = self._run
@@ -1128,15 +1128,15 @@ class Trainer(TrainerAttributes):
     ) -> None:
         """Write a checkpoint, atomically. On every rank.
 
-        In a hook, everybody else hears of the event first (other callbacks, the module, loggers), so that the
-        checkpoint holds the state after the event and a resumed run misses nothing of it. The hook cannot log after it.
+        In a hook, the remaining listeners of the event (other callbacks, the module, loggers) are called first, so that
+        the checkpoint holds the state after the event. The hook cannot log afterwards.
 
         With `AsyncCheckpointIO` it returns during a run as soon as the state is copied: see `wait_for_save`.
 
         Args:
             filepath: A path, or an fsspec URL.
-            weights_only: Leave out optimizers, schedules, callbacks, and everything else that only training needs.
-            storage_options: Handed to the checkpoint plugin.
+            weights_only: Whether to leave out optimizers, schedules, callbacks, and all else that only training needs.
+            storage_options: Passed to the checkpoint plugin.
 
         Raises:
             CheckpointError: Called between two micro-batches of one window, or between the start and the last batch of
