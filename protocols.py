@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "Batch",
+    "Gather",
     "Loader",
     "Loaders",
     "MapLocation",
@@ -21,6 +22,8 @@ __all__ = [
     "StoredTensor",
     "Tree",
 ]
+
+T = TypeVar("T")
 
 Batch: TypeAlias = Any  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
 StepFunction: TypeAlias = Callable[..., Any]  # a step of a module: takes what the user declared, returns a StepOutput
@@ -51,6 +54,14 @@ class Loader(Protocol):
 
     def __iter__(self) -> Iterator[Any]:
         """Start a new pass over the data."""
+        ...
+
+
+class Gather(Protocol):
+    """A function that returns the objects of all ranks in rank order, on every rank."""
+
+    def __call__(self, obj: T, /) -> list[T]:
+        """Return this rank's object among those of the others."""
         ...
 
 

@@ -14,19 +14,18 @@ from torch.optim import Optimizer
 
 from ...checkpoint.content import PARAM_NAMES
 from ...errors import CheckpointError
+from ...protocols import StateDict
 
 if TYPE_CHECKING:
     from ..loop.schedule import LRSchedulerConfig
 
 __all__ = ["all_names", "describe", "differences", "fit_groups", "names_of"]
 
-# Any in this file: values of parameter groups and of states, which are of any kind.
-
 _NOT_GIVEN = ("params", PARAM_NAMES, "lr", "initial_lr")
 _COMPILED = "_orig_mod."
 
 
-def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]) -> dict[str, list[Any]]:
+def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]) -> StateDict:
     """Return what was configured, as plain values. To be called before anything is stepped or restored."""
     return {
         "optimizers": [
@@ -40,9 +39,7 @@ def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerCon
     }
 
 
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], put_back: Sequence[tuple[Mapping[str, Any], Sequence[int]]]
-) -> list[str]:
+def differences(before: StateDict, now: StateDict, put_back: Sequence[tuple[StateDict, Sequence[int]]]) -> list[str]:
     """Return a line for each value that was configured otherwise than for the run that is resumed.
 
     Args:
@@ -77,7 +74,7 @@ def differences(
     return lines
 
 
-def names_of(module: nn.Module, optimizer: Any) -> list[list[str]] | None:
+def names_of(module: nn.Module, optimizer: Any) -> list[list[str]] | None:  # Any: DeepSpeed's have more attributes
     """Return the names of an optimizer's parameters by group; None if it has some that are not the module's."""
     names = {id(one): name for name, one in all_names(module)}
     # DeepSpeed's engine has put flat tensors into `param_groups`.
@@ -94,13 +91,13 @@ def all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def fit_groups(
-    state: Mapping[str, Any],
+    state: StateDict,
     saved: Sequence[Sequence[str]],
     own: Sequence[Sequence[str]],
     *,
     known: Collection[str],
     name: str,
-) -> tuple[dict[str, Any], list[int]]:
+) -> tuple[StateDict, list[int]]:
     """Return a state in the order of an optimizer's groups and parameters, and which saved group each group was.
 
     Args:
@@ -142,27 +139,27 @@ def fit_groups(
     return {**state, "state": entries, "param_groups": fitted}, found
 
 
-def _hyperparameters(group: Mapping[str, Any], *, of_start: bool = True) -> Iterator[tuple[str, Any]]:
+def _hyperparameters(group: Mapping[str, object], *, of_start: bool = True) -> Iterator[tuple[str, object]]:
     """Yield what a group was given. A schedule may have changed `lr` already: then the group has its `initial_lr`."""
     lr = group.get("initial_lr", group.get("lr")) if of_start else group.get("lr")
     yield "lr", lr
     yield from ((key, value) for key, value in group.items() if key not in _NOT_GIVEN)
 
 
-def _plain(values: Any) -> dict[str, Any]:
+def _plain(values: Mapping[str, object] | Iterator[tuple[str, object]]) -> StateDict:
     """Return the values that a checkpoint can hold and that can be compared. Reads rates that are tensors."""
     pairs = values.items() if isinstance(values, Mapping) else values
     read = ((key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value) for key, value in pairs)
     return {key: value for key, value in read if _is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _class_changed(where: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _class_changed(where: str, old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     if old["class"] == new["class"]:
         return []
     return [f"{where} is {new['class']}, and the checkpoint's is {old['class']}"]

@@ -46,7 +46,7 @@ def requeue(trainer: Trainer) -> None:
     logger.warning("the run is saved in %s", path)
     for old in sorted(found)[: -(_KEPT - 1)]:
         trainer.strategy.checkpoint_io.remove_checkpoint(found[old])
-    cluster: Any = trainer.fabric.cluster_environment
+    cluster: Any = trainer.fabric.cluster_environment  # Any: an environment with `requeue`
     cluster.requeue()
 
 

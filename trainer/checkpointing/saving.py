@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
+from ...protocols import StateDict, StorageOptions
 from ..loop.run_signals import add_place
 from . import snapshot
 
@@ -57,7 +58,14 @@ class Saving:
         """Whether a save returns before the file is complete."""
         return bool(getattr(self._trainer.strategy.checkpoint_io, "is_background", False))
 
-    def save(self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any) -> None:
+    def save(
+        self,
+        run: Run,
+        filepaths: Sequence[str | Path],
+        *,
+        is_weights_only: bool,
+        storage_options: StorageOptions | None,
+    ) -> None:
         """Take a checkpoint and write it to each path.
 
         Raises:
@@ -96,7 +104,12 @@ class Saving:
             )
 
     def _collect_and_write(
-        self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: Any
+        self,
+        run: Run,
+        filepaths: Sequence[str | Path],
+        *,
+        is_weights_only: bool,
+        storage_options: StorageOptions | None,
     ) -> None:
         trainer, strategy = self._trainer, self._trainer.strategy
         ranks_answer = trainer.ranks_answer
@@ -127,12 +140,14 @@ class Saving:
             return
         self._begin_wait(filepaths)
 
-    def write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
+    def write(
+        self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: StorageOptions | None
+    ) -> None:
         """Write a checkpoint that was taken already, in another process say."""
         self._write(checkpoint, filepaths, storage_options)
         self._begin_wait(filepaths)
 
-    def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: Any) -> None:
+    def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         io = self._trainer.strategy.checkpoint_io
         if not self.is_in_background:
             for filepath in filepaths:

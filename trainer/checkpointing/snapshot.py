@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from ...checkpoint import content as contents
 from ...checkpoint.content import Content
 from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError
+from ...protocols import StateDict
 from ..hooks import find_override
 from ..loop import manual
 from ..metrics.metrics import load_metric_states, metric_states
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 # --- out -----------------------------------------------------------------------------------------------------------
 
 
-def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> dict[str, Any]:
+def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> StateDict:
     """Return the checkpoint of a run: tensors and plain values only.
 
     Anything else that a hook or a state holds is refused when the checkpoint is written.
@@ -58,7 +59,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> dict
         has_score: Whether the checkpoint bears the score of the latest validation, and so the weights of then.
     """
     fabric, ranks_answer = run.fabric, run.ranks_answer
-    states: dict[str, Any] = {
+    states: StateDict = {
         "module": fabric.strategy.module_state_dict(run.model),
         "progress": _progress(run),
     }
@@ -66,7 +67,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> dict
         states["module"], after = run.validated.split(states["module"], lambda names: _union(run, names))
         if after and not is_weights_only:
             states["after_validation"] = after
-    extra: dict[str, Any] = _hyperparameters(run.module, "")
+    extra: StateDict = _hyperparameters(run.module, "")
     if run.datamodule is not None:
         extra.update(_hyperparameters(run.datamodule, "datamodule_"))
     if not is_weights_only:
@@ -171,7 +172,7 @@ def counts_batches(callback: Callback) -> bool:
     return hears and find_override(callback, "state_dict", (Callback,)) is not None
 
 
-def _leave_validation(run: Run, states: dict[str, Any]) -> None:
+def _leave_validation(run: Run, states: StateDict) -> None:
     """Let the states be those of training, if a validation is under way."""
     before, progress = run.before_validation, run.progress
     if before is None:
@@ -187,9 +188,9 @@ def _leave_validation(run: Run, states: dict[str, Any]) -> None:
             states["loggers"] = before.loggers
 
 
-def _unfinished(run: Run) -> dict[str, Any]:
+def _unfinished(run: Run) -> StateDict:
     """Return what is still due at the event that is under way; see trainer/checkpointing/unfinished.py."""
-    due: dict[str, Any] = {}
+    due: StateDict = {}
     untold = None if run.is_over else run.lifecycle.untold()
     if untold is not None:
         due["told_later"] = untold
@@ -204,7 +205,7 @@ def _evaluating(module: nn.Module) -> list[str]:
     return [path for path, child in module.named_modules() if not child.training]
 
 
-def stream_state(run: Run) -> dict[str, Any]:
+def stream_state(run: Run) -> StateDict:
     """Return where the data are: within a step that an error broke off, where it began, for it will be repeated."""
     assert run.stream is not None
     position = None if run.at_boundary else run.progress.batches_in_epoch
@@ -214,7 +215,7 @@ def stream_state(run: Run) -> dict[str, Any]:
         return run.stream.state_dict(position)
 
 
-def _progress(run: Run) -> dict[str, Any]:
+def _progress(run: Run) -> StateDict:
     state = run.progress.state_dict()
     if run.state.fn == "fit":
         state["validated_s"] = run.seconds_since_validation()
@@ -233,9 +234,9 @@ def count_data(run: Run) -> tuple[int, int]:
     return progress.samples_before + samples, progress.tokens_before + tokens
 
 
-def logger_states(output: LogOutput) -> dict[str, Any]:
+def logger_states(output: LogOutput) -> StateDict:
     """Return the states of loggers by number and class; those without any are left out."""
-    states: dict[str, Any] = {}
+    states: StateDict = {}
     for index, item in enumerate(output.loggers):
         # A logger writes here what it has pending; one that cannot must not cost the checkpoint.
         output.ask(item, lambda item=item, index=index: states.update(  # type: ignore[misc]
@@ -244,7 +245,7 @@ def logger_states(output: LogOutput) -> dict[str, Any]:
     return {key: state for key, state in states.items() if state}
 
 
-def _callback_states(callbacks: list[Callback]) -> dict[str, Any]:
+def _callback_states(callbacks: list[Callback]) -> StateDict:
     states = {}
     for callback in callbacks:
         state = callback.state_dict()
@@ -253,7 +254,7 @@ def _callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     return states
 
 
-def _hyperparameters(owner: Any, prefix: str) -> dict[str, Any]:  # Any: module or data module
+def _hyperparameters(owner: object, prefix: str) -> StateDict:
     hparams = getattr(owner, "hparams", None)
     if not hparams:
         return {}
@@ -281,7 +282,7 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
 
     strategy = fabric.strategy
 
-    def on_all_ranks(function: Callable[[], Any]) -> Any:
+    def on_all_ranks(function: Callable[[], object]) -> object:
         from ...fabric.on_all_ranks import run_on_all_ranks
 
         return run_on_all_ranks(strategy, function)
@@ -319,7 +320,7 @@ def restore_module(run: Run, content: Content) -> None:
     _restore_callbacks(run.callbacks, checkpoint.get("callbacks", {}))
 
 
-def _restore_callbacks(callbacks: list[Callback], states: Mapping[str, Any]) -> None:
+def _restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
     known = {callback.state_key: callback for callback in callbacks if _has_state(callback)}
     unused = [key for key in states if key not in known]
     if unused:
@@ -333,7 +334,7 @@ def _has_state(callback: Callback) -> bool:
     return find_override(callback, "load_state_dict", (Callback,)) is not None
 
 
-def put_back_loggers(output: LogOutput, states: Mapping[str, Any]) -> None:
+def put_back_loggers(output: LogOutput, states: StateDict) -> None:
     """Let loggers continue in the same files, where `logger_states` saw them. Called before anything is logged."""
     for index, item in enumerate(output.loggers):
         state = states.get(f"{index}-{type(item).__name__}")
@@ -431,8 +432,8 @@ def parameter_names(run: Run) -> list[list[list[str]] | None]:
 
 
 def _load_optimizer(
-    run: Run, optimizer: Optimizer, state: dict[str, Any], saved: list[list[str]] | None, path: str
-) -> tuple[dict[str, Any], list[int]]:
+    run: Run, optimizer: Optimizer, state: StateDict, saved: list[list[str]] | None, path: str
+) -> tuple[StateDict, list[int]]:
     """Put an optimizer's state back, and return it with which of its groups each group was.
 
     Args:

@@ -8,12 +8,13 @@ A save lets everybody else hear of the running event first (`Lifecycle.finish_ev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...callbacks import Callback, Checkpoint
 from ...data.rng import capture_rng, restore_rng
+from ...protocols import StateDict
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -31,7 +32,7 @@ def finish(trainer: Trainer, run: Run) -> None:
         _tell(trainer, run, due["told_later"]["event"], set(due["told_later"]["callbacks"]))
 
 
-def _end_validation(trainer: Trainer, run: Run, rng_of_ranks: list[dict[str, Any]]) -> None:
+def _end_validation(trainer: Trainer, run: Run, rng_of_ranks: list[StateDict]) -> None:
     """Bring on_validation_end, with the module and the random number generators as they are at a validation's end."""
     from . import snapshot
 

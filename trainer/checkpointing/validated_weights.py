@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...protocols import StateDict
 from ..hooks import callback_bases, find_override, module_bases
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ __all__ = ["ValidatedWeights", "may_change_weights"]
 
 _PACKAGE = __name__.partition(".trainer.")[0]
 _EVENT = "on_train_epoch_end"
-
-State = dict[str, Any]  # Any: tensors, and what modules have besides as extra state
 
 
 def may_change_weights(callbacks: list[Callback], module: nn.Module) -> bool:
@@ -47,11 +46,11 @@ class ValidatedWeights:
         state: What `Strategy.module_state_dict` returns.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: StateDict) -> None:
         with torch.no_grad():
             self._state = {name: _copied(value) for name, value in state.items()}
 
-    def split(self, state: State, of_all_ranks: Callable[[list[str]], list[str]]) -> tuple[State, State]:
+    def split(self, state: StateDict, of_all_ranks: Callable[[list[str]], list[str]]) -> tuple[StateDict, StateDict]:
         """Return the state that was validated, and those entries of the present one that differ from it.
 
         Waits for the device. With several ranks: on every rank.
@@ -65,11 +64,11 @@ class ValidatedWeights:
         return {**state, **{name: self._state[name] for name in changed}}, {name: state[name] for name in changed}
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _differs(now: Any, then: Any) -> bool:
+def _differs(now: object, then: Any) -> bool:  # Any: a tensor where `now` is one
     from ...callbacks.averaging.weights import part_of
 
     if not isinstance(now, Tensor):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
+from ...protocols import StateDict
 from . import manual
 from .loss import RanksWindowLoss
 from .schedule import needs_closure
@@ -101,7 +102,7 @@ class CarriedWindow:
 
     # --- state -----------------------------------------------------------------------------------------------------
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> StateDict:
         """Return what a checkpoint holds of the window: nothing where none is under way. On every rank.
 
         Raises:
@@ -117,7 +118,7 @@ class CarriedWindow:
                 fix="resume from the last checkpoint that was saved before.",
             )
         own = [_plain(window.count), _plain(window.total), _plain(window.reference)]
-        state: dict[str, Any] = {"count": self.count, "planned": window.planned}
+        state: StateDict = {"count": self.count, "planned": window.planned}
         if run.has_ranks:
             ranks_window = cast(RanksWindowLoss, window)
             state.update(form=ranks_window.form, scale=ranks_window._scale)
@@ -125,7 +126,7 @@ class CarriedWindow:
         state["losses"] = run.fabric.strategy.gather_objects(own) if gather else [own]
         return {"window": state, "gradients": manual.waiting_gradients(run)}
 
-    def load_states(self, states: Mapping[str, Any], source: str) -> None:
+    def load_states(self, states: StateDict, source: str) -> None:
         """Put back what `states` returned, gradients included.
 
         Raises:
@@ -155,7 +156,7 @@ class CarriedWindow:
         self.count = state["count"]
 
 
-def _plain(value: Any) -> Any:  # Any: a tensor, a number or None
+def _plain(value: object) -> object:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 

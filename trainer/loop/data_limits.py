@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import DataError, ModuleError
 from ...fabric.global_batch import micro_batch_size
+from ...protocols import Batch, Loaders
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -45,15 +46,15 @@ class DataLimits:
         self._largest = (0, 0)  # samples and tokens of this rank's largest step
         self._steps_left = 1  # until counts are exchanged
         self._epoch = -1
-        count: Callable[[Any], Any] | None = getattr(run.module, "count_tokens", None)
+        count: Callable[[Batch], object] | None = getattr(run.module, "count_tokens", None)
         if self._max_tokens is not None and count is None:
             from ...data.tokens import count_tokens as count
         self._count_tokens = count
 
-    def counting(self, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def counting(self, transfer: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
         """Return the function that moves a batch to the device, which then counts it, too."""
 
-        def move(batch: Any) -> Any:
+        def move(batch: Batch) -> Batch:
             if self._max_tokens is not None:
                 self._count(batch)
             moved = transfer(batch)
@@ -67,7 +68,7 @@ class DataLimits:
 
         return move
 
-    def _count(self, batch: Any) -> None:
+    def _count(self, batch: Batch) -> None:
         assert self._count_tokens is not None
         count = self._count_tokens(batch)
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -174,7 +175,7 @@ def steps_until_max_samples(trainer: Trainer, num_batches: int | float, epochs: 
     return steps
 
 
-def _size_of_data(loader: Any) -> int | float:  # Any: whatever the user trains with
+def _size_of_data(loader: Loaders) -> int | float:
     try:
         return len(loader.dataset)
     except (AttributeError, TypeError, NotImplementedError):

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ...data.combined import CombinedLoader
 from ...data.move import move_to_device
+from ...protocols import Batch, Loader, Loaders, StepFunction, StepOutput
 from ..checkpointing.snapshot import note_row_of_validation
 from ..run import Run
 
@@ -33,8 +34,8 @@ class EvalLoader:
         combined: The combined loader where its mode is not sequential.
     """
 
-    original: Any  # Any: whatever collection the user gave
-    loaders: list[Any] = field(default_factory=list)
+    original: Loaders
+    loaders: list[Loader] = field(default_factory=list)
     limits: list[int | float] = field(default_factory=list)
     combined: CombinedLoader | None = None
     _sizes: dict[int, BatchSizes] = field(default_factory=dict)
@@ -61,14 +62,14 @@ class EvalLoader:
             return None
         return int(min(count, limit))
 
-    def __iter__(self) -> Iterator[tuple[int, Iterator[Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, Iterator[Batch]]]:
         """Yield the number of each loader and its batches, up to the limit."""
         for index, (loader, limit) in enumerate(zip(self.loaders, self.limits, strict=True)):
             if limit:
                 yield index, _take(loader, limit)
 
 
-def _take(loader: Any, limit: int | float) -> Iterator[Any]:
+def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
     iterator = iter(loader)
     taken = 0
     while taken < limit:
@@ -95,9 +96,9 @@ class EvalLoop:
         self,
         stage: str,
         *,
-        transfer: Callable[[Any, int], Any],
-        step: Callable[..., Any],
-        context: Callable[[], AbstractContextManager[Any]],
+        transfer: Callable[[Batch, int], Batch],
+        step: StepFunction,
+        context: Callable[[], AbstractContextManager[object]],
         log_every_n_steps: int,
     ) -> None:
         self.stage = stage
@@ -106,7 +107,7 @@ class EvalLoop:
         self._context = context
         self._log_every_n_steps = log_every_n_steps
 
-    def run(self, run: Run, data: EvalLoader, *, keep: bool = False) -> list[list[Any]]:
+    def run(self, run: Run, data: EvalLoader, *, keep: bool = False) -> list[list[StepOutput]]:
         """Evaluate.
 
         Args:
@@ -122,7 +123,7 @@ class EvalLoop:
             run.stop_coordination.begin_phase()
         modes = [(child, child.training) for child in module.modules()]
         (life.own(f"on_{stage}_model_eval") or module.eval)()
-        outputs: list[list[Any]] = [[] for _ in data.loaders]
+        outputs: list[list[StepOutput]] = [[] for _ in data.loaders]
         with torch.no_grad():
             getattr(life, f"on_{stage}_start")()
             getattr(life, f"on_{stage}_epoch_start")()
@@ -145,7 +146,7 @@ class EvalLoop:
             _restore_modes(modes)
         return outputs
 
-    def _batches(self, run: Run, data: EvalLoader, outputs: list[list[Any]] | None) -> None:
+    def _batches(self, run: Run, data: EvalLoader, outputs: list[list[StepOutput]] | None) -> None:
         stage, life, metrics = self.stage, run.lifecycle, run.metrics
         on_start = getattr(life, f"on_{stage}_batch_start")
         on_end = getattr(life, f"on_{stage}_batch_end")

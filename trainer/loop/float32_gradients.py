@@ -7,7 +7,7 @@ are averaged over ranks and scaled, and cast once to the parameters' dtype for c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from ...errors import ConfigError
 from .schedule import needs_closure, parameters_of
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from ..run import Run
     from ..trainer import Trainer
 
@@ -45,7 +47,7 @@ class Float32Gradients:
         self._begin_window, self._finish_window = plan.begin_window, plan.finish_window
         plan.begin_window, plan.finish_window = self._begin, self._finish
         self._sums: dict[Tensor, Tensor] = {}
-        self._handles: dict[Tensor, Any] = {}  # Any: torch's RemovableHandle
+        self._handles: dict[Tensor, RemovableHandle] = {}
 
     def close(self) -> None:
         """Let gradients be as torch makes them again."""

@@ -31,12 +31,13 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import ModuleError
+from ...protocols import StepOutput
 from ..metrics.accumulators import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Loss:
         return self.sum / weight if weight > 0 else torch.zeros_like(self.sum)
 
 
-def read_loss(output: Any) -> Tensor | Loss | None:  # Any: whatever the user's step returned
+def read_loss(output: StepOutput) -> Tensor | Loss | None:
     """Return the loss in what `training_step` returned, or None where the batch is to be skipped.
 
     Raises:
@@ -330,7 +331,7 @@ class RanksWindowLoss(WindowLoss):
         return torch.where(total > 0, wanted / total, torch.zeros_like(total))
 
 
-def _describe(value: Any) -> str:  # Any: what the user passed
+def _describe(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 

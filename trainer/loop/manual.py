@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...protocols import StoredTensor
 from ..run import Run
 from .optimizers import ManagedOptimizer
 from .schedule import needs_closure, parameters_of
@@ -126,7 +126,7 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     return waiting
 
 
-def restore_gradients(run: Run, waiting: list[list[Any]]) -> None:  # Any: tensors, or such that are still in a file
+def restore_gradients(run: Run, waiting: list[list[Tensor | StoredTensor | None]]) -> None:
     """Put back what `waiting_gradients` returned."""
     strategy = run.fabric.strategy
     if strategy.holds_gradients:
@@ -142,7 +142,7 @@ def restore_gradients(run: Run, waiting: list[list[Any]]) -> None:  # Any: tenso
             parameter.grad = None if gradient is None else _placed(gradient, parameter)
 
 
-def _placed(gradient: Any, parameter: Tensor) -> Tensor:  # Any: in memory, or in a file and not read yet
+def _placed(gradient: Tensor | StoredTensor, parameter: Tensor) -> Tensor:
     """Return a gradient as its parameter is: on its device, and sharded where that is."""
     from ...strategies.distributed.shards import as_shards, is_sharded, read_full
 

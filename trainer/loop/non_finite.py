@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import NonFiniteError
+from ...protocols import Gather
 from ..state import Progress
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LossWatch:
         self.policy = policy
         self.keeps = policy in ("warn", "raise")
         self.losses: list[Tensor] = []
-        self.gather: Callable[[Any], list[Any]] | None = None
+        self.gather: Gather | None = None
         self._has_warned = False
         self._told: set[str] = set()
 

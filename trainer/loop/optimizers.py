@@ -31,7 +31,10 @@ class ManagedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, trainer: Trainer, take_step: Callable[[Optimizer, Callable[[], Any] | None], bool]
+        self,
+        optimizer: Optimizer,
+        trainer: Trainer,
+        take_step: Callable[[Optimizer, Callable[[], object] | None], bool],
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
@@ -47,7 +50,7 @@ class ManagedOptimizer:
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:
         """Step the optimizer through precision and strategy.
 
         Args:
@@ -66,9 +69,9 @@ class ManagedOptimizer:
                 f"optimizer.step got a closure of type {type(closure).__name__}.",
                 fix="pass a function without arguments that returns the loss, or nothing.",
             )
-        loss: list[Any] = []
+        loss: list[object] = []
 
-        def once() -> Any:
+        def once() -> object:
             assert closure is not None
             loss.append(closure())
             return loss[-1]

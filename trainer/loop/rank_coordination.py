@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torch import nn
 from ... import __version__
 from ...data.rng import capture_rng, derive_key, restore_rng, seed_global_generators
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
+from ...protocols import Loaders
 
 if TYPE_CHECKING:
     from ...fabric import Fabric
@@ -394,7 +395,7 @@ def require_full(checkpoint: dict[str, object], path: str | Path) -> None:
         )
 
 
-def ordered(strategy: Strategy, outputs: list[list[object]], loaders: list[object]) -> list[list[object]]:
+def ordered(strategy: Strategy, outputs: list[list[object]], loaders: Sequence[object]) -> list[list[object]]:
     """Return predictions of all ranks in the order of the data, on every rank.
 
     Args:

@@ -23,7 +23,7 @@ class RanksPlateau:
         gather: Returns the objects of all ranks in rank order, on every rank.
     """
 
-    def __init__(self, scheduler: Any, gather: Callable[[Any], list[Any]]) -> None:  # Any: see LRSchedulerConfig
+    def __init__(self, scheduler: Any, gather: Callable[[float], list[float]]) -> None:  # Any: see LRSchedulerConfig
         self.__dict__.update(_scheduler=scheduler, _gather=gather)
 
     @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
@@ -35,10 +35,10 @@ class RanksPlateau:
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._scheduler, name, value)
 
-    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> Any:  # Any: a number, or a tensor of one element
+    def step(self, metrics: Tensor | float, *args: object, **kwargs: object) -> object:
         """Step the schedule with the mean of what the ranks pass. On every rank: it communicates.
 
         Raises:

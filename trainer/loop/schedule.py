@@ -43,7 +43,7 @@ class LRSchedulerConfig:
         last_metric_step: `global_step` of the metric value that it was last stepped with: no value counts twice.
     """
 
-    scheduler: Any
+    scheduler: Any  # Any: a schedule of torch, or an object that `lr_scheduler_step` steps
     interval: str = "epoch"
     frequency: int = 1
     monitor: str | None = None
@@ -64,7 +64,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def read_optimizers(
-    returned: Any,  # Any: whatever the user's configure_optimizers returned
+    returned: object,
     *,
     is_automatic: bool,
     has_own_scheduler_step: bool,
@@ -95,7 +95,7 @@ def _wrong_form(detail: str) -> ModuleError:
     return ModuleError(f"configure_optimizers: {detail}.", fix=f"return {_FORMS}.")
 
 
-def _split(returned: Any) -> tuple[list[Any], list[Any]]:
+def _split(returned: object) -> tuple[list[Any], list[Any]]:
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
@@ -118,13 +118,13 @@ def _split(returned: Any) -> tuple[list[Any], list[Any]]:
     raise _wrong_form(f"got {_describe(returned)}")
 
 
-def _describe(returned: Any) -> str:
+def _describe(returned: object) -> str:
     if isinstance(returned, Sequence) and not isinstance(returned, str):
         return f"{type(returned).__name__} of {[type(item).__name__ for item in returned]}"
     return type(returned).__name__
 
 
-def _split_dict(returned: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def _split_dict(returned: Mapping[str, object]) -> tuple[list[Any], list[Any]]:
     if "optimizer" not in returned:
         raise _wrong_form(f"the dict has the keys {sorted(map(str, returned))} and no 'optimizer'")
     extra = set(returned) - {"optimizer", "lr_scheduler", "monitor"}
@@ -141,7 +141,7 @@ def _split_dict(returned: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     return [returned["optimizer"]], [scheduler]
 
 
-def _scheduler_config(raw: Any, *, is_automatic: bool) -> LRSchedulerConfig:
+def _scheduler_config(raw: object, *, is_automatic: bool) -> LRSchedulerConfig:
     if not isinstance(raw, Mapping):
         return LRSchedulerConfig(raw, reduce_on_plateau=isinstance(raw, ReduceLROnPlateau))
     if "scheduler" not in raw:
@@ -202,7 +202,7 @@ def _check_scheduler(
 
 
 def step_scheduler(
-    config: LRSchedulerConfig, metric: Tensor | float | None, override: Callable[[Any, Any], None] | None
+    config: LRSchedulerConfig, metric: Tensor | float | None, override: Callable[[object, object], None] | None
 ) -> None:
     """Step one schedule, through the module's own `lr_scheduler_step` where it has one."""
     if override is not None:
@@ -244,7 +244,7 @@ def step_plateaus(run: Run, epochs: int) -> None:
             _step_plateau(run, config, own)
 
 
-def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[Any, Any], None] | None) -> None:
+def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[object, object], None] | None) -> None:
     """Step a plateau schedule with its metric, unless it has had this very value before. On every rank."""
     name = config.monitor
     assert name is not None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...errors import ModuleError
+from ...protocols import StateDict
 
-__all__ = ["MetricAccumulator", "ScalarAccumulator", "accumulation_dtype", "version_of"]
+__all__ = ["MetricAccumulator", "ScalarAccumulator", "TorchMetric", "accumulation_dtype", "version_of"]
 
 # Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
 # what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
 _CHUNK = 256
 
 Number = Tensor | float
+TorchMetric: TypeAlias = Any  # Any: a metric object of torchmetrics, an optional dependency
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -23,7 +25,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _column(numbers: list[Any], device: torch.device) -> Tensor:
+def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, told apart by `kinds`
     """Return numbers and one-element tensors as one tensor on the device, without reading any of them."""
     dtype = accumulation_dtype(device)
     kinds = set(map(type, numbers))
@@ -113,10 +115,10 @@ class ScalarAccumulator:
         self.weighs = on_epoch
         self.synchronized = 0.0
         self.synchronized_window = -1
-        self.requested: tuple[Any, ...] | None = None  # Any: the raw arguments, compared by ==
+        self.requested: tuple[object, ...] | None = None  # the raw arguments, compared by ==
         self.where = "a line of the run that was resumed"
         self.dtype = torch.float32
-        self.shapes: Any = None  # Any: nested sizes of an ambiguous batch, compared by ==
+        self.shapes: object = None  # nested sizes of an ambiguous batch, compared by ==
         self.window = -1
         self.finished_window = -1
         self.step = -1
@@ -234,7 +236,7 @@ class ScalarAccumulator:
             value = values.min() if self.reduce == "min" else values.max()
         return value.to(self.dtype)
 
-    def state_dict(self, device: torch.device) -> dict[str, Any]:
+    def state_dict(self, device: torch.device) -> StateDict:
         """Return the epoch's values: plain values and CPU-loadable tensors."""
         return {
             "name": self.name,
@@ -253,7 +255,7 @@ class ScalarAccumulator:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> ScalarAccumulator:
+    def from_state(cls, state: StateDict, device: torch.device) -> ScalarAccumulator:
         """Return an accumulator that continues where `state_dict` was taken."""
         accumulator = cls(
             state["name"],
@@ -280,12 +282,12 @@ class MetricAccumulator(ScalarAccumulator):
 
     __slots__ = ("metric",)
 
-    def __init__(self, name: str, hook: str, metric: Any, *, on_step: bool, on_epoch: bool) -> None:
-        self.metric = metric  # Any: torchmetrics is an optional dependency
+    def __init__(self, name: str, hook: str, metric: TorchMetric, *, on_step: bool, on_epoch: bool) -> None:
+        self.metric = metric
         super().__init__(name, hook, reduce="metric", on_step=on_step, on_epoch=on_epoch)
 
     @classmethod
-    def from_metric(cls, state: dict[str, Any], metric: Any) -> MetricAccumulator:
+    def from_metric(cls, state: StateDict, metric: TorchMetric) -> MetricAccumulator:
         """Return the accumulator of a metric object in the middle of an epoch."""
         accumulator = cls(state["name"], state["hook"], metric, on_step=state["on_step"], on_epoch=state["on_epoch"])
         accumulator.prog_bar, accumulator.logger = state["prog_bar"], state["logger"]

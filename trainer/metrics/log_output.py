@@ -48,7 +48,7 @@ class LogOutput:
         ConfigError: Something given is not a logger.
     """
 
-    def __init__(self, logger: Any, *, root: str, is_trial: bool) -> None:  # Any: checked here
+    def __init__(self, logger: object, *, root: str, is_trial: bool) -> None:
         self._queues: dict[int, WriteQueue] = {}
         self._root = root
         self._is_running = False  # only then is there an end at which queues are drained
@@ -59,7 +59,7 @@ class LogOutput:
         self.loggers = self._read(logger, root, is_trial=is_trial)
 
     @staticmethod
-    def _read(logger: Any, root: str, *, is_trial: bool) -> list[Logger]:
+    def _read(logger: Any, root: str, *, is_trial: bool) -> list[Logger]:  # Any: checked here
         if logger is False:
             return []
         if logger is None or logger is True:
@@ -132,7 +132,7 @@ class LogOutput:
             if version is not None and isinstance(logger, FolderLogger):
                 logger.join_version(version)
 
-    def tell(self, logger: Logger, action: Callable[[], Any]) -> None:
+    def tell(self, logger: Logger, action: Callable[[], object]) -> None:
         """Let a logger do something, on rank 0, after the rows that it was given.
 
         Where these cannot be written now, or the action fails for a reason that may pass, it is done later.
@@ -148,7 +148,7 @@ class LogOutput:
             queue.put(action)
         self._say(logger, queue)
 
-    def ask(self, logger: Logger, action: Callable[[], Any]) -> None:
+    def ask(self, logger: Logger, action: Callable[[], object]) -> None:
         """Let a logger answer something, on rank 0, if all rows that it was given are written; else leave it out."""
         if self.is_silent:
             return
@@ -240,7 +240,7 @@ class LogOutput:
         Raises:
             ConfigError: Both have a hyperparameter of one name with different values.
         """
-        merged: dict[str, Any] = {}
+        merged: dict[str, object] = {}
         for owner in owners:
             if owner is None or not getattr(owner, "_log_hyperparams", False):
                 continue

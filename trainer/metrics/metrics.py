@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...data.move import find_batch_size
 from ...errors import ConfigError, ModuleError
+from ...protocols import Batch, Gather, StateDict, Tree
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
 from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, version_of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HookTable", "Metrics", "is_metric", "load_metric_states", "metric_states"]
 
-_REDUCE: dict[Any, str] = {
+_REDUCE: dict[object, str] = {
     "mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max",
     torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum",
 }  # fmt: skip
@@ -91,8 +92,8 @@ class Metrics:
         self._tables = {name: HookTable(name, rule) for name, rule in LOG_RULES.items()}
         self.nowhere = HookTable("", None)
         self.table = self.nowhere
-        self.batch: Any = None  # Any: whatever the loader gives
-        self.sized: Any = None  # Any: as batch
+        self.batch: Batch = None
+        self.sized: Batch = None
         self.sizes: BatchSizes | None = None
         self._size: int | None = None
         self.window = 0
@@ -115,7 +116,7 @@ class Metrics:
 
     def connect(
         self,
-        gather: Callable[[Any], list[Any]] | None,
+        gather: Gather | None,
         *,
         rank: int = 0,
         size: int = 1,
@@ -138,7 +139,7 @@ class Metrics:
         self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module)
 
     @property
-    def gather(self) -> Callable[[Any], list[Any]] | None:
+    def gather(self) -> Gather | None:
         """What returns the objects of all ranks; None where there is one process."""
         return None if self._ranks is None else self._ranks.gather
 
@@ -163,7 +164,7 @@ class Metrics:
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
+        reduce_fx: str | Callable[..., object] = "mean",
         enable_graph: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
@@ -212,7 +213,9 @@ class Metrics:
             if len(accumulator.values) >= accumulator.look_at:
                 accumulator.inspect(self.device)
 
-    def _number(self, accumulator: ScalarAccumulator, value: Any, batch_size: int | None) -> tuple[Any, Tensor | float]:
+    def _number(
+        self, accumulator: ScalarAccumulator, value: object, batch_size: int | None
+    ) -> tuple[Tensor | float, Tensor | float]:
         """Return value and weight of what is not a plain tensor."""
         if isinstance(value, Loss):
             weight = value.weight
@@ -256,7 +259,7 @@ class Metrics:
             )
         return 1.0
 
-    def _open_accumulator(self, name: str, value: Any, requested: tuple[Any, ...]) -> ScalarAccumulator:
+    def _open_accumulator(self, name: str, value: object, requested: tuple[Any, ...]) -> ScalarAccumulator:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = requested
         table = self.table
         rule = table.rule
@@ -301,7 +304,7 @@ class Metrics:
         table.accumulators[name] = accumulator
         return accumulator
 
-    def _shared_accumulator(self, name: str, requested: tuple[Any, ...]) -> ScalarAccumulator | None:
+    def _shared_accumulator(self, name: str, requested: tuple[object, ...]) -> ScalarAccumulator | None:
         """Return the accumulator that another loader opened for a key without the loader's number: all count into one.
 
         Raises:
@@ -315,7 +318,7 @@ class Metrics:
                 raise self._other_arguments(name, accumulator, requested)
         return None
 
-    def _other_arguments(self, name: str, accumulator: ScalarAccumulator, now: tuple[Any, ...]) -> ModuleError:
+    def _other_arguments(self, name: str, accumulator: ScalarAccumulator, now: tuple[object, ...]) -> ModuleError:
         return ModuleError(
             f"log({name!r}) was called in {self.table.hook} ({_calling_line()}) with other arguments than before "
             f"({accumulator.where}): {_difference(accumulator.requested or (), now)}.",
@@ -323,7 +326,7 @@ class Metrics:
         )
 
     def _new_accumulator(
-        self, name: str, value: Any, reduce_fx: Any, on_step: bool, on_epoch: bool, add_dataloader_idx: bool
+        self, name: str, value: object, reduce_fx: object, on_step: bool, on_epoch: bool, add_dataloader_idx: bool
     ) -> ScalarAccumulator:
         table = self.table
         if not isinstance(name, str):
@@ -627,7 +630,7 @@ class Metrics:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, module: torch.nn.Module | None = None, *, alone: bool = False) -> dict[str, Any]:
+    def state_dict(self, module: torch.nn.Module | None = None, *, alone: bool = False) -> StateDict:
         """Return published values and the sums of the epoch at hand: plain values and tensors.
 
         Args:
@@ -653,7 +656,7 @@ class Metrics:
         }
         return state if self._ranks is None or alone else self._ranks.joined_state(state)
 
-    def of_ranks(self, states: dict[str, dict[str, Any]]) -> Any:
+    def of_ranks(self, states: dict[str, StateDict]) -> Tree:
         """Return what every rank's `metric_states` gave, as a list in rank order; with one process, what was given.
 
         With several ranks: on every rank, it communicates. `load_metric_states` takes either.
@@ -664,7 +667,7 @@ class Metrics:
 
         return self._ranks.gather(to_cpu(states))
 
-    def _metric_accumulators(self, module: torch.nn.Module) -> list[dict[str, Any]]:
+    def _metric_accumulators(self, module: torch.nn.Module) -> list[StateDict]:
         paths = {id(child): path for path, child in module.named_modules()}
         return [
             {
@@ -680,7 +683,7 @@ class Metrics:
             and id(accumulator.metric) in paths
         ]
 
-    def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module | None = None) -> None:
+    def load_state_dict(self, state_dict: StateDict, module: torch.nn.Module | None = None) -> None:
         """Continue where `state_dict` was taken, on as many ranks or on others: each sum counts once."""
         if "ranks" in state_dict:
             from .ranks_metrics import state_of_rank
@@ -705,13 +708,13 @@ class Metrics:
                 self._tables[state["hook"]].accumulators[state["key"]] = MetricAccumulator.from_metric(state, metric)
 
 
-def is_metric(value: Any) -> bool:
+def is_metric(value: object) -> bool:
     """Whether this is a torchmetrics metric object."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, dict[str, Any]]:
+def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, StateDict]:
     """Return the state of each torchmetrics metric in the module, by its path: torchmetrics leaves it out.
 
     Args:
@@ -719,7 +722,7 @@ def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, d
         copy: Whether later updates of the metrics must not reach what is returned.
     """
 
-    def kept(state: Any) -> Any:  # Any: a tensor or a list of tensors
+    def kept(state: Tree) -> Tree:
         if isinstance(state, list):
             return [kept(item) for item in state]
         return state.clone() if copy else state
@@ -736,7 +739,7 @@ def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, d
 
 def load_metric_states(
     module: torch.nn.Module,
-    states: Mapping[str, Mapping[str, Any]] | list[Mapping[str, Mapping[str, Any]]],
+    states: Mapping[str, StateDict] | list[Mapping[str, StateDict]],
     device: torch.device,
     place: tuple[int, int] = (0, 1),
 ) -> None:
@@ -763,7 +766,7 @@ def load_metric_states(
                 setattr(child, name, moved)
 
 
-def _shapes(batch: Any) -> Any:
+def _shapes(batch: Batch) -> object:
     """Return the sizes of everything in a batch, to tell whether two batches look alike."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
@@ -788,7 +791,7 @@ def _calling_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _bad_value(name: str, value: Any) -> ModuleError:
+def _bad_value(name: str, value: object) -> ModuleError:
     if isinstance(value, Mapping):
         return ModuleError(f"log({name!r}) got a dict.", fix="use self.log_dict for several values.")
     return ModuleError(
@@ -798,7 +801,7 @@ def _bad_value(name: str, value: Any) -> ModuleError:
     )
 
 
-def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+def _difference(before: tuple[object, ...], now: tuple[object, ...]) -> str:
     names = (
         "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "sync_dist", "rank_zero_only",
     )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...protocols import Gather
 from .ranks_metrics import joined
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ class _Latest:
     rank_zero_only: bool = False
 
 
-def latest_values(
-    metrics: Metrics, names: Iterable[str], gather: Callable[[Any], list[Any]]
-) -> dict[str, tuple[Tensor, int]]:
+def latest_values(metrics: Metrics, names: Iterable[str], gather: Gather) -> dict[str, tuple[Tensor, int]]:
     """Return the newest value that any rank has of each key, and its step; the same on every rank. One exchange.
 
     A step's value is reduced over the ranks that logged the key at the newest step, as `sync_dist=True` does.

@@ -9,7 +9,7 @@ their states. What a hook logs at the end of the epoch takes another one, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModuleError
-from .accumulators import MetricAccumulator, ScalarAccumulator
+from ...protocols import Gather, StateDict, Tree
+from .accumulators import MetricAccumulator, ScalarAccumulator, TorchMetric
 from .metrics import is_metric, metric_states
 from .ranks_objects import compute_joined, to_cpu
 
@@ -53,7 +54,7 @@ class _Share:
     dtype: torch.dtype
     total: float = 0.0
     weight: float = 0.0
-    shapes: Any = None  # Any: nested sizes
+    shapes: object = None  # nested sizes
     loaders: frozenset[int] = frozenset()
     path: str | None = None
     updates: int = 0
@@ -107,7 +108,7 @@ class RanksMetrics:
     def __init__(
         self,
         metrics: Metrics,
-        gather: Callable[[Any], list[Any]],
+        gather: Gather,
         *,
         rank: int,
         size: int,
@@ -144,9 +145,9 @@ class RanksMetrics:
             {name: next(iter(s.values())) for name, s in shares.items() if next(iter(s.values())).is_object},
             accumulators,
         )
-        for name, theirs in shares.items():
-            share = next(iter(theirs.values()))
-            value = objects[name] if share.is_object else _merged(name, theirs).to(metrics.device)
+        for name, by_rank in shares.items():
+            share = next(iter(by_rank.values()))
+            value = objects[name] if share.is_object else _merged(name, by_rank).to(metrics.device)
             metrics.put(value, step, share.epoch_key, name)
         for accumulator in accumulators.values():
             accumulator.finished_window = accumulator.window
@@ -204,7 +205,7 @@ class RanksMetrics:
             paths = {id(child): path for path, child in self._module.named_modules()}
         shares = {}
         for accumulator, pair in zip(accumulators, sums, strict=True):
-            own: dict[str, Any] = {}
+            own: dict[str, Any] = {}  # Any: arguments of different types
             if isinstance(accumulator, MetricAccumulator):
                 own = {"path": paths.get(id(accumulator.metric)), "updates": accumulator.metric._update_count}
             elif pair is not None:
@@ -242,10 +243,10 @@ class RanksMetrics:
         if not shares:
             return {}
         metrics = {name: self._object(name, share.path, accumulators) for name, share in shares.items()}
-        states = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
+        states: Tree = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
         everywhere = self.gather(states)
         values: dict[str, Tensor] = {}
-        of_path: dict[str, Any] = {}
+        of_path: dict[str, Tree] = {}
         for name, share in shares.items():
             theirs = [states[name] for states in everywhere]
             if None in theirs:
@@ -263,12 +264,12 @@ class RanksMetrics:
             values[name] = values[name].to(self._metrics.device)
         return values
 
-    def _object(self, name: str, path: str | None, accumulators: dict[str, ScalarAccumulator]) -> Any:
+    def _object(self, name: str, path: str | None, accumulators: dict[str, ScalarAccumulator]) -> TorchMetric:
         """Return this rank's metric object of a key: the one that it logged, else the one at the same place."""
         accumulator = accumulators.get(name)
         return accumulator.metric if isinstance(accumulator, MetricAccumulator) else self._find(path)
 
-    def _find(self, path: str | None) -> Any:
+    def _find(self, path: str | None) -> TorchMetric:
         """Return the metric object at this place of the module; None where there is none."""
         if path is None or self._module is None:
             return None
@@ -332,7 +333,7 @@ class RanksMetrics:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def joined_state(self, state: StateDict) -> StateDict:
         """Return a state that holds the sums of every rank; `state_of_rank` takes it apart again."""
         everywhere = self.gather(to_cpu((state["slots"], state["metric_slots"])))
         metric_accumulators = {
@@ -348,20 +349,20 @@ class RanksMetrics:
         }
 
 
-def state_of_rank(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+def state_of_rank(state: StateDict, rank: int, size: int) -> StateDict:
     """Return what this rank takes over of a state that several ranks saved: each sum counts once.
 
     On as many ranks as saved, each takes its own, and the epoch's value gets the same bits as without a break. Else
     rank 0 takes over the sums of all, and the others begin empty: then sums are added in another order, in float64.
     """
-    ranks: list[list[dict[str, Any]]] = state["ranks"]
+    ranks: list[list[StateDict]] = state["ranks"]
     if len(ranks) == size:
         return {**state, "slots": ranks[rank]}
     return {**state, "slots": _joined_accumulators(ranks) if rank == 0 else []}
 
 
-def _joined_accumulators(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    found: dict[Any, list[dict[str, Any]]] = {}
+def _joined_accumulators(ranks: list[list[StateDict]]) -> list[StateDict]:
+    found: dict[object, list[StateDict]] = {}
     for accumulators in ranks:
         for accumulator in accumulators:
             found.setdefault((accumulator["hook"], accumulator["loader"], accumulator["key"]), []).append(accumulator)

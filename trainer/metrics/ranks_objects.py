@@ -8,20 +8,21 @@ tensors in a list, would leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
+from ...protocols import StateDict, Tree
+from .accumulators import TorchMetric
 from .metrics import is_metric, metric_states
 
 __all__ = ["compute_joined", "own_states", "to_cpu"]
 
-States = Mapping[str, Mapping[str, Any]]  # path -> update count and states, as `metric_states` returns them
+States = Mapping[str, StateDict]  # path -> update count and states, as `metric_states` returns them
 
 
-def to_cpu(value: Any) -> Any:  # Any: nested dicts and lists
+def to_cpu(value: Tree) -> Tree:
     """Return nested containers with their tensors on the CPU, detached, so that they can travel between processes."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
@@ -32,7 +33,7 @@ def to_cpu(value: Any) -> Any:  # Any: nested dicts and lists
     return value
 
 
-def compute_joined(metric: Any, everywhere: Sequence[States]) -> Any:  # Any: a torchmetrics object, and its value
+def compute_joined(metric: TorchMetric, everywhere: Sequence[States]) -> Tree:
     """Return what the metric computes from the states of all ranks; its own state is put back.
 
     A later `compute()` by the user returns the same value, until the metric is updated or reset.
@@ -77,7 +78,7 @@ def own_states(module: nn.Module, states: States | list[States], rank: int, size
     }
 
 
-def _joined(metric: Any, states: Sequence[Mapping[str, Any]], *, path: str | None = None) -> Mapping[str, Any]:
+def _joined(metric: TorchMetric, states: Sequence[StateDict], *, path: str | None = None) -> StateDict:
     """Join the states of one metric; with a path, into a form that can be updated further.
 
     Ranks without an update do not count: their values are only where the metric begins.
@@ -85,7 +86,7 @@ def _joined(metric: Any, states: Sequence[Mapping[str, Any]], *, path: str | Non
     filled = [state for state in states if state["update_count"]] or list(states[:1])
     if len(filled) == 1:
         return filled[0]
-    joined: dict[str, Any] = {}
+    joined: StateDict = {}
     for name, reduction in metric._reductions.items():
         values = [state["states"][name] for state in filled]
         if any(isinstance(value, list) for value in values):
@@ -104,7 +105,7 @@ def _joined(metric: Any, states: Sequence[Mapping[str, Any]], *, path: str | Non
     return {"update_count": sum(state["update_count"] for state in filled), "states": joined}
 
 
-def _put(metric: Any, state: Mapping[str, Any]) -> None:
+def _put(metric: TorchMetric, state: StateDict) -> None:
     metric._update_count = state["update_count"]
     for name, value in state["states"].items():
         if isinstance(value, list):

@@ -10,12 +10,15 @@ import os
 from ast import literal_eval
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...accelerators.matmul_precision import MATMUL_PRECISIONS
 from ...errors import ConfigError, LoopwrightError
 from ..loop.fit_loop import seconds_of
 from ..loop.non_finite import POLICIES
+
+if TYPE_CHECKING:
+    from ...profilers import Profiler
 
 __all__ = ["Arguments", "from_environment"]
 
@@ -23,7 +26,7 @@ Interval = str | timedelta | dict[str, float]
 _ENVIRONMENT_PREFIX = "PL_TRAINER_"
 
 
-def from_environment(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def from_environment(given: dict[str, object], defaults: dict[str, object]) -> dict[str, object]:
     """Return the arguments, with `PL_TRAINER_<NAME>` from the environment where the user passed the default.
 
     Args:
@@ -69,7 +72,7 @@ class Arguments:
     accumulate_grad_batches: int = 1
     global_batch_size: int | None = None
     accumulate_across_epochs: bool = False
-    grad_accumulation_dtype: Any = None
+    grad_accumulation_dtype: object = None
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
     deterministic: bool | str | None = None
@@ -81,8 +84,8 @@ class Arguments:
     reload_dataloaders_every_n_epochs: int = 0
     nonfinite_loss: str = "warn"
     compile: Any = False
-    profiler: Any = None
-    logger: Any = None
+    profiler: Profiler | str | None = None
+    logger: object = None
 
     def resolve(self) -> Arguments:
         """Check everything, then apply modes and defaults; returns self.
@@ -262,14 +265,14 @@ class Arguments:
         return problems
 
 
-def _interval_error(value: Any) -> ConfigError:
+def _interval_error(value: object) -> ConfigError:
     return ConfigError(
         f"val_check_interval={value!r}.",
         fix="pass a number of batches >= 1, a fraction of an epoch in (0.0, 1.0], or a time such as '00:00:30:00'.",
     )
 
 
-def _time_error(name: str, value: Any) -> ConfigError:
+def _time_error(name: str, value: object) -> ConfigError:
     return ConfigError(
         f"{name}={value!r}.",
         fix="pass 'DD:HH:MM:SS', a datetime.timedelta, or a dict of its arguments such as {'hours': 1}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ...data.persistent_workers import with_persistent_workers
 from ...data.sources.reread import is_one_shot
 from ...data.tree import is_collection
 from ...errors import ConfigError, DataError, ModuleError, nearest
+from ...protocols import Batch, Loaders, StepFunction
 from ...strategies import Strategy
 from ..hooks import find_override
 from ..loop.eval_loop import EvalLoader
@@ -124,7 +125,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
 # --- loaders -------------------------------------------------------------------------------------------------------
 
 
-def without_shuffle(loader: Any) -> Any:
+def without_shuffle(loader: Loaders) -> Loaders:
     """Return the loader, reading in order where it shuffles: `overfit_batches` needs the same batches each epoch."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
         warnings.warn("overfit_batches: the training loader shuffles; it is read in order instead", stacklevel=3)
@@ -143,13 +144,13 @@ def without_shuffle(loader: Any) -> Any:
 
 
 def make_eval_loader(
-    loaders: Any,
+    loaders: Loaders,
     limit: int | float | None,
     *,
     name: str,
     mode_error: str | None = None,
-    share: Callable[[Any], Any] = with_persistent_workers,
-    count: Callable[[Any], int | None] = find_length,
+    share: Callable[[Loaders], Loaders] = with_persistent_workers,
+    count: Callable[[Loaders], int | None] = find_length,
 ) -> EvalLoader:
     """Return loaders of an evaluation stage with their limits.
 
@@ -202,12 +203,12 @@ def make_eval_loader(
 class ReadOnce:
     """An iterator that nothing can rewind, such as a generator: the second pass over it is an error."""
 
-    def __init__(self, iterator: Any, name: str) -> None:
+    def __init__(self, iterator: Iterator[Batch], name: str) -> None:
         self._iterator = iterator
         self._name = name.removeprefix("limit_").removesuffix("_batches")
         self._was_read = False
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Batch]:
         if self._was_read:
             raise self.error("and it was read before")
         self._was_read = True
@@ -228,14 +229,14 @@ class _Batches:
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined = combined
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Batch]:
         return (batch for batch, _, _ in self._combined)
 
 
 # --- functions of a step -------------------------------------------------------------------------------------------
 
 
-def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> Callable[..., Any]:
+def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> StepFunction:
     """Return the module's step under strategy and precision, bracketed for a profiler, taking what it declares.
 
     Raises:
@@ -275,7 +276,7 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> Callable
     return lambda batch, *_: bound(batch)
 
 
-def _mover(run: Run) -> Callable[[Any], Any]:
+def _mover(run: Run) -> Callable[[Batch], Batch]:
     """Return what moves a batch to the device: beside the computation, where the device has streams."""
     if run.device.type != "cuda":
         return run.fabric.to_device
@@ -284,7 +285,7 @@ def _mover(run: Run) -> Callable[[Any], Any]:
     return CopyStream(run.fabric.to_device, run.device)
 
 
-def transfer_of(run: Run) -> Callable[[Any, int], Any]:
+def transfer_of(run: Run) -> Callable[[Batch, int], Batch]:
     """Return (batch, dataloader_idx) -> batch on the device, through the user's transfer hooks."""
     life, device = run.lifecycle, run.device
     before, move, after = (
@@ -294,7 +295,7 @@ def transfer_of(run: Run) -> Callable[[Any, int], Any]:
     )
     to_device = life.bracketed(_mover(run), f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device")
 
-    def transfer(batch: Any, dataloader_idx: int) -> Any:
+    def transfer(batch: Batch, dataloader_idx: int) -> Batch:
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = to_device(batch) if move is None else run.fabric.precision.convert_input(
@@ -317,7 +318,7 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
     )
     if has_hooks:
         with_index = transfer_of(run)
-        transfer: Callable[[Any], Any] = lambda batch: with_index(batch, 0)  # noqa: E731
+        transfer: Callable[[Batch], Batch] = lambda batch: with_index(batch, 0)  # noqa: E731
     else:
         transfer = life.bracketed(_mover(run), f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
     is_automatic = run.is_automatic
@@ -359,7 +360,7 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
     return lambda loss: own(fabric.precision.scale_loss(loss))
 
 
-def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], Any]:
+def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], object]:
     if optimizer is None:
         return lambda: None
     own = run.lifecycle.own("optimizer_zero_grad")

@@ -12,6 +12,8 @@ from torch import nn
 from ...callbacks import Callback
 from ...checkpoint.content import Content
 from ...errors import CheckpointError, ConfigError, ModuleError
+from ...protocols import Loaders as GivenLoaders
+from ...protocols import StateDict
 from ..checkpointing import optimizer_record, snapshot
 from ..hooks import check_hook_names
 from ..lifecycle import Lifecycle, hook_names
@@ -78,7 +80,7 @@ class Plan:
 
     trainer: Trainer
     verb: str
-    given: dict[str, Any]  # Any: whatever loader the user passed
+    given: dict[str, GivenLoaders]
     fabric: Fabric
     callbacks: list[Callback]
     loaders: Loaders
@@ -105,7 +107,7 @@ class Plan:
 # --- what was passed -----------------------------------------------------------------------------------------------
 
 
-def unwrapped(model: Any) -> nn.Module:
+def unwrapped(model: object) -> nn.Module:
     """Return the user's module, also from what torch.compile returned.
 
     Raises:
@@ -122,7 +124,7 @@ def unwrapped(model: Any) -> nn.Module:
     return model
 
 
-def split_datamodule(loaders: Any, datamodule: Any, name: str) -> tuple[Any, Any]:
+def split_datamodule(loaders: GivenLoaders, datamodule: object, name: str) -> tuple[GivenLoaders, Any]:
     """Let a DataModule stand in the place of the loaders.
 
     Raises:
@@ -351,7 +353,7 @@ def load_weights(run: Run, path: str, *, is_trusted: bool) -> Content:
 
 
 def restore_training(
-    run: Run, content: Content | None, path: str | None, before: dict[str, Any] | None
+    run: Run, content: Content | None, path: str | None, before: StateDict | None
 ) -> Callable[[], None] | None:
     """Build optimizers and schedules, and put their states back.
 
@@ -381,7 +383,7 @@ def restore_training(
 
 
 def open_loop(
-    run: Run, loop: FitLoop, content: Content | None, path: str | None, stream_state: dict[str, Any] | None
+    run: Run, loop: FitLoop, content: Content | None, path: str | None, stream_state: StateDict | None
 ) -> None:
     """Open the data where they were, and bind the functions of a step: the last thing before the loop.
 
@@ -413,7 +415,7 @@ def open_loop(
         run.undo = bind_float32_gradients(trainer, run)
 
 
-def carry_window(run: Run, states: Mapping[str, Any], path: str | None, *, is_carrying: bool) -> None:
+def carry_window(run: Run, states: StateDict, path: str | None, *, is_carrying: bool) -> None:
     """Continue the window that an epoch's end had cut short, where windows continue in the next epoch."""
     if is_carrying:
         from ..loop.carried_window import CarriedWindow
@@ -472,7 +474,7 @@ def build_optimizers(run: Run) -> None:
     ]
 
 
-def _place_stream(run: Run, content: Content | None, path: str | None, stream_state: dict[str, Any] | None) -> None:
+def _place_stream(run: Run, content: Content | None, path: str | None, stream_state: StateDict | None) -> None:
     """Tell the stream where the data were: in the checkpoint, or when the last fit of this Trainer ended."""
     assert run.stream is not None
     state = content.states.get("data") if content is not None else stream_state

@@ -97,7 +97,7 @@ def _defer_log(module: nn.Module) -> Callable[[], None] | None:
     log = children[0]._log
     noted: list[tuple[Any, ...]] = []
 
-    def note(name: str, value: Any, *rest: Any) -> None:
+    def note(name: str, value: object, *rest: Any) -> None:
         if not torch.compiler.is_compiling():
             log(name, value, *rest)
             return

@@ -8,13 +8,13 @@ holds as given, and whatever cannot continue starts from scratch: both are logge
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
+from ...protocols import StateDict
 from ..checkpointing import snapshot
 from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Before", "continue_training", "take"]
 
-# Any in this file: states of optimizers and schedules, in torch's layout.
-Before = dict[str, Any]
+Before = StateDict  # states of optimizers and schedules, in torch's layout
 
 
 def take(trainer: Trainer, module: nn.Module) -> Before | None:
@@ -104,7 +103,7 @@ def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
         _say(trainer, "; ".join(told))
 
 
-def _new_schedules(configured: Mapping[str, list[Any]], run: Run, before: Before) -> set[int]:
+def _new_schedules(configured: StateDict, run: Run, before: Before) -> set[int]:
     """Return the schedules that were configured otherwise, or were not there."""
     old, new = configured["schedules"], run.configured["schedules"]
     have = len(before["schedulers"])
@@ -113,7 +112,7 @@ def _new_schedules(configured: Mapping[str, list[Any]], run: Run, before: Before
     return {index for index, (was, now) in enumerate(zip(old, new, strict=True)) if _differ(was, now)}
 
 
-def _differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _differ(was: StateDict, now: StateDict) -> bool:
     """Whether two schedules are of another class or other arguments; their rates are the optimizer's to tell."""
     rates = ("base_lrs", "_last_lr")
     values = [{key: value for key, value in one["values"].items() if key not in rates} for one in (was, now)]
@@ -121,7 +120,7 @@ def _differ(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _continue_optimizer(
-    trainer: Trainer, run: Run, index: int, before: Before, record: Mapping[str, Any], *, restarts_lr: bool
+    trainer: Trainer, run: Run, index: int, before: Before, record: StateDict, *, restarts_lr: bool
 ) -> list[str]:
     """Give one optimizer the state of the one before; return what is to be said."""
     optimizer, state = run.optimizers[index], before["optimizers"][index]
@@ -145,10 +144,10 @@ def _continue_optimizer(
 
 def _keep_what_is_new(
     optimizer: Optimizer,
-    given: list[dict[str, Any]],
+    given: list[StateDict],
     order: list[int],
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
+    old: StateDict,
+    new: StateDict,
     where: str,
     *,
     restarts_lr: bool,

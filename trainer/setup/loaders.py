@@ -13,6 +13,8 @@ from torch import nn
 from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ...data.stream import BatchStream
 from ...errors import ConfigError, ModuleError
+from ...protocols import Loaders as GivenLoaders
+from ...protocols import StateDict
 from ..hooks import data_bases, find_override, module_bases
 from ..loop.eval_loop import EvalLoader
 from ..loop.fit_loop import seconds_of
@@ -50,18 +52,18 @@ class Loaders:
         self._arguments = arguments
         self._module: nn.Module | None = None
         self._datamodule: DataModule | None = None
-        self._given: dict[str, Any] = {}  # Any: whatever loader the user passed
+        self._given: dict[str, GivenLoaders] = {}
         self._has_warned = False
-        self.train: Any = None
+        self.train: GivenLoaders = None
         self.eval: dict[str, EvalLoader] = {}
         self._sizes: dict[str, list[int | float]] = {}
         self.interval_batches: int | float = math.inf
         self.interval_s: float | None = None
         self.shard: Shard | None = None
         self.agree: Callable[[int], int] | None = None
-        self.evaluation: dict[str, Callable[[Any], Any]] = {}
+        self.evaluation: dict[str, Callable[[GivenLoaders], Any]] = {}
 
-    def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, GivenLoaders]) -> None:
         """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
         self._sizes.update((stage, list(data.limits)) for stage, data in self.eval.items())
         for stage in given:
@@ -70,11 +72,11 @@ class Loaders:
         self.train, self.eval = None, {}
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, GivenLoaders]:
         """The loaders that were passed to the verb, by stage; None where none was."""
         return self._given
 
-    def hook(self, stage: str) -> Callable[[], Any] | None:
+    def hook(self, stage: str) -> Callable[[], GivenLoaders] | None:
         """Return the data module's or the module's loader hook, None where neither defines it."""
         name = LOADER_OF[stage]
         if self._datamodule is not None:
@@ -97,7 +99,7 @@ class Loaders:
                 fix=f"pass a loader to trainer.{verb}, or define {name}.",
             )
 
-    def _ask(self, stage: str) -> Any:
+    def _ask(self, stage: str) -> GivenLoaders:
         given = self._given.get(stage)
         if given is None:
             hook = self.hook(stage)
@@ -206,15 +208,15 @@ class Loaders:
         limit = math.inf if count == -1 else count
         return EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
 
-    def capture_generators(self) -> dict[str, Any]:
+    def capture_generators(self) -> StateDict:
         """Return the states of generators that the validation loaders hold in their attributes, by path."""
         return capture_generators(self._generators())
 
-    def restore_generators(self, states: dict[str, Any]) -> None:
+    def restore_generators(self, states: StateDict) -> None:
         """Put them back where `capture_generators` saw them."""
         restore_generators(self._generators(), states)
 
-    def restore_shared_generators(self, states: dict[str, Any]) -> None:
+    def restore_shared_generators(self, states: StateDict) -> None:
         """Put those back that the training loaders hold, too: a validation must not change the order of training.
 
         Args:
@@ -224,7 +226,7 @@ class Loaders:
             restore_generators(self._shared_generators(), states)
 
     @contextmanager
-    def before_validation(self, states: dict[str, Any]) -> Iterator[None]:
+    def before_validation(self, states: StateDict) -> Iterator[None]:
         """Let the generators that both hold be for a block where they were before the validation under way."""
         shared = self._shared_generators() if states else {}
         now = capture_generators(shared)
@@ -232,15 +234,15 @@ class Loaders:
         yield
         restore_generators(shared, now)
 
-    def _shared_generators(self) -> dict[str, Any]:
+    def _shared_generators(self) -> dict[str, object]:
         trained = {id(one) for one in find_generators(train=self.train).values()}
         return {path: one for path, one in self._generators().items() if id(one) in trained}
 
-    def _generators(self) -> dict[str, Any]:
+    def _generators(self) -> dict[str, object]:
         data = self.eval.get("validation")
         return find_generators(**{f"loader{i}": one for i, one in enumerate(data.loaders)}) if data is not None else {}
 
-    def original(self, stage: str) -> Any:
+    def original(self, stage: str) -> GivenLoaders:
         """Return the loaders of an evaluation stage as the user gave them, None before they were asked for."""
         data = self.eval.get(stage)
         return data.original if data is not None else None

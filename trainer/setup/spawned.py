@@ -7,7 +7,6 @@ of the data module, and what `save_checkpoint` needs. Other attributes that a st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from ...data.move import move_to_device
 from ...errors import ModuleError
+from ...protocols import StateDict
 from ...strategies import Strategy
 from ..checkpointing import snapshot
 from ..module import Module
@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: Any) -> Any:
+def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: object) -> Any:
     """Run a verb in new processes and return what it returned on rank 0.
 
     Args:
@@ -45,7 +45,7 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     from .begin import unwrapped
 
     module = model if model is not None else trainer.lightning_module
-    result: dict[str, Any] = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
+    result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if module is not None:
         _put_back_callbacks(trainer, unwrapped(module), result)
         trainer.take_back(unwrapped(module), result)
@@ -57,12 +57,12 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     return result["returned"]
 
 
-def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, arguments: dict[str, Any]) -> dict[str, Any]:
+def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, arguments: dict[str, object]) -> StateDict:
     """Run in every new process; the result of rank 0 goes back to the launching one."""
     trainer.is_in_child = True
     returned = getattr(trainer, verb)(module, **arguments)
     is_fit = verb == "fit"
-    content: dict[str, Any] = {
+    content: StateDict = {
         "returned": returned,
         "state": (trainer.state.fn, trainer.state.status),
         "metrics": {name: value.to(_CPU) for name, value in trainer.callback_metrics.items()},
@@ -89,7 +89,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
     return content if trainer.is_global_zero else {}
 
 
-def _module_content(trainer: Trainer, run: Run, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _module_content(trainer: Trainer, run: Run, checkpoint: StateDict) -> StateDict:
     """Return what the module has beside its checkpoint, which hooks may have changed. On every rank: communicates."""
     strategy = trainer.strategy
     weights = move_to_device(strategy.gather_state(strategy.every_weight(run.model)), _CPU)
@@ -115,7 +115,7 @@ def _are_equal(value: Tensor, saved: Tensor) -> bool:
 # --- in the launching process -----------------------------------------------------------------------------------------
 
 
-def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: dict[str, Any]) -> None:
+def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: StateDict) -> None:
     """Let the Trainer have the callbacks that the module configured in the other processes, for their states."""
     known = {callback.state_key for callback in trainer.callbacks}
     if set(result["callbacks"]) <= known or not assemble.has_override(module, "configure_callbacks"):
@@ -124,7 +124,7 @@ def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: dict[str, A
     trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, module.configure_callbacks())  # type: ignore[operator]
 
 
-def _put_back_module(trainer: Trainer, module: nn.Module, result: dict[str, Any], datamodule: Any) -> None:
+def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, datamodule: Any) -> None:
     """Let the module be as it is on rank 0: weights, buffers, what is trained, and hyperparameters that are plain.
 
     Layers that `configure_model` has built only there are built here.
