@@ -42,15 +42,15 @@ class ManagedOptimizer:
         self._take_step = take_step
 
     @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # Any: the optimizer's
         return type(self.optimizer)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # Any: an attribute of the optimizer
         if name in ("optimizer", "_trainer", "_take_step"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:  # Any: the closure's
         """Step the optimizer through precision and strategy.
 
         Args:

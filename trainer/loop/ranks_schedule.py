@@ -27,10 +27,10 @@ class RanksPlateau:
         self.__dict__.update(_scheduler=scheduler, _gather=gather)
 
     @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # Any: the schedule's
         return type(self._scheduler)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # Any: an attribute of the schedule
         if name in ("_scheduler", "_gather"):
             raise AttributeError(name)
         return getattr(self._scheduler, name)

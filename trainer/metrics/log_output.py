@@ -230,7 +230,7 @@ class LogOutput:
             return
         warnings.warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines", stacklevel=4)
 
-    def write_hyperparameters(self, owners: Sequence[Any], graph_of: Any) -> None:
+    def write_hyperparameters(self, owners: Sequence[Any], graph_of: object) -> None:  # Any: with `hparams`
         """Send the hyperparameters of module and data module, and the module's graph.
 
         Args:

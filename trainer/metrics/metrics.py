@@ -259,7 +259,12 @@ class Metrics:
             )
         return 1.0
 
-    def _open_accumulator(self, name: str, value: object, requested: tuple[Any, ...]) -> ScalarAccumulator:
+    def _open_accumulator(
+        self,
+        name: str,
+        value: object,
+        requested: tuple[Any, ...],  # Any: arguments of `log`
+    ) -> ScalarAccumulator:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = requested
         table = self.table
         rule = table.rule

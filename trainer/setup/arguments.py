@@ -83,7 +83,7 @@ class Arguments:
     barebones: bool = False
     reload_dataloaders_every_n_epochs: int = 0
     nonfinite_loss: str = "warn"
-    compile: Any = False
+    compile: Any = False  # Any: a flag, a mapping or a function
     profiler: Profiler | str | None = None
     logger: object = None
 

@@ -47,7 +47,7 @@ __all__ = [
 # --- callbacks -----------------------------------------------------------------------------------------------------
 
 
-def merge_callbacks(callbacks: list[Callback], from_module: Any) -> list[Callback]:
+def merge_callbacks(callbacks: list[Callback], from_module: Any) -> list[Callback]:  # Any: checked here
     """Return the trainer's callbacks with the module's: these replace those of the same class or of a parent of it."""
     if isinstance(from_module, Callback):
         from_module = [from_module]

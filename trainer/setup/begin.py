@@ -124,7 +124,7 @@ def unwrapped(model: object) -> nn.Module:
     return model
 
 
-def split_datamodule(loaders: GivenLoaders, datamodule: object, name: str) -> tuple[GivenLoaders, Any]:
+def split_datamodule(loaders: GivenLoaders, datamodule: object, name: str) -> tuple[GivenLoaders, DataModule | None]:
     """Let a DataModule stand in the place of the loaders.
 
     Raises:
@@ -449,7 +449,7 @@ def build_optimizers(run: Run) -> None:
     module = run.module
     returned = None
     if assemble.has_override(module, "configure_optimizers"):
-        returned = cast(Any, module).configure_optimizers()
+        returned = cast(Any, module).configure_optimizers()  # Any: nn.Module lacks it
     if returned is None and run.fabric.strategy.configures_optimizers:
         returned = run.fabric.strategy.default_optimizers(module)
     if returned is None:

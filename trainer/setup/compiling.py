@@ -30,12 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_compiling"]
 
-# Any in this file: what users' steps take, return and log.
-
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def begin_compiling(run: Run, given: Compiler | None, options: dict[str, Any]) -> ExitStack:
+def begin_compiling(run: Run, given: Compiler | None, options: dict[str, object]) -> ExitStack:
     """Compile what a run will call, in place; closing what is returned puts the module back as it was.
 
     Called after `configure_model` and before the strategy adds its hooks, so that these stay outside of the graphs.
@@ -95,9 +93,9 @@ def _defer_log(module: nn.Module) -> Callable[[], None] | None:
     if not children or children[0]._log is None:
         return None
     log = children[0]._log
-    noted: list[tuple[Any, ...]] = []
+    noted: list[tuple[Any, ...]] = []  # Any: arguments of `log`
 
-    def note(name: str, value: object, *rest: Any) -> None:
+    def note(name: str, value: object, *rest: Any) -> None:  # Any: as `noted`
         if not torch.compiler.is_compiling():
             log(name, value, *rest)
             return

@@ -61,7 +61,7 @@ class Loaders:
         self.interval_s: float | None = None
         self.shard: Shard | None = None
         self.agree: Callable[[int], int] | None = None
-        self.evaluation: dict[str, Callable[[GivenLoaders], Any]] = {}
+        self.evaluation: dict[str, Callable[[GivenLoaders], Any]] = {}  # Any: by key
 
     def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, GivenLoaders]) -> None:
         """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
@@ -145,7 +145,7 @@ class Loaders:
                 )
             self.interval_batches = interval
         else:
-            self.interval_s = seconds_of(cast(Any, interval))
+            self.interval_s = seconds_of(cast(Any, interval))  # Any: checked by Arguments
 
     def may_validate(self) -> bool:
         """Whether fit can validate; says once which half is missing."""

@@ -21,6 +21,7 @@ from ..module import Module
 from . import assemble
 
 if TYPE_CHECKING:
+    from ...data.module import DataModule
     from ..run import Run
     from ..trainer import Trainer
 
@@ -30,7 +31,7 @@ _CPU = torch.device("cpu")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: object) -> Any:
+def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: Any) -> Any:  # Any: the verb's
     """Run a verb in new processes and return what it returned on rank 0.
 
     Args:
@@ -124,7 +125,7 @@ def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: StateDict) 
     trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, module.configure_callbacks())  # type: ignore[operator]
 
 
-def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, datamodule: Any) -> None:
+def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, datamodule: DataModule | None) -> None:
     """Let the module be as it is on rank 0: weights, buffers, what is trained, and hyperparameters that are plain.
 
     Layers that `configure_model` has built only there are built here.
