@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
-from ...protocols import StateDict, StorageOptions
+from ...protocols import StateDict
 from ..loop.run_signals import add_place
 from . import snapshot
 
@@ -64,7 +64,7 @@ class Saving:
         filepaths: Sequence[str | Path],
         *,
         is_weights_only: bool,
-        storage_options: StorageOptions | None,
+        storage_options: object,
     ) -> None:
         """Take a checkpoint and write it to each path.
 
@@ -109,7 +109,7 @@ class Saving:
         filepaths: Sequence[str | Path],
         *,
         is_weights_only: bool,
-        storage_options: StorageOptions | None,
+        storage_options: object,
     ) -> None:
         trainer, strategy = self._trainer, self._trainer.strategy
         ranks_answer = trainer.ranks_answer
@@ -140,9 +140,7 @@ class Saving:
             return
         self._begin_wait(filepaths)
 
-    def write(
-        self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: StorageOptions | None
-    ) -> None:
+    def write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         """Write a checkpoint that was taken already, in another process say."""
         self._write(checkpoint, filepaths, storage_options)
         self._begin_wait(filepaths)
