@@ -136,7 +136,7 @@ def test_machines_that_do_not_come_are_told(tmp_path: Path) -> None:
     process = start(tmp_path, *options, "--rdzv-conf", "timeout=2", "program.py")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2, errors
-    assert "loopwright launch: the machines did not meet" in errors
+    assert "loopwright launch: Expected a rendezvous of all machines" in errors
     assert "--main-address" in errors
 
 
@@ -149,7 +149,7 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 2, errors
     assert "EADDRINUSE" in errors
-    assert "another program uses its port" in errors
+    assert "no other program uses its port" in errors
 
 
 def test_this_process_was_not_launched() -> None:

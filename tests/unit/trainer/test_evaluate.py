@@ -299,7 +299,7 @@ def test_loaders_and_a_data_module_together_are_an_error(verb: str) -> None:
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 @pytest.mark.parametrize("data", [3, object()])
 def test_what_cannot_be_iterated_is_an_error(verb: str, data: Any) -> None:
-    with pytest.raises((DataError, ModuleError), match="cannot be iterated"):
+    with pytest.raises((DataError, ModuleError), match="can be iterated"):
         getattr(quiet(), verb)(net(ValidatedNet), data)
 
 
