@@ -84,7 +84,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 @pytest.mark.parametrize(
     ("strategy", "launcher"),
     [
-        ("ddp", TORCHRUN),
+        pytest.param("ddp", TORCHRUN, marks=pytest.mark.slow),
         ("ddp_fork", ()),
         pytest.param("ddp", (), marks=pytest.mark.slow),
         pytest.param("ddp_spawn", (), marks=pytest.mark.slow),
@@ -117,6 +117,7 @@ def test_the_rank_that_started_the_others_says_so_itself(tmp_path: Path) -> None
     assert line_of("training_step")["string_at"] in said
 
 
+@pytest.mark.slow
 def test_a_loader_worker_that_a_signal_ended_shows_its_stack(tmp_path: Path) -> None:
     said = run(tmp_path, "worker", "ddp_fork", 0)
     assert "is killed by signal: Segmentation fault" in said

@@ -102,7 +102,7 @@ Path(sys.argv[0]).with_name(f"rank{rank}").write_text(f"{first} {again} {third} 
 """
 
 
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_command_runs_once_per_rank(tmp_path: Path, as_module: bool) -> None:
     file = script(tmp_path, _WORKS)
     command = ["-m", "train"] if as_module else [file]
@@ -163,6 +163,7 @@ def test_a_rank_that_dies_ends_one_that_does_not_notice(tmp_path: Path) -> None:
     assert "was killed by SIGKILL" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_exception_here_ends_ranks_that_hang(tmp_path: Path) -> None:
     file = script(
         tmp_path,
@@ -189,6 +190,7 @@ def test_an_exception_here_ends_ranks_that_hang(tmp_path: Path) -> None:
     assert is_gone(int(done.stdout))
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_at_its_end_makes_the_whole_fail(tmp_path: Path) -> None:
     file = script(
         tmp_path,
@@ -221,7 +223,7 @@ launcher.launch(work)
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_no_rank_outlives_the_first(tmp_path: Path, signum: signal.Signals) -> None:
     first = subprocess.Popen(
         [sys.executable, str(script(tmp_path, _WAITS))], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -148,6 +148,7 @@ def launched(rank: int, size: int, *, launcher: str) -> dict[str, Any]:
     return searched_plainly(size, **asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_searches_work_under_every_launcher_and_find_what_one_process_finds(launcher: str) -> None:
     first, second = run_ranks(launched, 2, connect=False, launcher=launcher)

@@ -53,7 +53,7 @@ def uninterrupted(server: Server, name: str, root: Path) -> dict[str, Any]:
 # --- at every stage of a save ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rich", "reloaded"])
+@pytest.mark.parametrize("name", ["rich", pytest.param("reloaded", marks=pytest.mark.slow)])
 def test_killed_at_every_stage_of_a_save(name: str, server: Server, tmp_path: Path) -> None:
     root = tmp_path / "run"
     expected = uninterrupted(server, name, root)
@@ -65,6 +65,7 @@ def test_killed_at_every_stage_of_a_save(name: str, server: Server, tmp_path: Pa
             assert_same(run_to_end(server, name, root, []), expected, faults)
 
 
+@pytest.mark.slow
 def test_killed_at_the_last_saves(server: Server, tmp_path: Path) -> None:
     root = tmp_path / "run"
     for name in ("iterable", "plateau"):
