@@ -27,7 +27,7 @@ STAGES = (1, 2, 3)
 WIDTHS = (128, 512)  # eight blocks of about WIDTH**2 elements
 
 
-# --- called by run.py -------------------------------------------------------------------------------------------------
+# --- tables for run.py ----------------------------------------------------------------------------------------------
 
 
 def measure_deepspeed(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict[str, Any]:

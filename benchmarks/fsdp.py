@@ -43,7 +43,7 @@ MEMORY_WIDTH = 1024
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-# --- called by run.py -------------------------------------------------------------------------------------------------
+# --- tables for run.py ----------------------------------------------------------------------------------------------
 
 
 def measure_fsdp(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict[str, Any]:

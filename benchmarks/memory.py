@@ -172,7 +172,7 @@ CASES: dict[str, Callable[[], Strategy | str]] = {
 ON_FOUR = ("fsdp FULL_SHARD", "deepspeed 1", "deepspeed 2", "deepspeed 3")
 
 
-# --- called by run.py -------------------------------------------------------------------------------------------------
+# --- tables for run.py ----------------------------------------------------------------------------------------------
 
 
 def measure_memory_of_strategies(*, is_quick: bool) -> dict[str, Any]:

@@ -33,7 +33,7 @@ BATCH_SIZE = 16
 CALL_STEPS = 12  # enough where calls are counted
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-xla" / "bin" / "python"
 
-# --- called by run.py -------------------------------------------------------------------------------------------------
+# --- tables for run.py ----------------------------------------------------------------------------------------------
 
 
 def measure_xla(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict[str, Any]:

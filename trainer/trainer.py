@@ -1219,7 +1219,7 @@ class Trainer(TrainerAttributes):
         return self._run.stop_coordination if self._run is not None else None
 
     def take_back(self, module: nn.Module, result: StateDict) -> None:
-        """Take what a verb that ran in other processes changed there; called by trainer/setup/spawned.py."""
+        """Take what a verb that ran in other processes changed there."""
         checkpoint = result.get("checkpoint")
         if checkpoint is not None:
             self.progress.load_state_dict(result["progress"])

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -181,3 +182,14 @@ def test_every_public_name_has_a_docstring() -> None:
 
 def test_every_file_says_what_lives_there() -> None:
     assert not [place(file, tree_of(file)) for file in package_files() if not ast.get_docstring(tree_of(file))]
+
+
+def test_no_file_names_its_callers() -> None:
+    # Such a sentence becomes false when a caller moves, and nothing notices.
+    names_a_caller = re.compile(r"\b(called|made|used|asked|imported) (only )?by [a-z_/]+\.py", re.IGNORECASE)
+    wrong = [
+        f"{file.relative_to(ROOT)}: {match[0]}"
+        for file in package_files()
+        for match in names_a_caller.finditer(" ".join(file.read_text().split()))
+    ]
+    assert not wrong, "\n".join(wrong)
