@@ -67,6 +67,7 @@ def test_a_signal_anywhere_ends_the_run_where_it_can_go_on_exactly(
         assert set(expected["files"]) <= set(found["files"])  # the one that was saved on the signal stays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", -2), ("SIGTERM", 143)])
 def test_the_exit_status_of_a_program_says_which_signal_it_was(name: str, code: int, tmp_path: Path) -> None:
     command = [sys.executable, resume_program.__file__, "plateau", str(tmp_path / "run"), f"{name}:40000"]

@@ -148,6 +148,7 @@ def resumed_plans(draw: st.DrawFn) -> tuple[Plan, str, int]:
     return plan, hook, draw(st.integers(0, places[hook] - 1))
 
 
+@pytest.mark.slow
 @thoroughly
 @pytest.mark.filterwarnings("ignore:trainer.fit has nothing to do")
 @given(resumed_plans())
