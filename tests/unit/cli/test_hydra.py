@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def typed(folder: Path, *command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HYDRA}{os.pathsep}{TESTS / 'support'}"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HYDRA}{os.pathsep}{TESTS}"}
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
