@@ -36,7 +36,7 @@ def trainer_for(strategy: Any, epochs: int, **others: Any) -> lw.Trainer:
 
 
 def fit(strategy: Any, *epochs: int, dropout: float = 0.2) -> dict[str, Tensor]:
-    """Return the weights and averages after fits that end after so many epochs, one Trainer for all."""
+    """Return the weights and averages after fits that end after these numbers of epochs, with one Trainer."""
     lw.seed_everything(7, verbose=False)
     trainer, module = trainer_for(strategy(), epochs[0]), Decayed(dropout)
     with warnings.catch_warnings():
