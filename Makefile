@@ -24,7 +24,7 @@ TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-slow test-gpu test-xla test-engines test-compat check format bench docs docs-test all clean
+.PHONY: help setup train digits test test-slow test-mesh test-gpu test-xla test-engines test-compat check format bench docs docs-test all clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,6 +44,10 @@ test: setup  ## run the tests: TESTS=path, ARGS="-k name"
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: setup $(VENV)/hydra/installed  ## run the tests that take long: the examples, kills, the benchmarks in short
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "slow and not gpu" $(TESTS) $(ARGS)
+
+test-mesh: export OMP_NUM_THREADS ?= 1
+test-mesh: setup  ## run the tests of N-D parallelism, on up to eight processes: ARGS="-k name"
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu" tests/integration/mesh $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -m gpu $(TESTS) $(ARGS)
@@ -81,7 +85,7 @@ docs: setup  ## write docs/lifecycle.md, and the reference into site/
 docs-test: setup  ## run the examples of README and docs, and check links and docs/lifecycle.md
 	$(BIN)/python docs/check_docs.py
 
-all: check test test-slow docs-test  ## what CI runs, but for test-xla
+all: check test test-slow test-mesh docs-test  ## what CI runs, but for test-xla
 
 clean:  ## remove caches and generated pages; keeps .venv and runs/
 	rm -rf build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
