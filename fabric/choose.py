@@ -148,27 +148,32 @@ def choose_strategy(strategy: object) -> Strategy:
         ) from error
 
 
-def check_conflicts(
-    chosen: Strategy | None, strategy: object, accelerator: object, precision: object, plugged: Plugins
-) -> None:
-    """Raise a ConfigError that names each part which two arguments give, as strategy and `precision=` may."""
+def check_conflicts(strategy: object, given: Given, accelerator: object, precision: object, plugged: Plugins) -> None:
+    """Raise a ConfigError that names each part which two arguments give, as strategy and `precision=` may.
+
+    Args:
+        strategy: What the user typed.
+        given: What the user gave to that strategy.
+        accelerator: What the user typed.
+        precision: What the user typed.
+        plugged: The plugins.
+    """
     accelerator = None if isinstance(accelerator, str) and accelerator.lower() == "auto" else accelerator
     problems = []
     if precision is not None and plugged.precision is not None:
         problems.append(_choose_one(f"precision={precision!r}", f"plugins=[{plugged.precision!r}]"))
-    if chosen is not None and not isinstance(strategy, str):
-        parts = chosen.given
+    if isinstance(strategy, Strategy):
         outside = (
-            ("accelerator", "accelerator=", parts.accelerator, accelerator),
-            ("precision", "precision=", parts.precision, precision),
-            ("precision", "plugins=", parts.precision, plugged.precision),
-            ("checkpoint_io", "plugins=", parts.checkpoint_io, plugged.checkpoint_io),
-            ("cluster_environment", "plugins=", parts.cluster_environment, plugged.cluster_environment),
+            ("accelerator", "accelerator=", given.accelerator, accelerator),
+            ("precision", "precision=", given.precision, precision),
+            ("precision", "plugins=", given.precision, plugged.precision),
+            ("checkpoint_io", "plugins=", given.checkpoint_io, plugged.checkpoint_io),
+            ("cluster_environment", "plugins=", given.cluster_environment, plugged.cluster_environment),
         )
         problems += [
-            _choose_one(f"strategy={chosen!r} with its own {name}", f"{argument}{given!r}")
-            for name, argument, own, given in outside
-            if own is not None and given is not None and own is not given
+            _choose_one(f"strategy={strategy!r} with its own {name}", f"{argument}{other!r}")
+            for name, argument, own, other in outside
+            if own is not None and other is not None and own is not other
         ]
     if problems:
         raise join_errors(problems)
@@ -189,9 +194,8 @@ def has_several_processes(strategy: Strategy | None) -> bool:
 # -- accelerator and devices -----------------------------------------------------------------------------------------
 
 
-def choose_accelerator(accelerator: object, strategy: Strategy | None) -> Accelerator:
+def choose_accelerator(accelerator: object, strategy: Strategy | None, given: Given) -> Accelerator:
     """Return the given accelerator, the one of the strategy's device, or the best of this machine."""
-    given = NOTHING_GIVEN if strategy is None else strategy.given
     if given.accelerator is not None:
         accelerator = given.accelerator
     device = given.device
@@ -279,18 +283,23 @@ def is_auto(argument: object) -> bool:
 
 
 def find_devices(
-    devices: object, accelerator: Accelerator, strategy: Strategy | None, interactive: bool, notes: list[str]
+    devices: object,
+    accelerator: Accelerator,
+    strategy: Strategy | None,
+    given: Given,
+    interactive: bool,
+    notes: list[str],
 ) -> list[torch.device]:
     """Return one device per process of this node.
 
     Args:
         devices: What the user typed.
         accelerator: Knows the grammar and what exists.
-        strategy: May have a device, or devices, of its own; None: any number will do.
+        strategy: Says whether it has several devices; None: any number will do.
+        given: What the user gave to the strategy: perhaps a device, or devices.
         interactive: At a prompt or in a notebook "auto" is one device.
         notes: Gets a line where "auto" leaves devices unused.
     """
-    given = NOTHING_GIVEN if strategy is None else strategy.given
     device = given.device
     if is_auto(devices) and device is not None:
         return [device]
@@ -340,10 +349,9 @@ def precision_name(precision: object, changed: list[str]) -> str:
 
 
 def choose_precision(
-    name: str, precision: object, device_type: str, strategy: Strategy | None, plugged: Plugins
+    name: str, precision: object, device_type: str, strategy: Strategy | None, given: Precision | None
 ) -> Precision:
-    """Return the precision of plugin or strategy, or a new one by its name for this type of device."""
-    given = plugged.precision or (strategy.given.precision if strategy is not None else None)
+    """Return the precision given as a plugin or to the strategy, or a new one by its name for this type of device."""
     if precision is None and given is not None:
         if isinstance(given, MixedPrecision) and given.device != device_type:
             raise ConfigError(

@@ -287,7 +287,7 @@ class Fabric:
             self.strategy.setup_environment()
             self.device = self.strategy.device
             if self.world_size > 1:
-                from .watching import watch_over  # not imported where there is one process
+                from .watch.shared import watch_over  # not imported where there is one process
 
                 self.watch = watch_over(self.strategy, self.launcher)
             self._is_set_up = True

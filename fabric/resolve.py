@@ -226,11 +226,11 @@ def resolve(
     plugged = attempt(sort_plugins, plugins) or Plugins()
     leaves_choice = isinstance(strategy, str) and strategy.lower() == "auto"
     chosen_strategy = None if leaves_choice else attempt(choose_strategy, strategy)
-    nodes = attempt(check_num_nodes, num_nodes)
-    attempt(check_conflicts, chosen_strategy, strategy, accelerator, precision, plugged)
-    chosen_accelerator = attempt(choose_accelerator, accelerator, chosen_strategy)
-    name = attempt(precision_name, precision, changed)
     given_parts = NOTHING_GIVEN if chosen_strategy is None else chosen_strategy.given
+    nodes = attempt(check_num_nodes, num_nodes)
+    attempt(check_conflicts, strategy, given_parts, accelerator, precision, plugged)
+    chosen_accelerator = attempt(choose_accelerator, accelerator, chosen_strategy, given_parts)
+    name = attempt(precision_name, precision, changed)
     cluster = plugged.cluster_environment or given_parts.cluster_environment
     if cluster is None and _speaks_of_processes(variables):
         cluster = _detect(fixed)
@@ -245,7 +245,7 @@ def resolve(
             from .world import infer_num_nodes
 
             nodes = infer_num_nodes(cluster, nodes)
-        choice = (devices, chosen_accelerator, chosen_strategy, environment.interactive, notes)
+        choice = (devices, chosen_accelerator, chosen_strategy, given_parts, environment.interactive, notes)
         found = attempt(_find_devices, choice, cluster if joins else None, nodes or 1)
     if leaves_choice and found:
         chosen_strategy = attempt(_auto, found, nodes or 1, cluster, environment.interactive)
@@ -253,7 +253,8 @@ def resolve(
         cluster = _detect(fixed)
     chosen_precision: Precision | None = None
     if name is not None and found:
-        chosen_precision = attempt(choose_precision, name, precision, found[0].type, chosen_strategy, plugged)
+        own_precision = plugged.precision or given_parts.precision
+        chosen_precision = attempt(choose_precision, name, precision, found[0].type, chosen_strategy, own_precision)
     launcher = None if chosen_strategy is None else chosen_strategy.launcher
     if cluster is not None and found and nodes is not None and has_several_processes(chosen_strategy):
         assert chosen_strategy is not None
@@ -293,7 +294,7 @@ def resolve(
         precision=chosen_precision,
         devices=tuple(found),
         num_nodes=nodes,
-        checkpoint_io=plugged.checkpoint_io or chosen_strategy.given.checkpoint_io,
+        checkpoint_io=plugged.checkpoint_io or given_parts.checkpoint_io,
         cluster_environment=cluster,
         layer_sync=plugged.layer_sync,
         launcher=launcher,
@@ -323,8 +324,8 @@ def _is_launched_by_us(variables: Mapping[str, str]) -> bool:
 
 def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, num_nodes: int) -> list[torch.device]:
     """Return one device per process of this node: of existing processes, or as the user chose."""
-    devices, accelerator, strategy, *_ = choice
-    if cluster is not None and not (strategy is not None and strategy.given.parallel_devices):
+    devices, accelerator, _, given, *_ = choice
+    if cluster is not None and not given.parallel_devices:
         from .world import local_devices
 
         found = local_devices(devices, accelerator, cluster, num_nodes)

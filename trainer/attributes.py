@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..fabric import Fabric
     from ..precision import Precision
-    from ..protocols import Loaders as DataLoaders
+    from ..protocols import Loaders
     from ..strategies import Strategy
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
     from .metrics.log_output import LogOutput
     from .metrics.metrics import Metrics
     from .setup.arguments import Arguments
-    from .setup.loaders import Loaders
+    from .setup.loaders import StageLoaders
     from .state import Progress, TrainerState
     from .timeline.timeline import Timeline
     from .trainer import Trainer
@@ -73,7 +73,7 @@ class TrainerAttributes:
     fit_loop: FitLoop
     state: TrainerState
     progress: Progress
-    loaders: Loaders
+    loaders: StageLoaders
     output: LogOutput
     callbacks: list[Callback]
     default_root_dir: str
@@ -400,22 +400,22 @@ class TrainerAttributes:
         return [min(limit, num_batches) for num_batches in self.num_val_batches]
 
     @property
-    def train_dataloader(self) -> DataLoaders:
+    def train_dataloader(self) -> Loaders:
         """The training loaders as the user gave them."""
         return self.loaders.train
 
     @property
-    def val_dataloaders(self) -> DataLoaders:
+    def val_dataloaders(self) -> Loaders:
         """The validation loaders as the user gave them."""
         return self.loaders.original("validation")
 
     @property
-    def test_dataloaders(self) -> DataLoaders:
+    def test_dataloaders(self) -> Loaders:
         """The test loaders as the user gave them."""
         return self.loaders.original("test")
 
     @property
-    def predict_dataloaders(self) -> DataLoaders:
+    def predict_dataloaders(self) -> Loaders:
         """The loaders to predict as the user gave them."""
         return self.loaders.original("predict")
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .loop.stop_coordination import StopCoordination
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
-    from .setup.loaders import Loaders
+    from .setup.loaders import StageLoaders
     from .state import Progress, TrainerState
     from .trainer import Trainer
 
@@ -165,7 +165,7 @@ class Run:
     progress: Progress
     run_signals: RunSignals
     callbacks: list[Callback]
-    loaders: Loaders
+    loaders: StageLoaders
     output: LogOutput
     state: TrainerState
     seconds_since_validation: Callable[[], float]

@@ -48,7 +48,7 @@ from .setup import assemble, begin
 from .setup.arguments import Arguments, from_environment
 from .setup.assemble import default_callbacks
 from .setup.begin import STAGE_OF, both_given, split_datamodule
-from .setup.loaders import Loaders
+from .setup.loaders import StageLoaders
 from .state import Progress, TrainerState
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ if TYPE_CHECKING:
 
     from ..data.module import DataModule
     from ..fabric.compiling import Compiler
-    from ..protocols import Batch, StateDict, StepOutput
-    from ..protocols import Loaders as DataLoaders
+    from ..protocols import Batch, Loaders, StateDict, StepOutput
     from .loop.stop_coordination import StopCoordination
     from .loop.training_rng import TrainingRng
     from .timeline.timeline import Timeline
@@ -226,7 +225,7 @@ class Trainer(TrainerAttributes):
             max_steps=arguments.max_steps,
             min_steps=arguments.min_steps,
         )
-        self.loaders = Loaders(arguments)
+        self.loaders = StageLoaders(arguments)
         self.output = LogOutput(
             arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run)
         )  # fmt: skip
@@ -289,8 +288,8 @@ class Trainer(TrainerAttributes):
     def fit(
         self,
         model: nn.Module,
-        train_dataloaders: DataLoaders = None,
-        val_dataloaders: DataLoaders = None,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
@@ -339,7 +338,7 @@ class Trainer(TrainerAttributes):
     def validate(
         self,
         model: nn.Module | None = None,
-        dataloaders: DataLoaders = None,
+        dataloaders: Loaders = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -363,7 +362,7 @@ class Trainer(TrainerAttributes):
     def test(
         self,
         model: nn.Module | None = None,
-        dataloaders: DataLoaders = None,
+        dataloaders: Loaders = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -375,7 +374,7 @@ class Trainer(TrainerAttributes):
     def predict(
         self,
         model: nn.Module | None = None,
-        dataloaders: DataLoaders = None,
+        dataloaders: Loaders = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
@@ -424,7 +423,7 @@ class Trainer(TrainerAttributes):
         self,
         verb: str,
         model: nn.Module | None,
-        dataloaders: DataLoaders,
+        dataloaders: Loaders,
         ckpt_path: str | Path | None,
         verbose: bool,
         datamodule: DataModule | None,
@@ -561,7 +560,7 @@ class Trainer(TrainerAttributes):
             watch.report(error)
         return cause
 
-    def _plan(self, verb: str, given: dict[str, DataLoaders]) -> begin.Plan:
+    def _plan(self, verb: str, given: dict[str, Loaders]) -> begin.Plan:
         arguments = self._arguments
         return begin.Plan(
             trainer=self,
@@ -598,7 +597,7 @@ class Trainer(TrainerAttributes):
             seconds_since_validation=self.fit_loop.seconds_since_validation,
         )
 
-    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, DataLoaders]) -> Run:
+    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> Run:
         """Attach module and data, start the processes, and run the hooks up to `configure_model`."""
         module = begin.unwrapped(model)
         self._note_compiler(model, module)
@@ -668,7 +667,7 @@ class Trainer(TrainerAttributes):
         return is_reached(self, progress.samples, progress.tokens)
 
     def _begin_evaluation(
-        self, verb: str, model: nn.Module | None, dataloaders: DataLoaders, ckpt_path: str | Path | None,
+        self, verb: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: str | Path | None,
         datamodule: DataModule | None, *, is_trusted: bool,
     ) -> tuple[Run, EvalLoader]:  # fmt: skip
         """Attach module and data, load the weights that are meant, and return the run and its loaders."""

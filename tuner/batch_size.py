@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..accelerators.out_of_memory import is_out_of_memory
 from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
@@ -24,16 +25,11 @@ from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, s
 if TYPE_CHECKING:
     from ..fabric import Fabric
 
-__all__ = ["BatchSize", "Search", "find_batch_size_that_fits", "is_out_of_memory", "set_batch_size"]
+__all__ = ["BatchSize", "Search", "find_batch_size_that_fits", "set_batch_size"]
 
 _log = logging.getLogger(__name__)
 _STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 _LOADER = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-# Messages of devices and libraries that are out of memory; torch has an error class for some of them only.
-_SIGNS = (
-    "out of memory", "can't allocate memory", "not enough memory", "CUDNN_STATUS_NOT_SUPPORTED",
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +85,6 @@ class Search:
             wrong.append(f"margin={self.margin!r}, expected a fraction from 0 to below 1")
         if wrong:
             raise ConfigError(f"batch-size search: {'; '.join(wrong)}.", fix="correct them.")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device or the host is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> BatchSize:

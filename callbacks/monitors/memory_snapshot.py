@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...accelerators.out_of_memory import is_out_of_memory
 from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
 
-__all__ = ["MemoryReport", "MemorySnapshot", "is_out_of_memory", "memory_report"]
+__all__ = ["MemoryReport", "MemorySnapshot", "memory_report"]
 
 _log = logging.getLogger(__name__)
 
 _MOST_SHOWN = 20
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,6 @@ def memory_report(
         owners["activations etc."] = max(0, stats["allocated"] - sum(owners.values()))
     found.sort(key=lambda one: -one["size_bytes"])
     return MemoryReport(owners, found[:_MOST_SHOWN], stats)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out: of a card, of the host, or of Python."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _CPU_MESSAGES)
 
 
 class MemorySnapshot(Callback):

@@ -34,6 +34,7 @@ from ..seed import rng_state, set_rng_state
 from . import InProcessLauncher
 from .parent_watchdog import watch_parent_process
 from .script import num_threads_per_process
+from .variables import rank_variables
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -494,19 +495,15 @@ def _run_rank(local: int, plan: _Plan) -> None:
 
 def _prepare(local: int, plan: _Plan) -> Any:
     """Set this process's rank and settings, and return its call."""
-    os.environ.update(
-        {
-            "MASTER_ADDR": plan.address,
-            "MASTER_PORT": str(plan.port),
-            "NODE_RANK": str(plan.node_rank),
-            "LOCAL_RANK": str(local),
-            "RANK": str(plan.rank(local)),
-            "WORLD_SIZE": str(plan.num_processes * plan.num_nodes),
-            "LOCAL_WORLD_SIZE": str(plan.num_processes),
-            rendezvous.HOSTED: "hosted",
-            "LOOPWRIGHT_CRASH_FOLDER": plan.folder,
-        }
+    variables = rank_variables(
+        plan.address,
+        plan.port,
+        local_rank=local,
+        num_processes=plan.num_processes,
+        node_rank=plan.node_rank,
+        num_nodes=plan.num_nodes,
     )
+    os.environ.update(variables, LOOPWRIGHT_CRASH_FOLDER=plan.folder)
     torch.set_num_threads(plan.num_threads)
     if plan.settings is not None:
         plan.settings.apply()

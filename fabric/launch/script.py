@@ -22,6 +22,7 @@ from ..failure import Failure, describe_exit
 from . import InProcessLauncher
 from .command import own_command, sweep_job
 from .parent_watchdog import ParentWatchdog
+from .variables import rank_variables
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -37,8 +38,10 @@ R = TypeVar("R")
 _POLL_S = 0.2
 _TERMINATE_S = 3.0
 _FAILING_S = 4.0
-# Exit codes of a process that ended after SIGTERM or Ctrl-C.
-_STOPPED = {143, 130, -15, -2}
+# Exit codes of a process that stopped on request: StopBySignal, and an uncaught KeyboardInterrupt.
+_BY_SIGNAL = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT}
+# The same, or of one that SIGTERM ended before it could stop by itself.
+_STOPPED = {*_BY_SIGNAL, -signal.SIGTERM}
 _REPORT_S = 30.0
 _STORE_S = timedelta(seconds=10)
 
@@ -133,21 +136,12 @@ class ScriptLauncher(InProcessLauncher):
             set_main_port = getattr(cluster, "set_main_port", None)
             if set_main_port is not None:
                 set_main_port(self._server.port)
-        common = {
-            "MASTER_ADDR": cluster.main_address,
-            "MASTER_PORT": str(cluster.main_port),
-            "NODE_RANK": str(cluster.node_rank()),
-            "WORLD_SIZE": str(count * self._num_nodes),
-            "LOCAL_WORLD_SIZE": str(count),
-            rendezvous.HOSTED: "hosted",
-            "OMP_NUM_THREADS": str(num_threads_per_process(count)),
-        }
         self._watchdog = ParentWatchdog()
         self._job = sweep_job()
         atexit.register(self._finish)
         try:
             for local, (command, folder) in commands.items():
-                variables = {**os.environ, **common, **self._watchdog.variables, **self._ranks(local)}
+                variables = {**os.environ, **self._variables(local), **self._watchdog.variables}
                 self._children[local] = subprocess.Popen(
                     command, env=variables, cwd=folder, pass_fds=self._watchdog.descriptors
                 )
@@ -164,14 +158,23 @@ class ScriptLauncher(InProcessLauncher):
 
             self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads_per_process(count))
-        own = {**common, **self._ranks(0)}
+        own = self._variables(0)
         self._replaced = {name: os.environ.get(name) for name in own}
         os.environ.update(own)
         if self._children:
             threading.Thread(target=self._supervise, name="loopwright-launcher", daemon=True).start()
 
-    def _ranks(self, local: int) -> dict[str, str]:
-        return {"LOCAL_RANK": str(local), "RANK": str(self._cluster.node_rank() * self._num_processes + local)}
+    def _variables(self, local: int) -> dict[str, str]:
+        cluster, count = self._cluster, self._num_processes
+        ranks = rank_variables(
+            cluster.main_address,
+            cluster.main_port,
+            local_rank=local,
+            num_processes=count,
+            node_rank=cluster.node_rank(),
+            num_nodes=self._num_nodes,
+        )
+        return {**ranks, "OMP_NUM_THREADS": str(num_threads_per_process(count))}
 
     # -- while they run ------------------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class ScriptLauncher(InProcessLauncher):
         else:
             return
         failure = Failure(
-            rank=int(self._ranks(local)["RANK"]),
+            rank=self._cluster.node_rank() * self._num_processes + local,
             host=socket.gethostname(),
             pid=self._children[local].pid,
             how=describe_exit(code),
@@ -256,7 +259,7 @@ class ScriptLauncher(InProcessLauncher):
                 "start.",
                 fix="check the output of these processes, or run each job in its own process (another Hydra launcher).",
             )
-        from ..watching import stop_watching
+        from ..watch.shared import stop_watching
 
         stop_watching()
         rendezvous.disconnect()
@@ -321,10 +324,6 @@ def leave_ended_job() -> None:
     launcher = started_here()
     if launcher is not None and launcher._job is not None and launcher._job != sweep_job():
         launcher.leave()
-
-
-_BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)
-"""Exit codes of a process that stopped on request: StopBySignal, and an uncaught KeyboardInterrupt."""
 
 
 def num_threads_per_process(num_processes: int) -> int:

@@ -167,6 +167,6 @@ def _child(rank: int, size: int, port: int, folder: str, connect: bool, function
         outcome = ("failed", traceback.format_exc())
         code = 1
     Path(folder, str(rank)).write_bytes(pickle.dumps(outcome))
-    if "loopwright.fabric.watching" in sys.modules:  # os._exit runs nothing of what a regular end does
-        sys.modules["loopwright.fabric.watching"].stop_watching()
+    if "loopwright.fabric.watch.shared" in sys.modules:  # os._exit runs nothing of what a regular end does
+        sys.modules["loopwright.fabric.watch.shared"].stop_watching()
     os._exit(code)

@@ -21,13 +21,12 @@ from torch import nn
 from ... import __version__
 from ...data.rng import capture_rng, derive_key, restore_rng, seed_global_generators
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
-from ...protocols import Loaders
 
 if TYPE_CHECKING:
     from ...fabric import Fabric
     from ...strategies import Strategy
     from ..run import Run
-    from ..setup.loaders import Loaders
+    from ..setup.loaders import StageLoaders
     from ..trainer import Trainer
 
 __all__ = [
@@ -117,7 +116,7 @@ def _ranks(ranks: list[int]) -> str:
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-def distribute_loaders(loaders: Loaders, strategy: Strategy, *, splits: bool) -> None:
+def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: bool) -> None:
     """Let the loaders of this run be read in shares, one for each rank."""
     from ...data.distributed.evaluation import count_eval_rounds, shard_eval
     from ...data.distributed.shard import Shard

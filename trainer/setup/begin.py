@@ -12,8 +12,7 @@ from torch import nn
 from ...callbacks import Callback
 from ...checkpoint.content import Content
 from ...errors import CheckpointError, ConfigError, ModuleError
-from ...protocols import Loaders as GivenLoaders
-from ...protocols import StateDict
+from ...protocols import Loaders, StateDict
 from ..checkpointing import optimizer_record, snapshot
 from ..hooks import check_hook_names
 from ..lifecycle import Lifecycle, hook_names
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from ..metrics.metrics import Metrics
     from ..state import Progress, TrainerState
     from ..trainer import Trainer
-    from .loaders import Loaders
+    from .loaders import StageLoaders
 
 __all__ = [
     "STAGE_OF",
@@ -80,10 +79,10 @@ class Plan:
 
     trainer: Trainer
     verb: str
-    given: dict[str, GivenLoaders]
+    given: dict[str, Loaders]
     fabric: Fabric
     callbacks: list[Callback]
-    loaders: Loaders
+    loaders: StageLoaders
     output: LogOutput
     metrics: Metrics
     progress: Progress
@@ -124,7 +123,7 @@ def unwrapped(model: object) -> nn.Module:
     return model
 
 
-def split_datamodule(loaders: GivenLoaders, datamodule: object, name: str) -> tuple[GivenLoaders, DataModule | None]:
+def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[Loaders, DataModule | None]:
     """Let a DataModule stand in the place of the loaders.
 
     Raises:

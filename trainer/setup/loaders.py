@@ -13,8 +13,7 @@ from torch import nn
 from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ...data.stream import BatchStream
 from ...errors import ConfigError, ModuleError
-from ...protocols import Loaders as GivenLoaders
-from ...protocols import StateDict
+from ...protocols import Loaders, StateDict
 from ..hooks import data_bases, find_override, module_bases
 from ..loop.eval_loop import EvalLoader
 from ..loop.fit_loop import seconds_of
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from ...data.distributed.shard import Shard
     from ...data.module import DataModule
 
-__all__ = ["LOADER_OF", "Loaders"]
+__all__ = ["LOADER_OF", "StageLoaders"]
 
 LOADER_OF = {
     "train": "train_dataloader",
@@ -35,7 +34,7 @@ LOADER_OF = {
 }
 
 
-class Loaders:
+class StageLoaders:
     """Loaders of each stage: those passed to the verb, else the data module's, else the module's own.
 
     Attributes:
@@ -52,18 +51,18 @@ class Loaders:
         self._arguments = arguments
         self._module: nn.Module | None = None
         self._datamodule: DataModule | None = None
-        self._given: dict[str, GivenLoaders] = {}
+        self._given: dict[str, Loaders] = {}
         self._has_warned = False
-        self.train: GivenLoaders = None
+        self.train: Loaders = None
         self.eval: dict[str, EvalLoader] = {}
         self._sizes: dict[str, list[int | float]] = {}
         self.interval_batches: int | float = math.inf
         self.interval_s: float | None = None
         self.shard: Shard | None = None
         self.agree: Callable[[int], int] | None = None
-        self.evaluation: dict[str, Callable[[GivenLoaders], Any]] = {}  # Any: by key
+        self.evaluation: dict[str, Callable[[Loaders], Any]] = {}  # Any: by key
 
-    def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, GivenLoaders]) -> None:
+    def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> None:
         """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
         self._sizes.update((stage, list(data.limits)) for stage, data in self.eval.items())
         for stage in given:
@@ -72,11 +71,11 @@ class Loaders:
         self.train, self.eval = None, {}
 
     @property
-    def given(self) -> dict[str, GivenLoaders]:
+    def given(self) -> dict[str, Loaders]:
         """The loaders that were passed to the verb, by stage; None where none was."""
         return self._given
 
-    def hook(self, stage: str) -> Callable[[], GivenLoaders] | None:
+    def hook(self, stage: str) -> Callable[[], Loaders] | None:
         """Return the data module's or the module's loader hook, None where neither defines it."""
         name = LOADER_OF[stage]
         if self._datamodule is not None:
@@ -99,7 +98,7 @@ class Loaders:
                 fix=f"pass a loader to trainer.{verb}, or define {name}.",
             )
 
-    def _ask(self, stage: str) -> GivenLoaders:
+    def _ask(self, stage: str) -> Loaders:
         given = self._given.get(stage)
         if given is None:
             hook = self.hook(stage)
@@ -242,7 +241,7 @@ class Loaders:
         data = self.eval.get("validation")
         return find_generators(**{f"loader{i}": one for i, one in enumerate(data.loaders)}) if data is not None else {}
 
-    def original(self, stage: str) -> GivenLoaders:
+    def original(self, stage: str) -> Loaders:
         """Return the loaders of an evaluation stage as the user gave them, None before they were asked for."""
         data = self.eval.get(stage)
         return data.original if data is not None else None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ....accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from ....accelerators.out_of_memory import is_out_of_memory
 from ....data import apply_to_collection
-from ....tuner.batch_size import is_out_of_memory
 
 __all__ = [
     "garbage_collection_cuda",

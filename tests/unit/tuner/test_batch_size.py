@@ -12,7 +12,6 @@ from toys import Net, assert_same, loader, net, pairs, quiet, weights
 
 import loopwright as lw
 from loopwright.tuner import Tuner
-from loopwright.tuner.batch_size import is_out_of_memory
 from loopwright.tuner.trial import Subject, kept_weights
 
 pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
@@ -98,21 +97,6 @@ def test_after_a_fit_a_search_changes_no_weights() -> None:
     search(module, trainer)
     assert_same(module, state)
     assert trainer.global_step == steps
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
-        (RuntimeError("MPS backend out of memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
 
 
 def test_another_error_is_raised_as_it_is() -> None:

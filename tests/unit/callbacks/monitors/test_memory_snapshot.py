@@ -11,7 +11,7 @@ import torch
 from toys import Net, adam, loader, net, quiet
 
 from loopwright.callbacks import MemorySnapshot
-from loopwright.callbacks.monitors.memory_snapshot import is_out_of_memory, memory_report
+from loopwright.callbacks.monitors.memory_snapshot import memory_report
 from loopwright.errors import ConfigError
 
 
@@ -72,12 +72,6 @@ def test_a_report_counts_each_storage_once() -> None:
     assert report.owners["parameters"] == 4 * (100 * 100 + 100)
     assert report.owners["buffers"] == 0
     assert "parameters: weight" in str(report)
-
-
-def test_which_errors_mean_that_memory_ran_out() -> None:
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_a_negative_history_is_an_error() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from ...strategies.distributed.rendezvous import store
+from .watch import Watch
+
 if TYPE_CHECKING:
-    from ..strategies import Launcher, Strategy
-    from .watch import Watch
+    from ...strategies import Launcher, Strategy
 
 __all__ = ["stop_watching", "watch_over"]
 
@@ -25,9 +27,6 @@ def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
     topology = strategy.topology
     if topology.world_size == 1:
         return None
-    from ..strategies.distributed.rendezvous import store
-    from .watch import Watch
-
     shared = store()
     if shared is None:
         return None
