@@ -8,7 +8,7 @@ import torch
 
 from ...accelerators.cpu import CPUAccelerator
 from ..base import Callback
-from .measuring import require_logger
+from .measuring import is_evaluation_due, require_logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,8 +77,7 @@ class DeviceStatsMonitor(Callback):
         self._noted_step = -1
 
     def _evaluates_logged(self, trainer: Trainer) -> bool:
-        every = trainer.log_every_n_steps
-        return self._is_on and not trainer.sanity_checking and (trainer.progress.eval_batches + 1) % every == 0
+        return self._is_on and not trainer.sanity_checking and is_evaluation_due(trainer)
 
     def _evaluated(self, trainer: Trainer, hook: str) -> None:
         if self._evaluates_logged(trainer):

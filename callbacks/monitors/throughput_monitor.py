@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ModuleError
-from ...fabric.peak_flops import get_available_flops, synchronize
+from ...fabric.peak_flops import get_available_flops
 from ...fabric.throughput import Throughput
 from ..base import Callback
-from .measuring import Clock, LogSteps, require_logger
+from .measuring import Counts, LogSteps, is_evaluation_due, require_logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
-
-
-class _Stage:
-    """Totals of one stage."""
-
-    def __init__(self, throughput: Throughput) -> None:
-        self.throughput = throughput
-        self.clock = Clock()
-        self.batches = self.samples = self.lengths = 0
 
 
 class ThroughputMonitor(Callback):
@@ -63,7 +54,7 @@ class ThroughputMonitor(Callback):
         self.window_size = window_size
         self.separator = separator
         self.available_flops: int | None = None
-        self._stages: dict[str, _Stage] = {}
+        self._stages: dict[str, tuple[Throughput, Counts]] = {}
         self._log_steps = LogSteps()
         self._resumed: dict[str, float] = {}
         self._has_warned = False
@@ -87,22 +78,25 @@ class ThroughputMonitor(Callback):
     def _start(self, trainer: Trainer, stage: str, elapsed_s: float = 0.0) -> None:
         if self._is_on:
             throughput = Throughput(self.available_flops, trainer.world_size, self.window_size, self.separator)
-            self._stages[stage] = state = _Stage(throughput)
-            state.clock.start(elapsed_s)
+            counts = Counts(self._samples_of, None if self.length_fn is None else self._length_of)
+            self._stages[stage] = throughput, counts
+            counts.clock.start(elapsed_s)
+
+    def _samples_of(self, batch: Batch) -> int:
+        return _checked("batch_size_fn", self.batch_size_fn(batch))
+
+    def _length_of(self, batch: Batch) -> int:
+        assert self.length_fn is not None
+        return _checked("length_fn", self.length_fn(batch))
 
     def _count(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: Batch, *, is_logged: bool) -> None:
-        state = self._stages[stage]
-        state.batches += 1
-        state.samples += _checked("batch_size_fn", self.batch_size_fn(batch))
-        if self.length_fn is not None:
-            state.lengths += _checked("length_fn", self.length_fn(batch))
-        if is_logged:
-            synchronize(trainer.fabric.device)
-        state.throughput.update(
-            time=state.clock.running_s(),
-            batches=state.batches,
-            samples=state.samples,
-            lengths=state.lengths if self.length_fn is not None else None,
+        throughput, counts = self._stages[stage]
+        counts.add(batch)
+        throughput.update(
+            time=counts.seconds(trainer.fabric.device) if is_logged else counts.clock.running_s(),
+            batches=counts.batches,
+            samples=counts.samples,
+            lengths=int(counts.items) if self.length_fn is not None else None,
             flops=self._flops(pl_module),
         )
 
@@ -117,7 +111,7 @@ class ThroughputMonitor(Callback):
         return flops
 
     def _log(self, trainer: Trainer, stage: str, step: int | None) -> None:
-        metrics = self._stages[stage].throughput.compute()
+        metrics = self._stages[stage][0].compute()
         trainer.log_metrics({f"{stage}{self.separator}{name}": value for name, value in metrics.items()}, step)
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -127,9 +121,9 @@ class ThroughputMonitor(Callback):
         self._start(trainer, "train", self._resumed.get("time", 0.0))
         self._log_steps.start(trainer)
         if self._is_on and self._resumed:
-            state, resumed = self._stages["train"], self._resumed
-            state.batches, state.samples = int(resumed["batches"]), int(resumed["samples"])
-            state.lengths = int(resumed["lengths"])
+            counts, resumed = self._stages["train"][1], self._resumed
+            counts.batches, counts.samples = int(resumed["batches"]), int(resumed["samples"])
+            counts.items = int(resumed["lengths"])
         self._resumed = {}
 
     def on_train_batch_end(
@@ -148,14 +142,14 @@ class ThroughputMonitor(Callback):
         self._resumed = self._totals()
 
     def _totals(self) -> dict[str, float]:
-        state = self._stages.get("train")
-        if state is None:
+        if "train" not in self._stages:
             return self._resumed
+        counts = self._stages["train"][1]
         return {
-            "time": state.clock.running_s(),
-            "batches": state.batches,
-            "samples": state.samples,
-            "lengths": state.lengths,
+            "time": counts.clock.running_s(),
+            "batches": counts.batches,
+            "samples": counts.samples,
+            "lengths": int(counts.items),
         }
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -163,14 +157,14 @@ class ThroughputMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Pause the clock of training."""
         if "train" in self._stages:
-            self._stages["train"].clock.pause()
+            self._stages["train"][1].clock.pause()
         if not trainer.sanity_checking:
             self._start(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue with the clock of training."""
         if "train" in self._stages:
-            self._stages["train"].clock.resume()
+            self._stages["train"][1].clock.resume()
 
     def on_validation_batch_end(
         self,
@@ -221,8 +215,11 @@ class ThroughputMonitor(Callback):
         if not self._is_on:
             return
         # The x axis is that of step values of an evaluation: batches ever evaluated.
-        done = self._stages[stage].batches if stage == "predict" else trainer.progress.eval_batches
-        is_logged = (done + 1) % trainer.log_every_n_steps == 0
+        if stage == "predict":
+            done = self._stages[stage][1].batches
+            is_logged = (done + 1) % trainer.log_every_n_steps == 0
+        else:
+            done, is_logged = trainer.progress.eval_batches, is_evaluation_due(trainer)
         self._count(trainer, pl_module, stage, batch, is_logged=is_logged)
         if is_logged:
             self._log(trainer, stage, done)

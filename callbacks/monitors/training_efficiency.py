@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
 from ..base import Callback
 from ..summary.summary import count_elements
-from .measuring import Clock, LogSteps
+from .measuring import Counts, LogSteps
 
 if TYPE_CHECKING:
     from ...protocols import Batch, StateDict, StepOutput
@@ -107,13 +107,10 @@ class TrainingEfficiency(Callback):
         self.summary: dict[str, float] = {}
         self.flops_per_sample: float | None = flops if isinstance(flops, int | float) else None
         self._totals = {"samples": 0.0, "tokens": 0.0, "seconds": 0.0, "training_seconds": 0.0}
-        self._is_on = False
         self._counter: Any = None  # Any: torch's FLOP counter, imported where it is used
         self._is_to_count = self._is_counting = False
-        self._samples = 0
         self._log_steps = LogSteps()
-        self._clock = Clock()  # since the last reading
-        self._tokens: int | Tensor = 0
+        self._counts: Counts | None = None  # since the last reading; None where nothing is measured
         self._peak: float | None = None
         self._parameters = 0
         self._replicas = self._devices = 1
@@ -127,21 +124,20 @@ class TrainingEfficiency(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the peak, start the clock."""
-        self._is_on = trainer.is_global_zero
-        if not self._is_on:
+        if not trainer.is_global_zero:
             return
         device = trainer.fabric.device
         self._devices = trainer.world_size
         self._replicas = trainer.strategy.topology.data_size
         self._peak = self._find_peak(trainer) if self.flops is not None else None
         self._parameters = sum(count_elements(one) for one in pl_module.parameters() if one.requires_grad)
-        self._samples, self._tokens = 0, 0
         self._log_steps.start(trainer)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._is_to_count = self.flops == "count" and self.flops_per_sample is None and not _is_compiled(pl_module)
+        self._counts = Counts(self.batch_size_fn or trainer.batch_size_of, self.tokens_fn)
         synchronize(device)
-        self._clock.start()
+        self._counts.start()
 
     def _find_peak(self, trainer: Trainer) -> float | None:
         if not isinstance(self.peak_flops, str):
@@ -153,7 +149,7 @@ class TrainingEfficiency(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
         """Begin to count FLOPs, at the first micro-batch."""
-        if self._is_on and self._is_to_count:
+        if self._counts is not None and self._is_to_count:
             from torch.utils.flop_counter import FlopCounterMode
 
             self._is_to_count = False
@@ -171,19 +167,16 @@ class TrainingEfficiency(Callback):
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Count samples and tokens; log where the trainer logs."""
-        if not self._is_on:
+        if self._counts is None:
             return
         if batch is not None:
-            size = trainer.batch_size_of(batch) if self.batch_size_fn is None else self.batch_size_fn(batch)
-            self._samples += size or 0
-            if self.tokens_fn is not None:
-                self._tokens = self._tokens + self.tokens_fn(batch)  # a tensor stays on its device
+            size = self._counts.add(batch)
             if self._counter is not None:
                 self._end_count(size)
         if self._log_steps.is_due(trainer, trainer.log_every_n_steps):
-            self._log(trainer)
+            self._log(trainer, self._counts)
 
-    def _end_count(self, size: int | None) -> None:
+    def _end_count(self, size: int) -> None:
         counter, self._counter = self._counter, None
         if self._is_counting:
             self._is_counting = False
@@ -191,22 +184,26 @@ class TrainingEfficiency(Callback):
         if counter.get_total_flops() and size:
             self.flops_per_sample = counter.get_total_flops() / size
 
-    def _read(self, trainer: Trainer) -> tuple[float, float, float]:
+    def _read(self, trainer: Trainer, counts: Counts) -> tuple[float, float, float]:
         """Add what was counted since the last time to the totals; return samples, tokens and seconds of it."""
-        synchronize(trainer.fabric.device)  # a log boundary: the values of the step were just read, or will be
-        seconds, wall_s = self._clock.running_s(), self._clock.wall_s()
-        self._clock.start()
-        samples = self._samples * self._replicas
-        tokens = float(self._tokens) * self._replicas
-        self._totals["samples"] += samples
-        self._totals["tokens"] += tokens
-        self._totals["seconds"] += wall_s
-        self._totals["training_seconds"] += seconds
-        self._samples, self._tokens = 0, 0
-        return samples, tokens, seconds
+        seconds = counts.seconds(trainer.fabric.device)  # a log boundary: the values of the step are read anyway
+        before = self._totals
+        self._totals = self._with(counts)
+        counts.start()
+        return self._totals["samples"] - before["samples"], self._totals["tokens"] - before["tokens"], seconds
 
-    def _log(self, trainer: Trainer) -> None:
-        metrics = self._rates(*self._read(trainer))
+    def _with(self, counts: Counts) -> dict[str, float]:
+        """Return the totals with these counts; waits for the device where it counts the tokens."""
+        totals = self._totals
+        return {
+            "samples": totals["samples"] + counts.samples * self._replicas,
+            "tokens": totals["tokens"] + float(counts.items) * self._replicas,
+            "seconds": totals["seconds"] + counts.clock.wall_s(),
+            "training_seconds": totals["training_seconds"] + counts.clock.running_s(),
+        }
+
+    def _log(self, trainer: Trainer, counts: Counts) -> None:
+        metrics = self._rates(*self._read(trainer, counts))
         metrics.update(self._overall(trainer))
         trainer.log_metrics({f"efficiency/{name}": value for name, value in metrics.items()})
 
@@ -247,22 +244,22 @@ class TrainingEfficiency(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
-        if self._is_on and not trainer.sanity_checking:
+        if self._counts is not None and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
-            self._clock.pause()
+            self._counts.clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue with the clock of training."""
-        if self._is_on and not trainer.sanity_checking:
+        if self._counts is not None and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
-            self._clock.resume()
+            self._counts.clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up."""
-        if not self._is_on:
+        if self._counts is None:
             return
-        self._read(trainer)
-        self._is_on = False
+        self._read(trainer, self._counts)
+        self._counts = None
         totals = self._totals
         self.summary = {"samples": totals["samples"], **self._rates(totals["samples"], totals["tokens"],
                                                                     totals["training_seconds"])}  # fmt: skip
@@ -282,8 +279,8 @@ class TrainingEfficiency(Callback):
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """End a count that is under way."""
         if self._counter is not None:
-            self._end_count(None)
-        self._is_on = False
+            self._end_count(0)
+        self._counts = None
 
     def forget_run(self) -> None:
         """Count from 0."""
@@ -291,12 +288,7 @@ class TrainingEfficiency(Callback):
 
     def state_dict(self) -> StateDict:
         """Return the totals; those since the last log boundary are included."""
-        totals = dict(self._totals)
-        if self._is_on:
-            totals["samples"] += self._samples * self._replicas
-            totals["tokens"] += float(self._tokens) * self._replicas  # a checkpoint waits for the device anyway
-            totals["seconds"] += self._clock.wall_s()
-            totals["training_seconds"] += self._clock.running_s()
+        totals = dict(self._totals) if self._counts is None else self._with(self._counts)
         return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
