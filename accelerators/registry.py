@@ -20,7 +20,7 @@ C = TypeVar("C", bound=type)
 class _Entry(Generic[T]):
     target: type[T] | str  # a class, or its location: "package.module:Class"
     description: str
-    init_params: dict[str, Any] = field(default_factory=dict)  # Any: arguments of the user's own class
+    init_params: dict[str, object] = field(default_factory=dict)  # arguments of the user's own class
 
     @property
     def cls(self) -> type[T]:
@@ -48,12 +48,12 @@ class Registry(Generic[T]):
 
     @overload
     def register(
-        self, name: str, cls: type[T], description: str | None = None, override: bool = False, **init_params: Any
+        self, name: str, cls: type[T], description: str | None = None, override: bool = False, **init_params: object
     ) -> type[T]: ...
 
     @overload
     def register(
-        self, name: str, cls: None = None, description: str | None = None, override: bool = False, **init_params: Any
+        self, name: str, cls: None = None, description: str | None = None, override: bool = False, **init_params: object
     ) -> Callable[[C], C]: ...
 
     def register(
@@ -62,8 +62,8 @@ class Registry(Generic[T]):
         cls: type[Any] | None = None,
         description: str | None = None,
         override: bool = False,
-        **init_params: Any,  # Any: arguments of the user's own class
-    ) -> Any:
+        **init_params: object,  # Any: arguments of the user's own class
+    ) -> object:
         """Give a class a name, either at once or as a decorator (``@registry.register("name")``).
 
         Args:
@@ -92,7 +92,7 @@ class Registry(Generic[T]):
 
         return add if cls is None else add(cls)
 
-    def register_lazily(self, name: str, target: str, description: str | None = None, **init_params: Any) -> None:
+    def register_lazily(self, name: str, target: str, description: str | None = None, **init_params: object) -> None:
         """Give a class a name without importing it; `get` and `create` import it.
 
         Args:

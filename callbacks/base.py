@@ -50,7 +50,7 @@ class Callback:
         """Name of this callback's state in a checkpoint; two callbacks with state need different names."""
         return type(self).__qualname__
 
-    def _generate_state_key(self, **kwargs: Any) -> str:  # Any: constructor arguments
+    def _generate_state_key(self, **kwargs: object) -> str:  # constructor arguments
         """Return a key made of the class name and of the arguments that distinguish instances."""
         return f"{type(self).__qualname__}{kwargs!r}"
 

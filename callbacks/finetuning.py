@@ -376,7 +376,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
 
-def _first_groups(state: Mapping[str, Any], count: int) -> dict[str, Any]:
+def _first_groups(state: Mapping[str, Any], count: int) -> dict[str, object]:
     """Return an optimizer's state without the groups after the first `count`."""
     groups = state["param_groups"][:count]
     kept = {index for group in groups for index in group["params"]}
@@ -387,7 +387,7 @@ def _untracked(module: nn.Module) -> list[str]:
     return [path for path, one in module.named_modules() if isinstance(one, _BatchNorm) and not one.track_running_stats]
 
 
-def _group_within(optimizer: Optimizer, module: nn.Module) -> dict[str, Any] | None:
+def _group_within(optimizer: Optimizer, module: nn.Module) -> dict[str, object] | None:
     """Return the last group that holds parameters of this module only."""
     own = {id(parameter) for parameter in module.parameters()}
     group: dict[str, Any]

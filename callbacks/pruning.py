@@ -467,10 +467,10 @@ class ModelPruning(Callback):
 
 
 def _problems_of_method(
-    pruning_fn: Any,  # Any, here and below: whatever the user passed
+    pruning_fn: object,  # whatever the user passed
     is_global: bool,
-    dim: Any,
-    norm: Any,
+    dim: object,
+    norm: object,
 ) -> list[str]:
     if isinstance(pruning_fn, str):
         if pruning_fn not in _METHODS:
@@ -497,7 +497,7 @@ def _problems_of_method(
     return problems
 
 
-def _problems_of_amount(amount: Any) -> list[str]:
+def _problems_of_amount(amount: object) -> list[str]:
     is_part = isinstance(amount, float) and 0.0 <= amount <= 1.0
     is_count = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
     return (

@@ -64,7 +64,7 @@ def split(
 
 
 def require_passed(
-    cls: type, checkpoint: Mapping[str, Any], prefix: str, passed: Mapping[str, Any], *, source: str
+    cls: type, checkpoint: Mapping[str, Any], prefix: str, passed: Mapping[str, object], *, source: str
 ) -> None:
     """Refuse to build an object without the arguments that its checkpoint does not hold.
 
@@ -119,7 +119,7 @@ def _takes(cls: type, container: str | None) -> Callable[[str], bool]:
     return lambda name: takes_any or has_container or name in parameters
 
 
-def _becomes_a_dict(value: Any) -> bool:
+def _becomes_a_dict(value: object) -> bool:
     """Return whether the plain form is a dict and the value is not: the constructor would get something else."""
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return True

@@ -103,7 +103,7 @@ class _Copier:
         self._objects[id(value)] = result
         return result
 
-    def _container(self, value: Any, result: Any) -> Any:
+    def _container(self, value: Any, result: Any) -> object:
         self._objects[id(value)] = result  # before its entries: it may hold itself
         if isinstance(value, list):
             result.extend(self.copied(item) for item in value)

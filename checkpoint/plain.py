@@ -231,7 +231,7 @@ def replace_marked(
     make: Callable[[MarkT, str], object],
     where: str = "checkpoint",
     seen: set[int] | None = None,
-) -> Any:
+) -> object:
     """Replace each dict whose only entry is `key`; dicts and lists are changed in place, tuples are new.
 
     Args:
@@ -269,7 +269,7 @@ def replace_marked(
     return value
 
 
-def _unpickle(pickled: bytes, where: str) -> Any:  # Any: whatever the user had trusted
+def _unpickle(pickled: bytes, where: str) -> object:  # whatever the user had trusted
     try:
         return pickle.loads(pickled)
     except Exception as error:  # unpickling runs the constructors of the user's classes: any error is possible

@@ -37,7 +37,7 @@ class Ranks:
     rank: int
     size: int
     gather: Callable[[object], list[Any]]
-    together: Callable[[Callable[[], Any]], Any]
+    together: Callable[[Callable[[], object]], Any]
 
 
 def read_on_all_ranks(io: Any, path: str | Path, ranks: Ranks, *, is_safe: bool, by_parts: bool) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import torch
 from torch import nn
@@ -78,7 +78,7 @@ def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_
 
 
 def constructor_arguments(
-    cls: type, hparams: Mapping[str, Any], container_name: str | None, overrides: Mapping[str, Any]
+    cls: type, hparams: Mapping[str, object], container_name: str | None, overrides: Mapping[str, object]
 ) -> StateDict:
     """Return the keyword arguments to build `cls` with: saved hyperparameters, then the caller's.
 

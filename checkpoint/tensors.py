@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ def memory_key(value: AnyTensor) -> object:
     return id(value)
 
 
-def flatten(tree: Tree, where: str = "") -> Iterator[tuple[str, Any]]:  # Any: a leaf of the tree
+def flatten(tree: Tree, where: str = "") -> Iterator[tuple[str, object]]:  # a leaf of the tree
     """Yield path and value of every leaf, in order: `state_dict/layer.weight`, `optimizer_states/0/state/1/step`.
 
     An empty dict, list, tuple or set is a leaf; so is a set of values.

@@ -75,8 +75,8 @@ def _convert(value: Tree, where: str, dropped: list[str], parents: tuple[int, ..
 
 
 def _convert_entries(
-    entries: Mapping[Any, Any], where: str, dropped: list[str], parents: tuple[int, ...]
-) -> dict[Any, Any]:  # Any: see to_plain
+    entries: Mapping[object, object], where: str, dropped: list[str], parents: tuple[int, ...]
+) -> dict[object, object]:
     converted = {}
     for key, entry in entries.items():
         path = f"{where}[{key!r}]" if where else str(key)
@@ -133,7 +133,7 @@ def _is_container(value: object) -> bool:
     return isinstance(value, kinds) or dataclasses.is_dataclass(value)
 
 
-def _as_mapping(value: Tree) -> Mapping[Any, Any] | None:  # Any: see to_plain
+def _as_mapping(value: Tree) -> Mapping[Any, object] | None:  # Any: see to_plain
     if isinstance(value, Mapping):
         return value
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):

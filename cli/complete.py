@@ -28,7 +28,7 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: bool = True) -> Any:
+def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: bool = True) -> object:
     """Return the form of a value in the saved settings.
 
     Args:

@@ -195,18 +195,18 @@ def _node(tree: dict[str, Any], key: str) -> Any:
     return node["init_args"] if isinstance(node, dict) and "class_path" in node else node
 
 
-def _has(tree: dict[str, Any], path: str) -> bool:
+def _has(tree: dict[str, object], path: str) -> bool:
     key, _, name = path.partition(".")
     node = _node(tree, key)
     return (isinstance(node, dict) and name in node) if name else key in tree
 
 
-def _taken(tree: dict[str, Any], path: str) -> Any:
+def _taken(tree: dict[str, Any], path: str) -> object:
     key, _, name = path.partition(".")
     return _node(tree, key).pop(name) if name else tree.pop(key)
 
 
-def _at(tree: dict[str, Any], path: str, default: Callable[[str], Any]) -> Any:
+def _at(tree: dict[str, Any], path: str, default: Callable[[str], object]) -> object:
     key, *parts = path.split(".")
     if parts:
         node = _node(tree, key)

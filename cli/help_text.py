@@ -66,7 +66,7 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
     return "\n".join(lines) + "\n"
 
 
-def describe_class(target: Any, key: str, annotations: Mapping[str, Any] = MappingProxyType({})) -> str:
+def describe_class(target: Any, key: str, annotations: Mapping[str, object] = MappingProxyType({})) -> str:
     """Return the parameters of a class with types, defaults and descriptions.
 
     Args:

@@ -55,7 +55,7 @@ def import_object(path: str) -> Any:
     raise ClassProblem(f"{path}: module {parts[0]!r} not found in the current folder or among installed packages")
 
 
-def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
+def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[object]:
     """Return the class of a name.
 
     Args:
@@ -95,7 +95,7 @@ def find_class(name: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
     raise ClassProblem(f"no {shown} is called {name!r}{hint}; write package.module.Class for your own class")
 
 
-def known_classes(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
+def known_classes(bases: Iterable[type[object]]) -> Iterator[type[object]]:
     """Yield subclasses that can be named without a path: Loopwright's public ones, torch's, and imported ones."""
     bases = tuple(bases)
     seen: set[type[Any]] = set()
@@ -105,7 +105,7 @@ def known_classes(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
             yield one
 
 
-def _public(bases: tuple[type[Any], ...]) -> Iterator[type[Any]]:
+def _public(bases: tuple[type[object], ...]) -> Iterator[type[object]]:
     """Yield Loopwright's public classes and torch's optimizers and schedules, which may not be imported yet."""
     loopwright = importlib.import_module("..", __package__)
     folders = {base.__module__.split(".")[1] for base in bases if base.__module__.startswith("loopwright.")}
@@ -123,7 +123,7 @@ def _public(bases: tuple[type[Any], ...]) -> Iterator[type[Any]]:
                     yield found
 
 
-def _below(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
+def _below(bases: Iterable[type[object]]) -> Iterator[type[object]]:
     for base in bases:
         for one in base.__subclasses__() if base is not object else ():
             # A class that was imported again, or created in a function, cannot be named.
@@ -134,7 +134,7 @@ def _below(bases: Iterable[type[Any]]) -> Iterator[type[Any]]:
             yield from _below([one])
 
 
-def _is_served(one: type[Any]) -> bool:
+def _is_served(one: type[object]) -> bool:
     """Return whether a class represents one of another library, in a program written for that library.
 
     An import hook that serves another library's names says in `serves_classes_of` in which package such classes are.

@@ -145,7 +145,7 @@ class _Names(dict[str, Any]):
         except Exception:
             return Any  # it contains an undefined name: the value is not checked
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         if name in self._globals:
             return self._globals[name]
         if hasattr(builtins, name):

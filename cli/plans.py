@@ -37,7 +37,7 @@ class Plans:
     schedule_options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def completed(self, program: Program, *, with_defaults: bool = True) -> dict[str, Any]:
+    def completed(self, program: Program, *, with_defaults: bool = True) -> dict[str, object]:
         """Return the settings as saved and printed: YAML values, and classes by their paths."""
         seed = {"seed_everything": self.made["seed_everything"]}
         found: dict[str, Any] = seed if with_defaults or "seed_everything" in self.tree else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Program:
 
     name: str
     trainer_class: Any
-    bases: dict[str, tuple[Callable[..., Any] | None, type[Any]]]
+    bases: Mapping[str, tuple[Callable[..., object] | None, type[object]]]
     declared: Groups
     seed_default: bool | int | None
     subcommand: str | None = None

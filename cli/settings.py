@@ -141,7 +141,7 @@ class Settings:
         source = self.origin(path)
         self.problems.append(f"{path.replace('.init_args', '')}{f' ({source})' if source else ''}: {what}")
 
-    def _at(self, path: str) -> Any:
+    def _at(self, path: str) -> object:
         node: Any = self.tree
         for part in self.route(path).split("."):
             node = _step(node, part)
@@ -168,7 +168,7 @@ class Settings:
         self._note(over, path, source)
         return over
 
-    def _into_dict(self, base: dict[str, Any], over: dict[str, Any], path: str, source: str) -> dict[str, Any]:
+    def _into_dict(self, base: dict[str, Any], over: dict[str, object], path: str, source: str) -> dict[str, object]:
         for key, value in over.items():
             below = f"{path}.{key}" if path else str(key)
             if key in base:
@@ -178,7 +178,7 @@ class Settings:
                 self._note(value, below, source)
         return base
 
-    def _class_node(self, base: dict[str, Any], over: dict[str, Any], path: str, source: str) -> dict[str, Any]:
+    def _class_node(self, base: dict[str, Any], over: dict[str, Any], path: str, source: str) -> dict[str, object]:
         node = dict(base)
         arguments = dict(over.get("init_args") or {})
         if "class_path" in over:
@@ -193,7 +193,7 @@ class Settings:
         self.stale -= {f"{path}.init_args.{key}" for key in arguments}
         return node
 
-    def _into_list(self, base: list[Any], over: dict[str, Any], path: str, source: str) -> list[Any]:
+    def _into_list(self, base: list[object], over: dict[str, object], path: str, source: str) -> list[object]:
         """Change items by index; other keys are arguments of the last item, as in Lightning's command line."""
         for key, value in over.items():
             place, below = (int(key), value) if key.isdigit() else (len(base) - 1, {key: value})
@@ -250,7 +250,7 @@ def resolve(settings: Settings, default: Callable[[dict[str, Any], str], Any]) -
     return {str(key): value for key, value in found.items()}
 
 
-def escaped(value: object) -> Any:
+def escaped(value: object) -> object:
     """Return settings that `resolve` maps to these: `${` in a text is escaped for OmegaConf."""
     if isinstance(value, str):
         return _escape(value) if "${" in value else value
@@ -331,7 +331,7 @@ def _drop(node: Any, parts: list[str]) -> None:
     node.pop(parts[0], None)
 
 
-def _each(container: Any, path: str, settings: Settings) -> Any:
+def _each(container: Any, path: str, settings: Settings) -> object:
     """Return the entries of a container, and record each that cannot be resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -395,7 +395,7 @@ def _normal(value: object) -> Any:
     return node
 
 
-def _items(value: object) -> Iterator[tuple[Any, Any]]:
+def _items(value: object) -> Iterator[tuple[object, object]]:
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, list):
@@ -408,7 +408,7 @@ def _step(node: object, part: str) -> Any:
     return node.get(part) if isinstance(node, dict) else None
 
 
-def _as_list(value: object, of_null: list[Any] | None = None) -> list[Any]:
+def _as_list(value: object, of_null: list[Any] | None = None) -> list[object]:
     if value is None:
         return of_null or []
     return list(value) if isinstance(value, list) else [value]

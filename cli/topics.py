@@ -54,7 +54,7 @@ def help_on(program: Program, topic: str, tree: dict[str, Any]) -> str:
         ) from None
 
 
-def _groups(program: Program, tree: dict[str, Any]) -> dict[str, Any]:
+def _groups(program: Program, tree: dict[str, Any]) -> dict[str, object]:
     found: dict[str, Any] = {"trainer": program.trainer_class}
     for key in program.bases:
         try:
@@ -64,7 +64,7 @@ def _groups(program: Program, tree: dict[str, Any]) -> dict[str, Any]:
     return {**found, **program.declared.classes}
 
 
-def _kinds(program: Program) -> dict[str, type[Any]]:
+def _kinds(program: Program) -> dict[str, type[object]]:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 

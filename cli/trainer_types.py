@@ -16,7 +16,7 @@ def _accelerator() -> Any:
     return str | Accelerator
 
 
-def _strategy() -> Any:
+def _strategy() -> object:
     from ..strategies import Strategy
 
     return str | Strategy
@@ -28,25 +28,25 @@ def _precision() -> Any:
     return str | int | Precision | None
 
 
-def _logger() -> Any:
+def _logger() -> object:
     from ..loggers import Logger
 
     return bool | None | Logger | list[Logger]
 
 
-def _callbacks() -> Any:
+def _callbacks() -> object:
     from ..callbacks import Callback
 
     return None | Callback | list[Callback]
 
 
-def _profiler() -> Any:
+def _profiler() -> object:
     from ..profilers import Profiler
 
     return None | str | Profiler
 
 
-def _plugins() -> Any:
+def _plugins() -> object:
     from ..checkpoint import CheckpointIO
     from ..fabric import ClusterEnvironment
     from ..precision import Precision
@@ -56,7 +56,7 @@ def _plugins() -> Any:
     return None | one | list[one]
 
 
-TRAINER_TYPES: dict[str, Callable[[], Any]] = {
+TRAINER_TYPES: dict[str, Callable[[], object]] = {
     "accelerator": _accelerator,
     "strategy": _strategy,
     "devices": lambda: int | str | list[int],

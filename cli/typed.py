@@ -176,7 +176,7 @@ class Typed:
             return self._dict(value, (), path)
         return self._object(value, wanted, path)
 
-    def _time(self, value: object, wanted: type[Any], path: str) -> Any:
+    def _time(self, value: object, wanted: type[Any], path: str) -> object:
         try:
             return value if isinstance(value, wanted) else wanted.fromisoformat(value)
         except (TypeError, ValueError):
@@ -211,7 +211,7 @@ class Typed:
             return self._note(path, str(problem))
         return self.plan(found, arguments, below)
 
-    def _one_of(self, value: object, members: tuple[Any, ...], path: str) -> Any:
+    def _one_of(self, value: object, members: tuple[object, ...], path: str) -> object:
         members = tuple(_plain(one) for one in members)
         # Values of a matching type stay: 1 is a number for `float | int`, and "ddp" a text for `Strategy | str`.
         exact = [one for one in members if one is type(value)]
@@ -233,7 +233,7 @@ class Typed:
             return WRONG
         return self._wrong(value, Union[members], path)  # noqa: UP007  # made of what is known at run time only
 
-    def _literal(self, value: object, choices: tuple[Any, ...], path: str) -> Any:
+    def _literal(self, value: object, choices: tuple[object, ...], path: str) -> object:
         for one in choices:
             if one == value and type(one) is type(value):
                 return one
@@ -243,7 +243,7 @@ class Typed:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         return self._note(path, f"expected one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
-    def _member(self, value: object, wanted: type[enum.Enum], path: str) -> Any:
+    def _member(self, value: object, wanted: type[enum.Enum], path: str) -> object:
         for one in wanted:
             if value is one or value == one.value or (isinstance(value, str) and value.lower() == one.name.lower()):
                 return one
@@ -251,7 +251,7 @@ class Typed:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         return self._note(path, f"expected one of {', '.join(one.name for one in wanted)}, got {value!r}{hint}")
 
-    def _class(self, value: object, base: object, path: str) -> Any:
+    def _class(self, value: object, base: object, path: str) -> object:
         if inspect.isclass(value):
             return value
         base = base if inspect.isclass(base) else object
@@ -260,7 +260,7 @@ class Typed:
         except ClassProblem as problem:
             return self._note(path, str(problem))
 
-    def _function(self, value: Any, inner: tuple[Any, ...], path: str) -> Any:
+    def _function(self, value: Any, inner: tuple[object, ...], path: str) -> object:
         """Return a function: by its path, or one that creates the class that the annotation returns."""
         made = _plain(inner[-1]) if inner else Any
         name = value["class_path"] if is_class_node(value) else value
@@ -294,7 +294,7 @@ class Typed:
         plan.is_partial = True
         return plan
 
-    def _several(self, value: object, kind: object, inner: tuple[Any, ...], path: str) -> Any:
+    def _several(self, value: object, kind: object, inner: tuple[object, ...], path: str) -> object:
         if not isinstance(value, list | tuple | set | frozenset):
             return self._wrong(value, kind, path, hint="write a list: [a, b]")
         values = list(value)
@@ -314,7 +314,7 @@ class Typed:
             else found
         )
 
-    def _dict(self, value: object, inner: tuple[Any, ...], path: str) -> Any:
+    def _dict(self, value: object, inner: tuple[object, ...], path: str) -> object:
         if not isinstance(value, dict):
             return self._wrong(value, dict, path, hint="write a mapping: {a: 1}")
         of_key, of_value = inner if len(inner) == 2 else (Any, Any)
@@ -323,7 +323,7 @@ class Typed:
             found[self.value(key, of_key, f"{path}.{key}")] = self.value(below, of_value, f"{path}.{key}")
         return found
 
-    def _of_torch(self, value: Any, wanted: type[Any], path: str) -> Any:
+    def _of_torch(self, value: Any, wanted: type[object], path: str) -> object:
         import torch
 
         if isinstance(value, wanted):
@@ -339,7 +339,7 @@ class Typed:
         except (RuntimeError, TypeError) as error:
             return self._note(path, str(error).splitlines()[0])
 
-    def _anything(self, value: object, path: str) -> Any:
+    def _anything(self, value: object, path: str) -> object:
         """Return a value for a parameter of unknown type.
 
         A class may be named for it only if it is of a kind that runs are made of: a configuration may come with a
@@ -371,7 +371,7 @@ class Typed:
 
 
 class _HarmlessMeta(type):
-    def __subclasscheck__(cls, subclass: type[Any]) -> bool:
+    def __subclasscheck__(cls, subclass: type[object]) -> bool:
         from torch import nn
         from torch.optim import Optimizer
         from torch.optim.lr_scheduler import LRScheduler

@@ -21,7 +21,7 @@ __all__ = ["parse", "parse_scalar", "read", "write"]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not annotated
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: dict[str, object] = {}
 
 
 for _tag, _pattern, _first in (
@@ -47,7 +47,7 @@ def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(loader.construct_scalar(node).replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
@@ -107,7 +107,7 @@ def parse(text: str, where: str) -> Any:
         ) from None
 
 
-def parse_scalar(text: str) -> Any:
+def parse_scalar(text: str) -> object:
     """Return the value of the text after `=` on the command line: a number, `[1, 2]`, `{a: 1}`, null, or text."""
     try:
         return yaml.load(text, Loader=_Loader)  # as above

@@ -36,7 +36,7 @@ class IndexRecord:
         # Not within the generator: some samplers draw when iteration begins, and are asked things right after.
         return self._note(iter(self._sampler))
 
-    def _note(self, given_by_sampler: Iterator[Any]) -> Iterator[Any]:
+    def _note(self, given_by_sampler: Iterator[Any]) -> Iterator[object]:
         for given in given_by_sampler:
             index = given.index if isinstance(given, Numbered) else given
             self._handed.append(list(index) if isinstance(index, list | tuple) else [index])

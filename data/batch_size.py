@@ -126,7 +126,7 @@ def _are_alike(batch: Batch) -> bool:
     return all(shape == shapes[0] for shape in shapes)
 
 
-def _shape(item: Any) -> Any:
+def _shape(item: Any) -> object:
     if isinstance(item, Tensor):
         return torch.Size(item.shape)
     if isinstance(item, dict):

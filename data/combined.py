@@ -15,7 +15,7 @@ from .tree import flatten_loaders, map_loaders, unflatten
 __all__ = ["CombinedLoader"]
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
-_NOTHING: Any = object()
+_NOTHING: object = object()
 
 
 class CombinedLoader:
@@ -132,7 +132,7 @@ class CombinedLoader:
         self._is_begun = True
         return self._sequential() if self.mode == "sequential" else self._parallel()
 
-    def _sequential(self) -> Iterator[tuple[Any, int, int]]:
+    def _sequential(self) -> Iterator[tuple[object, int, int]]:
         for dataloader_idx, (loader, limit) in enumerate(zip(self._flattened, self._all_limits(), strict=True)):
             if limit <= 0:
                 continue
@@ -143,7 +143,7 @@ class CombinedLoader:
                 if batch_idx + 1 >= limit:
                     break
 
-    def _parallel(self) -> Iterator[tuple[Any, int, int]]:
+    def _parallel(self) -> Iterator[tuple[object, int, int]]:
         loaders, limits = self._flattened, self._all_limits()
         iterators = self._iterators = [_batches(loader) for loader in loaders]
         taken = [0] * len(loaders)

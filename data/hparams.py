@@ -51,7 +51,7 @@ HyperParameters = AttributeDict
 
 def save_hyperparameters(
     obj: Any,
-    *args: Any,
+    *args: object,
     ignore: str | Iterable[str] | None = None,
     frame: FrameType | None = None,
     given_hparams: Mapping[str, Any] | None = None,
@@ -88,7 +88,7 @@ def save_hyperparameters(
     _store(obj, hparams, name, logger=logger)
 
 
-def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, Any], ignored: set[str]) -> tuple[Any, str]:
+def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignored: set[str]) -> tuple[object, str]:
     """Return the hyperparameters and the name of the argument that holds them."""
     if not args:
         return without_omegaconf(arguments), "kwargs"
@@ -154,7 +154,7 @@ def without_omegaconf(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _init_arguments(obj: Any, frame: FrameType | None) -> dict[str, Any]:
+def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, object]:
     """Return the arguments of the constructors of `obj` that are running, from the given frame outward."""
     arguments: dict[str, Any] = {}
     while frame is not None and _is_method_of(obj, frame):
@@ -166,7 +166,7 @@ def _init_arguments(obj: Any, frame: FrameType | None) -> dict[str, Any]:
     return arguments
 
 
-def _is_method_of(obj: Any, frame: FrameType) -> bool:
+def _is_method_of(obj: object, frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_argcount == 0:
         return False
@@ -174,7 +174,7 @@ def _is_method_of(obj: Any, frame: FrameType) -> bool:
     return frame.f_locals.get(name) is obj
 
 
-def _warn_of_modules(hparams: dict[str, Any]) -> None:
+def _warn_of_modules(hparams: dict[str, object]) -> None:
     for name, value in hparams.items():
         if isinstance(value, nn.Module):
             warnings.warn(
@@ -184,7 +184,7 @@ def _warn_of_modules(hparams: dict[str, Any]) -> None:
             )
 
 
-def _store(obj: Any, hparams: Any, name: str, *, logger: bool) -> None:
+def _store(obj: Any, hparams: object, name: str, *, logger: bool) -> None:
     kept = getattr(obj, "_hparams", None)
     if isinstance(hparams, dict) and not isinstance(hparams, AttributeDict):
         hparams = AttributeDict(hparams)
@@ -197,7 +197,7 @@ def _store(obj: Any, hparams: Any, name: str, *, logger: bool) -> None:
     obj._log_hyperparams = logger
 
 
-def _copy(hparams: Any) -> Any:
+def _copy(hparams: Any) -> object:
     if not isinstance(hparams, AttributeDict):
         return copy.deepcopy(hparams)
     copied = AttributeDict()

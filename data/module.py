@@ -242,7 +242,7 @@ class DataModule:
         return datamodule
 
 
-def _loader_hook(dataset: Any, shuffle: bool, batch_size: int, num_workers: int) -> Callable[[], Any]:
+def _loader_hook(dataset: object, shuffle: bool, batch_size: int, num_workers: int) -> Callable[[], object]:
     """Return a function without arguments that makes the loaders of a data set, or of a collection of them."""
 
     def one(part: Any) -> DataLoader[Batch]:
@@ -259,5 +259,5 @@ def _loader_hook(dataset: Any, shuffle: bool, batch_size: int, num_workers: int)
     return loaders
 
 
-def _holds_sets(dataset: Sequence[Any]) -> bool:
+def _holds_sets(dataset: Sequence[object]) -> bool:
     return bool(len(dataset)) and isinstance(dataset[0], (Dataset, Sequence)) and not isinstance(dataset[0], str)

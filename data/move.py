@@ -50,7 +50,7 @@ def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None
     return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
 
 
-def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> Any:
+def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> object:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
@@ -65,11 +65,11 @@ def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> Any:
     return _map(batch, _can_move, move)
 
 
-def _find_path(data: Any, wanted: Any) -> str | None:
+def _find_path(data: Any, wanted: object) -> str | None:
     """Return where in the batch the object is, as one would write it; None if it is not there."""
     if data is wanted:
         return ""
-    parts: list[tuple[str, Any]] = []
+    parts: list[tuple[str, object]] = []
     if isinstance(data, (list, tuple)):
         names = getattr(data, "_fields", None)
         parts = [(f".{names[i]}" if names else f"[{i}]", item) for i, item in enumerate(data)]
@@ -84,12 +84,12 @@ def _find_path(data: Any, wanted: Any) -> str | None:
     return None
 
 
-def _can_move(leaf: Any) -> bool:
+def _can_move(leaf: object) -> bool:
     return isinstance(leaf, Tensor) or (hasattr(leaf, "to") and not isinstance(leaf, type))
 
 
 def apply_to_collection(
-    data: Any, dtype: type | tuple[type, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
+    data: object, dtype: type | tuple[type, ...], function: Callable[..., object], *args: object, **kwargs: object
 ) -> Any:
     """Return `data` with `function` applied to every element of the given type, at any depth.
 
@@ -125,7 +125,7 @@ def _map(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], An
     return data
 
 
-def _rebuild_mapping(data: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+def _rebuild_mapping(data: Mapping[object, object], pairs: dict[object, object]) -> object:
     if type(data) is dict:
         return pairs
     if isinstance(data, defaultdict):
@@ -138,7 +138,7 @@ def _rebuild_mapping(data: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
     return type(data)(pairs)  # type: ignore[call-arg]  # every mapping of the standard library takes a dict
 
 
-def _map_dataclass(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+def _map_dataclass(data: Any, is_leaf: Callable[[object], bool], function: Callable[[object], object]) -> object:
     changes = {}
     for field in dataclasses.fields(data):
         old = getattr(data, field.name, None)
@@ -218,7 +218,7 @@ def find_opaque(data: Any) -> bool:
     return False
 
 
-def _leaves(data: Any) -> Iterator[Any]:
+def _leaves(data: Any) -> Iterator[object]:
     """Yield what is in the containers of a batch, as `move_to_device` goes through them."""
     if isinstance(data, (Tensor, PackedSequence)):
         yield data

@@ -102,7 +102,7 @@ def _own_place() -> tuple[int, int]:
     return 0, 1
 
 
-def _every_nth(dataset: Iterable[Any], first: int, step: int) -> Iterator[Any]:
+def _every_nth(dataset: Iterable[object], first: int, step: int) -> Iterator[object]:
     with _without_worker():
         samples = iter(dataset)
     for number in range(sys.maxsize):
@@ -162,7 +162,7 @@ class IterableShare(IterableDataset[Any]):
             if place % workers == number:
                 yield samples, place, self._order
 
-    def _rounds(self, *, is_in_worker: bool) -> Iterator[Any]:
+    def _rounds(self, *, is_in_worker: bool) -> Iterator[object]:
         course = _Course(self.key, keeps_numpy=is_in_worker)
         per_batch = self.batch_size or 1
         head: list[list[Any]] = []  # the epoch's first batches, to fill a global batch with
@@ -171,7 +171,7 @@ class IterableShare(IterableDataset[Any]):
             first = list(islice(stream, per_batch))
         self._order = digest(first)
         to_skip = self.start
-        pending: list[Any] = first  # read, and not yet part of a batch
+        pending: list[object] = first  # read, and not yet part of a batch
 
         def take(count: int) -> list[Any]:
             taken = pending[:count]
@@ -283,7 +283,7 @@ def digest(samples: list[Any]) -> int:
     return zlib.crc32(plain, fingerprint_batch(samples) or 0)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if isinstance(value, dict):
         return {str(name): _plain(one) for name, one in list(value.items())[:16]}
     if isinstance(value, list | tuple):

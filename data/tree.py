@@ -27,7 +27,7 @@ def is_collection(loaders: Loaders) -> bool:
     return all(isinstance(item, (list, tuple, dict)) or _is_loader(item) for item in loaders) and _holds_loader(loaders)
 
 
-def _holds_loader(item: Any) -> bool:
+def _holds_loader(item: object) -> bool:
     if isinstance(item, dict):
         return any(_holds_loader(value) for value in item.values())
     if isinstance(item, (list, tuple)):
@@ -35,7 +35,7 @@ def _holds_loader(item: Any) -> bool:
     return _is_loader(item)
 
 
-def _is_loader(item: Any) -> bool:
+def _is_loader(item: object) -> bool:
     if isinstance(item, (str, bytes, Tensor, Mapping)) or hasattr(item, "__array__") or hasattr(item, "to"):
         return False
     return isinstance(item, Iterable) or hasattr(item, "__getitem__")
@@ -61,7 +61,7 @@ def flatten_loaders(loaders: Loaders) -> list[Loaders]:
     return found
 
 
-def unflatten(loaders: Loaders, values: Iterable[Any]) -> Any:
+def unflatten(loaders: Loaders, values: Iterable[object]) -> object:
     """Return the collection's shape with the values in the loaders' places, in the order of `flatten_loaders`."""
     remaining = iter(values)
     return map_loaders(lambda _: next(remaining), loaders)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,7 +12,6 @@ from .wrappers import is_wrapped
 
 __all__ = ["check_module", "check_optimizers", "check_optimizers_of", "installed_callbacks", "refuse_wrapped"]
 
-# Any in this file: objects of the user's own.
 
 _CALLBACK_FACTORIES = ("loopwright.fabric.callbacks_factory", "lightning.fabric.callbacks_factory")
 
@@ -69,7 +67,7 @@ def check_optimizers_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> N
             )
 
 
-def installed_callbacks() -> list[Any]:
+def installed_callbacks() -> list[object]:
     """Return callbacks from the entry points of installed packages; reads the metadata of every package."""
     from importlib.metadata import entry_points
 

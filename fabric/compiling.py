@@ -91,7 +91,7 @@ def compile_problems(value: object) -> list[ConfigError]:
     return problems
 
 
-def read_compile(value: Any) -> dict[str, Any] | None:
+def read_compile(value: Any) -> dict[str, object] | None:
     """Return the options of torch.compile for a value of `compile=`; None where nothing is to be compiled.
 
     Raises:
@@ -194,7 +194,7 @@ def _is_simple(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 
-def _structure(module: nn.Module) -> tuple[Any, ...]:
+def _structure(module: nn.Module) -> tuple[object, ...]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (type(module), *((name, tuple(one.shape), one.dtype) for name, one in tensors))
 
@@ -282,11 +282,11 @@ class CompiledForward:
                 own["forward"] = before
 
 
-_codes: dict[tuple[Any, ...], types.CodeType] = {}
+_codes: dict[tuple[object, ...], types.CodeType] = {}
 _entries: dict[str, tuple[str, list[str]]] = {}
 
 
-def _entry(module: nn.Module) -> Callable[..., Any]:
+def _entry(module: nn.Module) -> Callable[..., object]:
     """Return a function that runs the module's forward, whose code is shared by modules of the same structure only.
 
     torch keeps compiled graphs with the code of the function that was called, and compiles at most eight for each.
@@ -347,7 +347,7 @@ class CompiledMethod:
         own[self._name] = self
         stack.callback(own.pop, self._name) if before is None else stack.callback(own.__setitem__, self._name, before)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> object:
         return _plain_method(memo.get(id(self._module), self._module), self._name)
 
     def __reduce__(self) -> Any:

@@ -100,7 +100,7 @@ class FabricDataLoader:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def _training(self) -> Iterator[Any]:
+    def _training(self) -> Iterator[object]:
         fabric, stream, moves = self._fabric, self._stream, self._moves
         previous = fabric._reader
         mark = self._current = object()
@@ -178,7 +178,7 @@ class FabricDataLoader:
     def _is_evaluation(self) -> bool:
         return self._uneven == "keep" if self._uneven is not None else not torch.is_grad_enabled()
 
-    def _evaluation(self) -> Iterator[Any]:
+    def _evaluation(self) -> Iterator[object]:
         fabric, shard = self._fabric, self._shard
         epoch, self._num_passes = self._num_passes, self._num_passes + 1
         announce_epoch(self.loader, epoch)
@@ -218,7 +218,7 @@ class FabricDataLoader:
         return find_length(self.loader) if self._stream.is_sharded else None
 
 
-def _batches_of(loader: Any) -> Iterator[Any]:
+def _batches_of(loader: Any) -> Iterator[object]:
     """Return the batches of a loader; a collection of loaders says which they are, too."""
     return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)
 
@@ -288,7 +288,7 @@ class EvaluationPass:
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def gather_samples(fabric: Fabric, data: object) -> Any:
+def gather_samples(fabric: Fabric, data: object) -> object:
     """Return what all processes have, in the order of ranks; see `Fabric.gather_for_metrics`."""
     if fabric._evaluation is not None:
         fabric._evaluation.num_gathers += 1

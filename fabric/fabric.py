@@ -134,7 +134,7 @@ class Fabric:
         self.devices = parts.devices
         self.launcher = parts.launcher
         self.layer_sync = parts.layer_sync
-        self._callbacks: list[Any] = _as_list(callbacks)  # Any: any object with methods
+        self._callbacks: list[object] = _as_list(callbacks)  # any object with methods
         self._has_found_callbacks = False
         self.loggers: list[Any] = _as_list(loggers)  # Any: a logger's package lies above this one
         self.strategy.fill(
@@ -273,7 +273,7 @@ class Fabric:
             kwargs: Positional arguments of the subclass.
         """
 
-    def _run_launched(self, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def _run_launched(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._setup_environment()
         return function(self, *args, **kwargs)
 
@@ -539,7 +539,7 @@ class Fabric:
                 self._listeners.append(original)
         self.call("on_after_setup", fabric=self, module=module)
 
-    def _bind_call(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def _bind_call(self, module: nn.Module, name: str) -> Callable[..., object]:
         """Return a function that runs a method of a `FabricModule` in this precision and strategy."""
         run = self.strategy.bind_step(module, name)
         precision = self.precision
@@ -1051,13 +1051,13 @@ def _does_something(precision: Precision, name: str) -> bool:
     return method is not getattr(Precision, name)
 
 
-def _default_checkpoint_io() -> Any:
+def _default_checkpoint_io() -> object:
     from ..checkpoint import TorchCheckpointIO  # takes a few milliseconds that a run without files does not need
 
     return TorchCheckpointIO()
 
 
-def _in_precision(step: Callable[..., object], precision: Precision, *, converts_output: bool) -> Callable[..., Any]:
+def _in_precision(step: Callable[..., object], precision: Precision, *, converts_output: bool) -> Callable[..., object]:
     """Return the step with inputs cast, in the precision's context."""
     context = precision.forward_context
     converts_input, convert_input = precision.converts_input, precision.convert_input
@@ -1075,12 +1075,12 @@ def _in_precision(step: Callable[..., object], precision: Precision, *, converts
 
 
 @contextmanager
-def _both(one: AbstractContextManager[Any] | torch.device, other: AbstractContextManager[Any]) -> Iterator[None]:
+def _both(one: AbstractContextManager[object] | torch.device, other: AbstractContextManager[object]) -> Iterator[None]:
     with one, other:
         yield
 
 
-def _move_placed(place: Callable[[Any], Any], batch: object, device: torch.device) -> Any:
+def _move_placed(place: Callable[[object], object], batch: object, device: torch.device) -> object:
     """Return a batch on the device, for a strategy that moves tensors itself."""
     return move_to_device(place(batch), device)
 
@@ -1098,7 +1098,7 @@ def _takes_arguments(function: Callable[..., object]) -> bool:
         return True
 
 
-def _accepted(method: Callable[..., object], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _accepted(method: Callable[..., object], kwargs: dict[str, object]) -> dict[str, object]:
     if not kwargs:
         return kwargs
     parameters = inspect.signature(method).parameters
@@ -1121,15 +1121,15 @@ def _do_nothing(fabric: Fabric) -> None:
     """The function that `launch` runs by default; at module level, so that it can be pickled."""
 
 
-def _call_run(fabric: Fabric, *args: object, **kwargs: object) -> Any:
+def _call_run(fabric: Fabric, *args: object, **kwargs: object) -> object:
     return fabric.run(*args, **kwargs)
 
 
-def _launching(run: Callable[..., object]) -> Callable[..., Any]:
+def _launching(run: Callable[..., object]) -> Callable[..., object]:
     """Return a subclass's `run`, which starts the processes first."""
 
     @functools.wraps(run)
-    def launched(self: Fabric, *args: object, **kwargs: object) -> Any:
+    def launched(self: Fabric, *args: object, **kwargs: object) -> object:
         if self._is_set_up:
             return run(self, *args, **kwargs)
         return self.launch(_call_run, *args, **kwargs)

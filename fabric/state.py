@@ -16,7 +16,7 @@ __all__ = ["bare", "collect_state", "put_back", "put_back_state"]
 
 # Any in this file: objects of the user's own, and their state.
 
-_NOTHING: dict[str, Any] = {}
+_NOTHING: dict[str, object] = {}
 
 
 def bare(obj: object) -> Any:
@@ -26,7 +26,7 @@ def bare(obj: object) -> Any:
 
 def collect_state(
     strategy: Strategy, state: Mapping[str, object], filter: Mapping[str, Callable[[str, Any], bool]] | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the content of a checkpoint: each object replaced by its state, plain values as they are.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +185,7 @@ class ThroughputMonitor(Throughput):
 def measure_flops(
     model: nn.Module,
     forward_fn: Callable[[], object],
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: Callable[[object], Tensor] | None = None,
 ) -> int:
     """Return the floating point operations of one call, as torch counts them: matrix products and convolutions.
 

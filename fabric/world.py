@@ -29,7 +29,7 @@ __all__ = [
 # -- variables of `loopwright launch`
 # -----------------------------------------------------------------------------------
 
-_ARGUMENTS: dict[str, Any] = {
+_ARGUMENTS: dict[str, object] = {
     "accelerator": "auto",
     "strategy": "auto",
     "devices": "auto",

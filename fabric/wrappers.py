@@ -55,7 +55,7 @@ class FabricModule(nn.Module):
     _fabric_original: nn.Module
     _fabric: Fabric
     _fabric_marked: set[str]
-    _fabric_forward: Callable[..., Any]
+    _fabric_forward: Callable[..., object]
     _fabric_reduces: bool
 
     def __init__(self, bare: nn.Module, original: nn.Module, fabric: Fabric) -> None:
@@ -80,11 +80,11 @@ class FabricModule(nn.Module):
         """The module that the user wrote."""
         return self._fabric_original
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> object:
         """Run the module's forward in the precision and under the strategy's hooks."""
         return self._fabric_forward(*args, **kwargs)
 
-    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+    def mark_forward_method(self, method: str | Callable[..., object]) -> None:
         """Let another method run in the precision and under the strategy's hooks when it is called on this object.
 
         `training_step`, `validation_step`, `test_step` and `predict_step` do so from the start.
@@ -123,7 +123,7 @@ class FabricModule(nn.Module):
         """Return the state of the module that the user wrote."""
         return self._fabric_original.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> object:
         """Load the state of the module that the user wrote."""
         return self._fabric_original.load_state_dict(*args, **kwargs)
 
@@ -173,11 +173,11 @@ class FabricModule(nn.Module):
         copied._fabric_marked.update(self._fabric_marked)
         return copied
 
-    def _guarded(self, method: Callable[..., object]) -> Callable[..., Any]:
+    def _guarded(self, method: Callable[..., object]) -> Callable[..., object]:
         """Return the method, with an error if it runs a forward whose gradients the strategy would not see."""
 
         @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: object) -> object:
             if not torch.is_grad_enabled():
                 return method(*args, **kwargs)  # nothing to reduce
 
@@ -199,7 +199,7 @@ class FabricModule(nn.Module):
         return call
 
 
-def demand_scaled_backward(output: object, fabric: Fabric) -> Any:
+def demand_scaled_backward(output: object, fabric: Fabric) -> object:
     """Return a forward's output, on whose tensors a backward pass without Fabric's loss scale is an error."""
 
     def check(gradient: Tensor) -> None:
@@ -261,7 +261,7 @@ class FabricOptimizer:
     def __class__(self) -> Any:
         return type(self._without_fabric)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> object:
         """Step the optimizer through precision and strategy; within an open window of `accumulate`, do nothing.
 
         Args:

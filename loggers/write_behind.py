@@ -171,7 +171,7 @@ class WriteQueue(ABC):
     def _pause_s(self) -> float:
         return self._pauses_s[min(self._failures, len(self._pauses_s)) - 1]
 
-    def _take_undone(self) -> list[Any]:
+    def _take_undone(self) -> list[object]:
         undone = [queue.pop() for queue in (self._aside, self._waiting) for _ in range(len(queue))]
         self._aside.clear()
         self._waiting.clear()
@@ -202,7 +202,7 @@ def _rebuild(
     kind: type[WriteQueue],
     capacity: int,
     patience_s: float,
-    perform: Callable[[Any], object],
+    perform: Callable[[object], object],
     pauses_s: Sequence[float],
 ) -> WriteQueue:
     return kind(capacity, patience_s=patience_s, perform=perform, pauses_s=pauses_s)

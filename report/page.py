@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, MissingDependency
 from .charts import GRADIENTS, METRICS, Chart, extremes, make_charts, not_finite, thin, with_speed
@@ -112,7 +111,7 @@ def _plotly() -> str:
 # --- what the script draws ------------------------------------------------------------------------------------------
 
 
-def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, Any]:  # Any: what JSON holds
+def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, object]:  # what JSON holds
     drawn = []
     for chart in charts:
         curves = []

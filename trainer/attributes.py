@@ -198,7 +198,7 @@ class TrainerAttributes:
         return self.fabric.precision
 
     @property
-    def scaler(self) -> Any:  # Any: torch's GradScaler, or one of another library
+    def scaler(self) -> object:  # torch's GradScaler, or one of another library
         """The gradient scaler of 16-mixed; None otherwise."""
         return getattr(self.fabric.precision, "scaler", None)
 

@@ -56,7 +56,7 @@ def export_script(
     return script
 
 
-def export_onnx(module: Module, file_path: str | Path | None, input_sample: Batch, kwargs: dict[str, Any]) -> Any:
+def export_onnx(module: Module, file_path: str | Path | None, input_sample: Batch, kwargs: dict[str, Any]) -> object:
     """Export with torch.onnx; see `Module.to_onnx`."""
     args, named = _sample_of(module, "to_onnx", "input_sample", input_sample)
     package = "onnxscript" if kwargs.get("dynamo", True) else "onnx"

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -234,7 +234,7 @@ class Trials:
             del reserve
         self._note(size, loader)
 
-    def _limits(self) -> dict[str, Any]:
+    def _limits(self) -> dict[str, object]:
         steps = self._search.steps_per_trial
         if self._method == "fit":
             # Accumulation takes no more memory: gradients are there in each forward pass but the first.

@@ -222,7 +222,7 @@ def _scale_groups(optimizer: Optimizer, factor: float) -> None:
                 _put(group, key, float(group[key]) * factor)
 
 
-def _scale_schedule(schedule: Any, factor: float) -> None:  # Any: torch's schedules, and users' own
+def _scale_schedule(schedule: object, factor: float) -> None:  # torch's schedules, and users' own
     for name in _RATES_OF_SCHEDULES:
         rates = getattr(schedule, name, None)
         if isinstance(rates, list):

@@ -48,7 +48,7 @@ class MissingSetting(ConfigError, AttributeError):
     """Neither module nor data module have the value that a search is to set."""
 
 
-def write_setting(owners: tuple[Any, ...], name: str, value: Any) -> None:
+def write_setting(owners: tuple[object, ...], name: str, value: object) -> None:
     """Set the value in all places that have it."""
     for place, _ in list(_places(owners, name)):
         if isinstance(place, MutableMapping):

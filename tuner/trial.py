@@ -223,7 +223,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if not is_lazy(tensor)]
 
 
-def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback], **limits: Any) -> Trainer:
+def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback], **limits: object) -> Trainer:
     """Return a trainer for trials: trains as the original does, and shows, logs, saves and validates nothing.
 
     Args:

@@ -87,7 +87,7 @@ def _pass(trainer: Trainer, run: Run, module: nn.Module) -> None:
         restore_generators(generators, states)
 
 
-def _own_step(module: nn.Module) -> Callable[[Any, int], Any]:  # Any: batches and outputs are the user's
+def _own_step(module: nn.Module) -> Callable[[object, int], object]:  # batches and outputs are the user's
     """Return the module's own training_step: the strategy's would overwrite buffers by those of rank 0."""
     step: Callable[..., Any] = module.training_step  # type: ignore[assignment]  # nn.Module knows tensors and modules
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]

@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -270,7 +270,7 @@ class StochasticWeightAveraging(Averaging):
         self.n_averaged += 1
 
 
-def _is_number(value: Any) -> bool:  # Any: whatever the user passed
+def _is_number(value: object) -> bool:  # whatever the user passed
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

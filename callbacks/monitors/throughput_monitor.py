@@ -238,7 +238,7 @@ class ThroughputMonitor(Callback):
         self._resumed = dict(state_dict.get("train", {}))
 
 
-def _checked(name: str, number: Any) -> int:
+def _checked(name: str, number: object) -> int:
     if isinstance(number, int) and not isinstance(number, bool) and number > 0:
         return number
     raise ModuleError(

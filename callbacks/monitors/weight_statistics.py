@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,7 @@ class WeightStatistics(Callback):
         return self._generate_state_key(depth=self.depth, kinds=self.kinds, histogram_bins=self.histogram_bins)
 
 
-def _add_histogram(logger: Logger, name: str, histogram: dict[str, Any], step: int) -> None:
+def _add_histogram(logger: Logger, name: str, histogram: dict[str, object], step: int) -> None:
     add = getattr(type(logger.experiment), "add_histogram_raw", None)
     if add is not None:
         add(logger.experiment, name, global_step=step, **histogram)

@@ -258,7 +258,7 @@ class LiveProgressBar(ProgressBar):
         elif not is_sanity_check:
             self._arm(0.0)
 
-    def _draw_training(self, trainer: Trainer, module: Any, done: int) -> None:
+    def _draw_training(self, trainer: Trainer, module: object, done: int) -> None:
         if self._lines is not None:
             if self._has_lined or trainer.at_step_boundary:
                 self._has_lined = True
@@ -274,7 +274,7 @@ class LiveProgressBar(ProgressBar):
         if self._lines is not None:
             self._lines.training(trainer, self.get_metrics(trainer, module))
 
-    def _draw_evaluation(self, trainer: Trainer, module: Any, stage: str, done: int, dataloader_idx: int) -> None:
+    def _draw_evaluation(self, trainer: Trainer, module: object, stage: str, done: int, dataloader_idx: int) -> None:
         description = {
             "sanity": self.sanity_check_description,
             "validation": self.validation_description,
@@ -302,7 +302,7 @@ class LiveProgressBar(ProgressBar):
     def _after(self, interval_s: float) -> float:
         return time.monotonic() + interval_s if self._is_enabled else _NEVER
 
-    def _complete(self, trainer: Trainer, module: Any, stage: str) -> None:
+    def _complete(self, trainer: Trainer, module: object, stage: str) -> None:
         """Leave the bar of an evaluation on the screen, full."""
         last = self._current_eval_dataloader_idx or 0
         batches = self._eval_batches(stage)
@@ -319,7 +319,7 @@ class LiveProgressBar(ProgressBar):
         for stage in ("sanity", "validation", "test", "predict", "train"):
             self._finish(stage, keep=stage in ("train", "test", "predict"))
 
-    def _safely(self, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _safely(self, draw: Callable[..., Any], *args: Any, **kwargs: object) -> object:
         """Draw; after a failure, log it and disable drawing. Training is not affected."""
         try:
             return draw(*args, **kwargs)

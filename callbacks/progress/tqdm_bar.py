@@ -177,7 +177,7 @@ class TQDMProgressBar(LiveProgressBar):
         _bar_class().write(text, file=sys.stdout, end="")
 
 
-def _size_arguments() -> dict[str, Any]:
+def _size_arguments() -> dict[str, object]:
     """Return what tqdm has to know of the terminal's size: where a container or a CI job says 0, it draws nothing."""
     try:
         size = os.get_terminal_size(sys.stdout.fileno())
@@ -198,4 +198,4 @@ def _bar_class() -> Any:  # Any: tqdm's class for terminals or for notebooks, ch
     return _Bar
 
 
-_Bar: Any = None
+_Bar: object = None

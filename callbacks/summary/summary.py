@@ -102,7 +102,7 @@ def summarize(
     module: nn.Module,
     max_depth: int = 1,
     *,
-    forward_context: AbstractContextManager[Any] | None = None,
+    forward_context: AbstractContextManager[object] | None = None,
 ) -> Summary:
     """Count parameters, and measure sizes and FLOPs if the module has an `example_input_array`.
 
@@ -173,7 +173,7 @@ def _measure(
     example: Any,
     listed: dict[str, nn.Module],
     summary: Summary,
-    forward_context: AbstractContextManager[Any],
+    forward_context: AbstractContextManager[object],
 ) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -203,7 +203,7 @@ def _measure(
 
 
 def _size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its own aliases
-    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+    def hook(_: nn.Module, inputs: Any, output: object) -> None:
         if row.in_size == "?":
             row.in_size = _shape(inputs[0] if len(inputs) == 1 else inputs)
             row.out_size = _shape(output)
@@ -211,7 +211,7 @@ def _size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its ow
     return hook
 
 
-def _shape(value: Any) -> str | list[Any]:
+def _shape(value: Any) -> str | list[object]:
     if hasattr(value, "shape"):
         return list(value.shape)
     if isinstance(value, list | tuple):
@@ -219,7 +219,7 @@ def _shape(value: Any) -> str | list[Any]:
     return "?"
 
 
-def _moved(example: Any, module: nn.Module) -> Any:
+def _moved(example: Any, module: nn.Module) -> object:
     parameter = next(module.parameters(), None)
     if isinstance(example, Tensor):
         return example if parameter is None else example.to(parameter.device)

@@ -304,7 +304,7 @@ class _Reader:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _without_prefix(weights: StateDict, config: Any) -> tuple[StateDict, dict[str, str]]:
+def _without_prefix(weights: StateDict, config: object) -> tuple[StateDict, dict[str, str]]:
     """Return weights without the prefix of a module around the user's, and the changed names."""
     ours = config.get("loopwright") if isinstance(config, dict) else None
     prefix = str(ours["prefix"]) if ours else _LIGHTNING_PREFIX
@@ -326,7 +326,7 @@ def _is_full(value: Any, like: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == like.shape
 
 
-def _as_float32(name: str, value: Any) -> Any:
+def _as_float32(name: str, value: object) -> object:
     if not isinstance(value, Tensor) or value.dtype not in (torch.float16, torch.bfloat16):
         return value.detach() if isinstance(value, Tensor) else value
     return MergedTensor(name, value.shape, [value.detach().reshape(-1)], torch.float32)

@@ -67,7 +67,7 @@ def merged_steps(
     if not first.groups:
         return None
 
-    def is_flat(value: Any, group: int) -> bool:
+    def is_flat(value: object, group: int) -> bool:
         return isinstance(value, Tensor) and value.ndim == 1 and value.numel() >= first.masters[group].numel()
 
     keys = {key for group, entry in first.states.items() for key, value in entry.items() if is_flat(value, group)}
@@ -111,7 +111,7 @@ def names_of_groups(groups: Sequence[Mapping[str, Any]], members: Sequence[Seque
 
 
 def numbered(
-    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], states: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], states: Mapping[str, Mapping[str, object]]
 ) -> StateDict:
     """Return a state in torch's layout, with names beside the numbers as torch's own optimizers have them."""
     numbers: dict[str, int] = {}

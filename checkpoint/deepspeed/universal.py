@@ -36,7 +36,7 @@ _NOT_FOR_CLIENTS = ("state_dict", "optimizer_states", "lr_schedulers", "callback
 
 
 def write_universal(
-    tree: Mapping[str, Any], path: str | Path, *, advance: Callable[[int], object] | None = None
+    tree: Mapping[str, object], path: str | Path, *, advance: Callable[[int], object] | None = None
 ) -> None:
     """Write a checkpoint as a folder that DeepSpeed loads with `{"checkpoint": {"load_universal": True}}`.
 
@@ -147,7 +147,7 @@ def _model(
     tree: Mapping[str, Any],
     weights: Mapping[str, Any],
     groups: list[StateDict],
-    states: Mapping[str, Any],
+    states: Mapping[str, object],
 ) -> StateDict:
     trained = {memory_key(weights[name]): name for name in states}
     shared = {

@@ -84,7 +84,7 @@ class _InertUnpickler(pickle._Unpickler):
             return OrderedDict
         return type("_InertClass", (_Inert,), {"name": name})
 
-    def persistent_load(self, pid: Any) -> Any:  # Any: as in pickle
+    def persistent_load(self, pid: Any) -> object:  # Any: as in pickle
         _, kind, key, _, count = pid
         return _Reference(str(key), int(count) * _ITEM_BYTES.get(kind.name, 1))
 

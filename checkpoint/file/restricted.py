@@ -124,7 +124,7 @@ def refusing(known: Known, buildable: tuple[type, ...]) -> Callable[[IO[bytes]],
 
 def load_replacing(
     file: Any, *, mmap: bool, named: set[str] | None = None, known: Known | None = None
-) -> Any:  # Any: path or file, and whatever it holds
+) -> object:  # Any: path or file, and whatever it holds
     """Read a file of torch.save; objects of classes that are not known come as `Unknown`. Nothing in it is executed.
 
     Args:
@@ -192,7 +192,7 @@ _PLAIN_TENSOR = UnknownClass("torch.Tensor")
 _REBUILDERS = tuple(getattr(torch._utils, name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2"))
 
 
-def _tensor_alone(rebuild: object, kind: object, args: tuple[Any, ...], state: object) -> Any:  # Any: as in pickle
+def _tensor_alone(rebuild: object, kind: object, args: tuple[object, ...], state: object) -> object:  # as in pickle
     if rebuild not in _REBUILDERS or kind is not _PLAIN_TENSOR:
         raise pickle.UnpicklingError(f"it rebuilds a tensor as {getattr(kind, 'name', kind)!r}")
     return rebuild(*args)  # type: ignore[operator]  # one of the two above

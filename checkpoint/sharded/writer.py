@@ -150,7 +150,7 @@ class _Writer(StorageWriter):
         """Return True; DCP never chooses this writer by itself."""
         return True
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # Any: DCP's own
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:  # DCP's own
         """Refuse what cannot be saved; here, since an error is carried to all ranks from here on."""
         if is_coordinator:
             require_plain(self.split.rest)

@@ -142,7 +142,7 @@ def rename(opened: Opened, prefixes: Sequence[tuple[str, str]]) -> Opened:
     return Opened(opened.path, opened.format, tree, opened.is_bare, opened.dropped, opened.metadata)
 
 
-def _rename_optimizer(state: Any, renamed: Callable[[Any], Any]) -> Any:  # Any: an optimizer's state
+def _rename_optimizer(state: Any, renamed: Callable[[object], Any]) -> object:  # Any: an optimizer's state
     if not isinstance(state, dict) or "state" not in state:
         return state
     groups = [

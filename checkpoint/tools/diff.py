@@ -83,7 +83,7 @@ def compare(
             yield Difference(path, "value", f"{_describe(value)} != {_describe(other)}")
 
 
-def _pairs(first: Tree, second: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:  # Any: nested checkpoints
+def _pairs(first: Tree, second: Tree, path: str) -> Iterator[tuple[str, object, object]]:  # nested checkpoints
     """Yield path and both values of every leaf, and of every branch that one of the two lacks."""
     if isinstance(first, dict) and isinstance(second, dict):
         ours, theirs = first, second
@@ -160,7 +160,7 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:  # Any: plain values
     return bool(a == b)
 
 
-def _describe(value: Any) -> str:  # Any: a plain value or a tensor
+def _describe(value: object) -> str:  # a plain value or a tensor
     if is_tensor(value):
         return f"tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, dict | list | tuple) and value:

@@ -160,7 +160,7 @@ def _read_torch(path: str | Path, how: Reading, dropped: list[str]) -> StateDict
     return plain if isinstance(plain, dict) else {}
 
 
-def _load_with_objects(file: Any, how: Reading, *, is_zip: bool) -> Any:  # Any: path or file; whatever it holds
+def _load_with_objects(file: Any, how: Reading, *, is_zip: bool) -> object:  # Any: path or file; whatever it holds
     with warnings.catch_warnings():  # about pickle protocols and old storages, which do not matter here
         warnings.simplefilter("ignore")
         if how.trust:
@@ -239,7 +239,7 @@ def _open_dcp(path: Path, how: Reading) -> Opened:
         )
     dropped: list[str] = []
 
-    def read_object(file: io.BytesIO, where: str) -> Any:  # Any: whatever was saved
+    def read_object(file: io.BytesIO, where: str) -> object:  # whatever was saved
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
@@ -277,7 +277,7 @@ def _rename_as_field(tree: StateDict) -> None:
         tree["optimizer_states"] = [_by_number(tree.pop(f"optimizer_{number}")) for number in numbers]
 
 
-def _by_number(state: Any) -> Any:  # Any: an optimizer's state
+def _by_number(state: Any) -> object:  # Any: an optimizer's state
     """Return an optimizer's state with parameters by number, in the order of the groups, where it has names."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):

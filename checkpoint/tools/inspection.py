@@ -22,7 +22,7 @@ _FIELD = {
 }  # fmt: skip
 
 
-def describe(opened: Opened) -> dict[str, Any]:  # Any: JSON
+def describe(opened: Opened) -> dict[str, object]:  # JSON
     """Return what a checkpoint says of itself, as values that JSON can hold; what it does not say is left out."""
     tree = opened.tree
     own = tree.get(OWN_KEY) if isinstance(tree.get(OWN_KEY), dict) else {}
@@ -72,7 +72,7 @@ def disk_bytes(path: str | Path) -> int | None:
     return local.stat().st_size
 
 
-def _written_by(opened: Opened, own: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+def _written_by(opened: Opened, own: Mapping[str, object]) -> dict[str, object]:  # JSON
     tree = opened.tree
     found: dict[str, Any] = {}  # Any: JSON
     versions = own.get("versions")
@@ -101,7 +101,7 @@ def _written_by(opened: Opened, own: Mapping[str, Any]) -> dict[str, Any]:  # An
     return found
 
 
-def _counts(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+def _counts(tree: Mapping[str, Any], own: Mapping[str, object]) -> dict[str, object]:  # Any: JSON
     found = {key: tree[key] for key in ("epoch", "global_step") if isinstance(tree.get(key), int)}
     progress = own.get("progress")
     if isinstance(progress, dict):
@@ -110,7 +110,7 @@ def _counts(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]: 
     return found
 
 
-def _weights(weights: Any) -> dict[str, Any]:  # Any: whatever stands under state_dict; JSON
+def _weights(weights: object) -> dict[str, object]:  # whatever stands under state_dict; JSON
     if not isinstance(weights, dict):
         return {}
     by_dtype: dict[str, dict[str, int]] = {}
@@ -146,7 +146,7 @@ _KINDS = (
 )
 
 
-def _optimizer(state: Any) -> dict[str, Any]:  # Any: an optimizer's state; JSON
+def _optimizer(state: Any) -> dict[str, object]:  # Any: an optimizer's state; JSON
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
         return {"note": "its state has no parameter groups"}
     states = [entry for entry in state.get("state", {}).values() if isinstance(entry, dict)]
@@ -162,13 +162,13 @@ def _optimizer(state: Any) -> dict[str, Any]:  # Any: an optimizer's state; JSON
     return {**{key: value for key, value in found.items() if value not in (None, [])}, "groups": groups}
 
 
-def _plain_entries(value: Any) -> dict[str, Any]:  # Any: a dict of plain values and tensors; JSON
+def _plain_entries(value: object) -> dict[str, object]:  # a dict of plain values and tensors; JSON
     if not isinstance(value, Mapping):
         return {}
     return {str(key): _json(entry) for key, entry in value.items() if key not in ("params", "param_names")}
 
 
-def _json(value: Any) -> Any:  # Any: a plain value; JSON
+def _json(value: object) -> object:  # a plain value; JSON
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if is_tensor(value):
@@ -180,12 +180,12 @@ def _json(value: Any) -> Any:  # Any: a plain value; JSON
     return repr(value)
 
 
-def _data_position(value: Any) -> dict[str, Any]:  # Any: the state of the data stream; JSON
+def _data_position(value: object) -> dict[str, object]:  # the state of the data stream; JSON
     """Return the numbers and names at the top of the data's state; the states of generators below are long."""
     if not isinstance(value, dict):
         return {}
     return {str(key): entry for key, entry in value.items() if isinstance(entry, bool | int | float | str)}
 
 
-def _list(value: Any) -> list[Any]:  # Any: whatever stands there
+def _list(value: object) -> list[object]:  # whatever stands there
     return value if isinstance(value, list) else []

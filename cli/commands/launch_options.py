@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...errors import ConfigError, nearest
 
@@ -278,7 +277,7 @@ def _read_file(path: str) -> _Found:
     return found
 
 
-def _load(path: str) -> dict[Any, Any]:  # Any: the content of a YAML file
+def _load(path: str) -> dict[object, object]:  # the content of a YAML file
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

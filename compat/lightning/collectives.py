@@ -127,12 +127,12 @@ class TorchCollective(Collective):
         dist.init_process_group(**kwargs)
 
     @classmethod
-    def new_group(cls, **kwargs: Any) -> Any:  # Any: as dist.new_group takes and gives
+    def new_group(cls, **kwargs: Any) -> object:  # Any: as dist.new_group takes and gives
         """Return another group."""
         return dist.new_group(**kwargs)
 
     @classmethod
-    def destroy_group(cls, group: Any) -> None:  # Any: see `group`
+    def destroy_group(cls, group: object) -> None:
         """Leave a group."""
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -167,7 +167,7 @@ class TorchCollective(Collective):
         dist.scatter(tensor, scatter_list if self.rank == src else None, src, group=self.group)
         return tensor
 
-    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:  # Any: as above
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: object = "sum") -> Tensor:
         """Reduce each tensor of the ranks' lists, on its rank."""
         dist.reduce_scatter(output, input_list, _op(op), group=self.group)
         return output
@@ -196,7 +196,7 @@ class TorchCollective(Collective):
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
 
-    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
+    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[object]:
         """Gather each rank's object, on one."""
         dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self.group)
         return object_gather_list
@@ -216,7 +216,7 @@ class TorchCollective(Collective):
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
-def _op(op: object) -> Any:  # Any: ReduceOp or its name
+def _op(op: object) -> object:  # ReduceOp or its name
     if not isinstance(op, str):
         return op
     name = {"mean": "AVG"}.get(op.lower(), op.upper())

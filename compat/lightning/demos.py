@@ -98,11 +98,11 @@ class BoringModel(LightningModule):
         """Return the loss."""
         return {"loss": self.step(batch)}
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def validation_step(self, batch: Tensor, batch_idx: int) -> object:
         """Return the loss."""
         return {"x": self.step(batch)}
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def test_step(self, batch: Tensor, batch_idx: int) -> object:
         """Return the loss."""
         return {"y": self.step(batch)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 from ...trainer import state
 
@@ -156,7 +155,7 @@ class TrainerState(state.TrainerState):
 
     __slots__ = ()
 
-    def __getattribute__(self, name: str) -> Any:  # Any: of slots, methods and properties
+    def __getattribute__(self, name: str) -> object:  # of slots, methods and properties
         value = super().__getattribute__(name)
         kind = _KINDS.get(name)
         return value if kind is None or value is None else kind(value)

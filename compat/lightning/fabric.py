@@ -18,7 +18,7 @@ class Fabric(fabric.Fabric):
         return self.precision
 
     @property
-    def _strategy(self) -> Any:  # Any: a strategy of any kind
+    def _strategy(self) -> object:  # a strategy of any kind
         return self.strategy
 
     @property

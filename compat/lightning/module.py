@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...data import DataModule
 from ...trainer.module import Module
@@ -28,7 +28,7 @@ class LightningModule(Module):
         """Take entries out of the hyperparameters."""
         remove_ignored(self, ignore_list)
 
-    def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:  # Any: nothing is done with them
+    def to_tensorrt(self, *args: object, **kwargs: object) -> NoReturn:  # nothing is done with them
         """Refuse: there is no export to TensorRT."""
         refuse("LightningModule.to_tensorrt", "use torch_tensorrt.compile on the module in eval mode")
 

@@ -33,9 +33,7 @@ def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
     return value
 
 
-def keep_hyperparameters(
-    owner: object, prefix: str
-) -> dict[str, Any]:  # Any: a module or data module, and its arguments
+def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a module or data module, and its arguments
     """Return a module's entries of a checkpoint, in which objects stay objects; what cannot be pickled is left out.
 
     Lightning keeps them so, and hooks and libraries look for them there. `trust_objects` marks them when it is written.

@@ -21,9 +21,9 @@ class _MockOptimizer(Optimizer):
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
 
-    def add_param_group(self, param_group: dict[Any, Any]) -> None:
+    def add_param_group(self, param_group: dict[Any, object]) -> None:
         """Leave it."""
-        self.param_groups: list[dict[str, Any]] = []
+        self.param_groups: list[dict[str, object]] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Leave it."""

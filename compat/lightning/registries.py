@@ -25,8 +25,8 @@ class RegistryView:
         self._registry = registry
 
     def register(
-        self, name: str, cls: Any = None, description: str = "", override: bool = False, **init_params: Any
-    ) -> Any:
+        self, name: str, cls: Any = None, description: str = "", override: bool = False, **init_params: object
+    ) -> object:
         """Give a class a name, at once or as a decorator."""
         return self._registry.register(name, cls, description, override, **init_params)
 
@@ -52,7 +52,7 @@ class RegistryView:
         """Return the names."""
         return self._registry.names()
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
+    def __getitem__(self, name: str) -> dict[str, object]:
         entry = self._registry._entries[name.lower()]
         return {
             "description": entry.description,

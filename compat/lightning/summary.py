@@ -81,7 +81,7 @@ def get_formatted_model_size(total_model_size: float) -> str:
     return f"{total_model_size:,.3f}"
 
 
-def parse_batch_shape(batch: object) -> str | list[Any]:  # Any: a nested batch
+def parse_batch_shape(batch: object) -> str | list[object]:  # a nested batch
     """Return the shape of a tensor, or those in a list; "?" for anything else."""
     if hasattr(batch, "shape"):
         return list(batch.shape)

@@ -148,7 +148,7 @@ class Trainer(trainer.Trainer):
         self.__dict__["_epoch_results"] = results  # Loopwright's own use of the name
 
     @property
-    def _precision_plugin(self) -> Any:  # Any: a precision of any kind
+    def _precision_plugin(self) -> object:  # a precision of any kind
         return self.precision_plugin
 
 
@@ -173,7 +173,7 @@ class _FitLoop(FitLoop):
         return connectors.LoopView(self._trainer, "train")
 
     @property
-    def _data_source(self) -> Any:  # Any: see LoopView
+    def _data_source(self) -> object:
         return self.epoch_loop._data_source
 
     @property

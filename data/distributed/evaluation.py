@@ -31,7 +31,7 @@ __all__ = ["EvalShard", "count_eval_rounds", "in_loader_order", "shard_eval"]
 
 
 def shard_eval(
-    loader: Loaders, shard: Shard, *, share: Callable[[Any], Any] | None = None
+    loader: Loaders, shard: Shard, *, share: Callable[[object], object] | None = None
 ) -> Any:  # Any: whatever the user evaluates with
     """Return this process's share of a loader that is evaluated with.
 
@@ -63,11 +63,11 @@ def shard_eval(
     return EvalListShard(loader, shard) if isinstance(loader, (list, tuple)) else with_persistent_workers(loader)
 
 
-def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[Any], Any] | None) -> CombinedLoader:
+def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[object], object] | None) -> CombinedLoader:
     lengths = [find_length(one) for one in loader.flattened]
     longest = max((math.inf if length is None else length for length in lengths), default=0)
 
-    def share_one(one: Any) -> Any:
+    def share_one(one: object) -> object:
         length = find_length(one)
         # A process without any batch of a loader that starts over could not continue: it reads all of it.
         is_whole = loader.mode == "max_size_cycle" and length is not None and length < min(longest, shard.size)
@@ -96,7 +96,7 @@ def count_eval_rounds(loader: Loaders) -> int | None:
     return int(combined_length(capped, loader.mode))
 
 
-def in_loader_order(loader: Loaders, parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions, of any type
+def in_loader_order(loader: Loaders, parts: Sequence[Sequence[object]]) -> list[Any]:  # Any: predictions, of any type
     """Return predictions of all processes in the order of the user's loader.
 
     Args:
@@ -228,7 +228,7 @@ class EvalShard:
             return capture_rng()
 
 
-def _is_sequential(sampler: Any) -> bool:
+def _is_sequential(sampler: object) -> bool:
     """Return whether the sampler gives the same indices on all ranks without drawing a random number."""
     if type(sampler) is BatchSampler:
         return _is_sequential(sampler.sampler)

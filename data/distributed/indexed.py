@@ -99,7 +99,7 @@ class ShardedIndexStream(IndexStream):
             else:
                 yield index
 
-    def _take_local(self) -> Any:
+    def _take_local(self) -> object:
         """Take the next global batch and return this rank's batch of indices."""
         rank, size, uneven = self._shard.rank, self._shard.size, self._shard.uneven
         ahead = self._ahead
@@ -179,7 +179,7 @@ class ShardedIndexStream(IndexStream):
         return index
 
     @override
-    def _first_pull(self) -> Any:
+    def _first_pull(self) -> object:
         # What a sampler draws later must be equal on all ranks, also if it has not drawn yet. NumPy's state takes ten
         # times as long to swap as the others: where it is not used now, it is only watched.
         before = capture_rng()
@@ -212,7 +212,7 @@ class ShardedSource(IndexedSource):
         self._has_logged = False
 
     @override
-    def _make_index(self, sampler: Any, most_in_flight: int) -> IndexStream:
+    def _make_index(self, sampler: object, most_in_flight: int) -> IndexStream:
         self._index_stream = ShardedIndexStream(sampler, most_in_flight, self._shard)
         return self._index_stream
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.utils.data import DistributedSampler
 
@@ -72,7 +71,7 @@ class Shard:
         return list(range(self.rank, self.rank + count * self.size, self.size))
 
 
-def interleave(parts: Sequence[Sequence[Any]]) -> list[Any]:  # Any: predictions, of any type
+def interleave(parts: Sequence[Sequence[object]]) -> list[object]:  # predictions, of any type
     """Return what the processes made of their batches in the order of the loader's batches.
 
     Args:
@@ -94,7 +93,7 @@ def is_rank_aware(loader: object) -> bool:
     )
 
 
-def find_samplers(loader: Loaders) -> Iterator[Any]:
+def find_samplers(loader: Loaders) -> Iterator[object]:
     """Yield the samplers of a loader, those within others included."""
     queue, seen = [loader], set[int]()
     while queue and len(seen) < 16:

@@ -150,7 +150,7 @@ class SynchronizedSource(Source):
             self._ahead.append((inner.take(), before))
         return True
 
-    def _own_rng(self) -> AbstractContextManager[Any]:
+    def _own_rng(self) -> AbstractContextManager[object]:
         # Training draws between two batches, at other places than the reading: a collection, which may draw from the
         # global generators, gets random numbers that depend on the batch only.
         if self.kind != "combined":

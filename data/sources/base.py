@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Final
+from typing import Final
 
 from ...errors import DataError
 from ...protocols import Batch, Loaders, StateDict
@@ -170,7 +170,7 @@ def announce_epoch(loader: Loaders, epoch: int) -> None:
         getattr(loader, "sampler", None),
         getattr(loader, "dataset", None),
     ]
-    announced: list[Any] = []
+    announced: list[object] = []
     for part in parts:
         if (
             part is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from typing_extensions import override
 
@@ -142,7 +141,7 @@ class CombinedSource(Source):
         self.position += 1
         return batch
 
-    def _take_from(self, number: int) -> Any:
+    def _take_from(self, number: int) -> object:
         source = self._sources[number]
         if not self._has(number):
             if self._mode == "max_size":

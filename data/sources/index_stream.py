@@ -237,7 +237,7 @@ class IndexStream:
                 return index.copy()  # a sampler may fill one list again and again
         return index
 
-    def _first_pull(self) -> Any:
+    def _first_pull(self) -> object:
         before = capture_rng()
         index = next(self._inner, _END)
         kinds = self._moved | kinds_that_moved(before, capture_rng())
@@ -315,7 +315,7 @@ def _fold(digest: int, index: Any) -> int:
     return zlib.crc32(_describe(index).encode(), digest & 0xFFFFFFFF)
 
 
-def _describe(index: Any) -> str:
+def _describe(index: object) -> str:
     """Return a text that names indices of any kind without addresses."""
     if isinstance(index, (list, tuple)):
         return f"[{','.join(map(_describe, index))}]"

@@ -67,7 +67,7 @@ class IndexedSource(Source):
         self._opening: StateDict = {}
         self._loaded: StateDict | None = None
 
-    def _make_index(self, sampler: Any, most_in_flight: int) -> IndexStream:
+    def _make_index(self, sampler: object, most_in_flight: int) -> IndexStream:
         return IndexStream(sampler, most_in_flight)
 
     @override
@@ -294,5 +294,5 @@ class IndexedSource(Source):
                 part.load_state_dict(states[name])
 
 
-def _state_text(state: Any) -> str:
+def _state_text(state: object) -> str:
     return str(state.tolist()) if hasattr(state, "tolist") else str(state)

@@ -32,7 +32,7 @@ from .stateful import is_stateful
 __all__ = ["RereadSource"]
 
 log = logging.getLogger(__name__)
-_NOTHING: Any = object()
+_NOTHING: object = object()
 
 
 class RereadSource(Source):

@@ -16,7 +16,7 @@ from .base import Source
 
 __all__ = ["StatefulSource", "has_stateful_data", "is_stateful"]
 
-_NOTHING: Any = object()
+_NOTHING: object = object()
 
 
 def is_stateful(loader: object) -> bool:

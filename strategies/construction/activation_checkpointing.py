@@ -107,7 +107,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> object:
         # pickle and deepcopy look classes up by name, and would find the user's.
-        reduced: Any = original.__reduce_ex__(self, protocol)
+        reduced: object = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[:1] == (copyreg.__newobj__,):  # type: ignore[attr-defined]
             return (_new, (original,), *reduced[2:])
         return reduced
@@ -136,7 +136,7 @@ def _new(original: type[nn.Module]) -> nn.Module:
 
 
 def _run_twice(
-    module: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
+    module: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     from torch.utils.checkpoint import checkpoint
 

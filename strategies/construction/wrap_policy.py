@@ -298,11 +298,11 @@ def _ask_recursively(
 # -- what a policy is --------------------------------------------------------------------------------------------------
 
 
-def _members(policy: Any) -> list[Any]:
+def _members(policy: Any) -> list[object]:
     return [policy] if isinstance(policy, type | str) else list(policy)
 
 
-def _classes_of(policy: Any) -> list[Any] | None:
+def _classes_of(policy: Any) -> list[object] | None:
     """Return the classes, or names of classes, that a policy is about; None if it is a function."""
     if isinstance(policy, type | str | set | frozenset | list | tuple):
         return _members(policy)

@@ -117,7 +117,7 @@ def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
     return result.to(dtype)
 
 
-def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: Any, device: torch.device) -> Any:
+def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: object, device: torch.device) -> object:
     """Return this rank's part of a reduction: of `n` ranks, rank `i` gets the i-th n-th of dimension 0.
 
     Args:

@@ -113,7 +113,7 @@ def full_tensor(tensor: DTensor) -> Tensor:
         return result.clone() if is_same else result
 
 
-def gather_full(tree: object, *, keep: bool) -> Any:
+def gather_full(tree: object, *, keep: bool) -> object:
     """Return a structure with full tensors on the CPU in place of sharded ones. On every rank: it communicates.
 
     One full tensor at a time is in the memory of all ranks. Those that share memory (tied weights) still do.

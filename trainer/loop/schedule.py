@@ -95,7 +95,7 @@ def _wrong_form(detail: str) -> ModuleError:
     return ModuleError(f"configure_optimizers: {detail}.", fix=f"return {_FORMS}.")
 
 
-def _split(returned: object) -> tuple[list[Any], list[Any]]:  # Any: checked by `read_optimizers`
+def _split(returned: object) -> tuple[list[Any], list[object]]:  # Any: checked by `read_optimizers`
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
@@ -124,7 +124,7 @@ def _describe(returned: object) -> str:
     return type(returned).__name__
 
 
-def _split_dict(returned: Mapping[str, object]) -> tuple[list[Any], list[Any]]:  # Any: as `_split`
+def _split_dict(returned: Mapping[str, object]) -> tuple[list[object], list[object]]:
     if "optimizer" not in returned:
         raise _wrong_form(f"the dict has the keys {sorted(map(str, returned))} and no 'optimizer'")
     extra = set(returned) - {"optimizer", "lr_scheduler", "monitor"}

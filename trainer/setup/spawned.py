@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: Any) -> Any:  # Any: the verb's
+def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: Any) -> object:  # Any: the verb's
     """Run a verb in new processes and return what it returned on rank 0.
 
     Args:

@@ -85,7 +85,7 @@ class OperationCounter(TorchDispatchMode):
         self._bytes: dict[str, int] = {}
         self._compute_s = self._memory_s = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Run the operator and count it. Any: whatever operators take and return."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

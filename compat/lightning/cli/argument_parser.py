@@ -72,12 +72,12 @@ class LightningArgumentParser:
         else:
             self._groups.add_class(nested_key, lightning_class, required=required)
 
-    def add_class_arguments(self, theclass: Any, nested_key: str, **others: Any) -> None:
+    def add_class_arguments(self, theclass: Any, nested_key: str, **others: object) -> None:
         """Declare an object whose arguments stand below a key."""
         self._groups.add_class(nested_key, theclass)
 
     def add_subclass_arguments(
-        self, baseclass: Any, nested_key: str, *others: Any, required: bool = False, **more: Any
+        self, baseclass: Any, nested_key: str, *others: object, required: bool = False, **more: object
     ) -> None:
         """Declare an object whose class the user names.
 
@@ -96,7 +96,7 @@ class LightningArgumentParser:
         else:
             self._groups.add_value(nested_key, kind | None, None)
 
-    def add_function_arguments(self, function: Callable[..., Any], nested_key: str, **others: Any) -> None:
+    def add_function_arguments(self, function: Callable[..., Any], nested_key: str, **others: object) -> None:
         """Declare the parameters of a function below a key: values, with which nothing is called."""
 
         @functools.wraps(function)
@@ -108,18 +108,20 @@ class LightningArgumentParser:
         self._groups.add_class(nested_key, keep)
         self.flat[nested_key] = keep
 
-    def add_argument(self, *names: str, type: Any = str, default: Any = None, help: str = "", **others: Any) -> None:
+    def add_argument(
+        self, *names: str, type: Any = str, default: object = None, help: str = "", **others: object
+    ) -> None:
         """Declare a value."""
         self._groups.add_value(names[-1].lstrip("-").replace("-", "_"), type, default, help)
 
-    def set_defaults(self, *dictionaries: dict[str, Any], **values: Any) -> None:
+    def set_defaults(self, *dictionaries: dict[str, Any], **values: object) -> None:
         """Set values that files and the command line may change."""
         for dictionary in dictionaries:
             self._groups.set_defaults(dictionary)
         self._groups.set_defaults(values)
 
     def link_arguments(
-        self, source: Any, target: str, compute_fn: Callable[..., Any] | None = None, apply_on: str = "parse"
+        self, source: Any, target: str, compute_fn: Callable[..., object] | None = None, apply_on: str = "parse"
     ) -> None:
         """Let one setting follow from others."""
         sources = [short_path(one) for one in ([source] if isinstance(source, str) else source)]
@@ -127,7 +129,7 @@ class LightningArgumentParser:
         self._groups.link(sources, short_path(target), compute_fn, after_build=apply_on == "instantiate")
 
     def add_optimizer_args(
-        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+        self, optimizer_class: object = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
         """Let settings name an optimizer; one class need not be named.
 
@@ -140,7 +142,7 @@ class LightningArgumentParser:
         self._add_partial("optimizer", optimizer_class, nested_key, link_to)
 
     def add_lr_scheduler_args(
-        self, lr_scheduler_class: Any = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler",
+        self, lr_scheduler_class: object = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:  # fmt: skip
         """Let settings name a schedule; one class need not be named. Arguments as for `add_optimizer_args`."""
@@ -168,7 +170,7 @@ class LightningArgumentParser:
         self.linked.append(target)
         self._groups.link(nested_key, target, lambda node: _described(node, base))
 
-    def dump(self, config: Any, **options: Any) -> str:
+    def dump(self, config: Any, **options: object) -> str:
         """Return a configuration as YAML."""
         from ....cli.yaml_file import write
 

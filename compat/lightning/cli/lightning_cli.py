@@ -70,7 +70,7 @@ class SaveConfigCallback(Callback):
                 fix="override save_config, or pass save_config_callback=None to LightningCLI.",
             )
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
         """Call `save_config` once, on rank zero."""
         if self.already_saved:
             return
@@ -201,7 +201,7 @@ class LightningCLI:
     @staticmethod
     def configure_optimizers(
         lightning_module: Any, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
-    ) -> Any:
+    ) -> object:
         """Return what `configure_optimizers` of the model gives where settings name an optimizer. May be overridden."""
         if lr_scheduler is None:
             return optimizer
@@ -326,7 +326,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
         def _skipped(self, command: str) -> frozenset[str]:
             return frozenset(subcommands[command])
 
-        def _verb(self, command: str) -> Callable[..., Any]:
+        def _verb(self, command: str) -> Callable[..., object]:
             own = getattr(type(self._owner), command, None)
             if own is None:
                 return super()._verb(command)
@@ -351,7 +351,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
 
         def configure_optimizers(  # type: ignore[override]  # a method, which knows the owner
             self, module: Any, optimizer: Optimizer, lr_scheduler: Any = None
-        ) -> Any:
+        ) -> object:
             own = self._owner.configure_optimizers
             if own is LightningCLI.configure_optimizers:
                 return CLI.configure_optimizers(module, optimizer, lr_scheduler)
@@ -401,7 +401,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
         def make_objects(self) -> None:
             super()._build()
 
-        def make_trainer(self, **arguments: Any) -> Any:
+        def make_trainer(self, **arguments: object) -> object:
             return super().instantiate_trainer(**arguments)
 
     for verb in subcommands:
@@ -410,7 +410,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
     return Forwarding
 
 
-def _asks_owner(name: str) -> Callable[[Any], None]:
+def _asks_owner(name: str) -> Callable[[object], None]:
     def call(cli: Any) -> None:
         own = getattr(type(cli._owner), name, None)
         if own is not None:
@@ -419,7 +419,7 @@ def _asks_owner(name: str) -> Callable[[Any], None]:
     return call
 
 
-def instantiate_class(args: object, init: dict[str, Any]) -> Any:
+def instantiate_class(args: object, init: dict[str, Any]) -> object:
     """Return an object of the class that `class_path` names, made of `init_args`.
 
     Args:
@@ -431,6 +431,6 @@ def instantiate_class(args: object, init: dict[str, Any]) -> Any:
     return getattr(import_module(module), name)(*given, **init.get("init_args", {}))
 
 
-def instantiate_module(class_type: type[Any], config: dict[str, Any]) -> Any:
+def instantiate_module(class_type: type[object], config: dict[str, Any]) -> object:
     """Return an object of a class, made of the arguments in a configuration."""
     return class_type(**config.get("init_args", config))

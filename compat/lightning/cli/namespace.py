@@ -21,7 +21,7 @@ class Namespace(dict[str, Any]):
     def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: str) -> object:
         found = self.get(key, _NOTHING)
         if found is _NOTHING:
             raise KeyError(key)
@@ -36,7 +36,7 @@ class Namespace(dict[str, Any]):
             node = dict.__getitem__(node, part)
         return node
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it as plain dicts."""
         found: dict[str, Any] = to_plain(self)
         return found

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
@@ -67,7 +67,7 @@ class LightningFinder:
         more = next((name[1:] for name in names if name.startswith("*")), None)
         served = [name for name in names if not name.startswith("*")]
 
-        def lookup(name: str) -> Any:  # Any: whatever the name means
+        def lookup(name: str) -> object:  # whatever the name means
             if name in served:
                 value = _resolve(place, name)
             elif f"{place}.{name}".lstrip(".") in PATHS:
@@ -103,7 +103,7 @@ def _place(fullname: str) -> str:
     return ".".join(part for part in (ROOTS[root], rest) if part)
 
 
-def _resolve(place: str, name: str) -> Any:  # Any: whatever the name means
+def _resolve(place: str, name: str) -> object:  # whatever the name means
     """Return what a name of a module means here."""
     from .homes import find_home
 

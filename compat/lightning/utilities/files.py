@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def get_filesystem(path: str | Path, **kwargs: object) -> Any:  # Any: fsspec is not annotated
+def get_filesystem(path: str | Path, **kwargs: object) -> object:  # fsspec is not annotated
     """Return the fsspec file system of a path or URL."""
     from fsspec.core import url_to_fs
 
@@ -54,7 +54,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: object, use_omegaconf
     Path(config_yaml).write_text(OmegaConf.to_yaml(OmegaConf.create(entries, flags={"allow_objects": True})))
 
 
-def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> dict[str, Any]:
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> dict[str, object]:
     """Return hyperparameters of a YAML file; an empty dict if there is no file."""
     from omegaconf import OmegaConf
 
@@ -73,7 +73,7 @@ def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: object) -> None:
         writer.writerows(entries.items())
 
 
-def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
+def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, object]:
     """Return hyperparameters of a table of keys and values; an empty dict if there is no file."""
     if not Path(tags_csv).is_file():
         return {}
@@ -81,7 +81,7 @@ def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
         return {row["key"]: _literal(row["value"]) for row in csv.DictReader(file)}
 
 
-def _literal(text: str) -> Any:  # Any: what was written
+def _literal(text: str) -> object:  # what was written
     try:
         return literal_eval(text)
     except (ValueError, SyntaxError):
@@ -97,7 +97,7 @@ class _NotYetLoadedTensor:
     def __init__(self, stored: AnyTensor) -> None:
         self._stored = stored
 
-    def _load_tensor(self) -> Any:  # Any: a tensor
+    def _load_tensor(self) -> object:  # a tensor
         return read_tensor(self._stored)
 
     def __getattr__(self, name: str) -> Any:  # Any: the tensor's
@@ -106,6 +106,6 @@ class _NotYetLoadedTensor:
         return getattr(self._stored if hasattr(self._stored, name) else self._load_tensor(), name)
 
 
-def _lazy_load(filename: str | Path) -> Any:  # Any: a nested checkpoint
+def _lazy_load(filename: str | Path) -> object:  # a nested checkpoint
     """Return the content of a file of torch.save; its tensors are read when they are asked for."""
     return map_tensors(storage.load(filename, lazy=True, verify=False), lambda stored, _: _NotYetLoadedTensor(stored))

@@ -53,7 +53,7 @@ class HyperparametersMixin:
         return self.__dict__.setdefault("_hparams", HyperParameters())
 
     @property
-    def hparams_initial(self) -> Any:  # Any: entries are attributes
+    def hparams_initial(self) -> object:  # entries are attributes
         """Copy of the hyperparameters from when they were saved."""
         return self.__dict__.get("_hparams_initial", HyperParameters())
 
@@ -103,7 +103,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
     return parameters[0].name, of_kind(inspect.Parameter.VAR_POSITIONAL), of_kind(inspect.Parameter.VAR_KEYWORD)
 
 
-def get_init_args(frame: FrameType) -> dict[str, Any]:
+def get_init_args(frame: FrameType) -> dict[str, object]:
     """Return the arguments of the `__init__` that runs in a frame."""
     _, _, _, local = inspect.getargvalues(frame)
     if "__class__" not in local:
@@ -116,7 +116,7 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return the arguments of every `__init__` on the stack from this frame up, the innermost first."""
     current: FrameType | None = frame
     while current is not None:
@@ -132,7 +132,7 @@ def collect_init_args(
     return path_args
 
 
-def _holders(model: object, attribute: str) -> list[Any]:  # Any: module, mapping or namespace
+def _holders(model: object, attribute: str) -> list[object]:  # module, mapping or namespace
     trainer = getattr(model, "_trainer", None)
     datamodule = getattr(trainer, "datamodule", None)
     places = [model, getattr(model, "hparams", None), datamodule, getattr(datamodule, "hparams", None)]
@@ -148,7 +148,7 @@ def lightning_hasattr(model: object, attribute: str) -> bool:
     return bool(_holders(model, attribute))
 
 
-def lightning_getattr(model: object, attribute: str) -> Any:  # Any: a module, and its value
+def lightning_getattr(model: object, attribute: str) -> object:  # a module, and its value
     """Return the value of this name; that of the data module wins over that of the module."""
     holders = _holders(model, attribute)
     if not holders:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 
-def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:  # Any: a nested collection
+def recursive_detach(in_dict: object, to_cpu: bool = False) -> object:  # a nested collection
     """Return a collection whose tensors are detached."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 

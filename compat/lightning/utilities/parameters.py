@@ -132,7 +132,7 @@ def _materialize_meta_tensors(module: nn.Module, device: Any) -> None:  # Any: a
             reset()
 
 
-def _setup_activation_checkpointing(module: nn.Module, activation_checkpointing_kwargs: dict[str, Any]) -> None:
+def _setup_activation_checkpointing(module: nn.Module, activation_checkpointing_kwargs: dict[str, object]) -> None:
     """Let submodules compute their activations again in the backward pass, by the policy in the arguments."""
     policy = activation_checkpointing_kwargs.get("auto_wrap_policy", activation_checkpointing_kwargs.get("check_fn"))
     if activation_checkpointing_kwargs:

@@ -53,7 +53,7 @@ class _RankZeroOnly:
         """Return the function, which gives `default` on the other ranks."""
 
         @functools.wraps(fn)
-        def on_rank_zero(*args: object, **kwargs: object) -> Any:  # Any: as the function's
+        def on_rank_zero(*args: object, **kwargs: object) -> object:  # as the function's
             return fn(*args, **kwargs) if self.rank == 0 else default
 
         return on_rank_zero
@@ -99,7 +99,7 @@ class WarningCache(set[str]):
             self.add(message)
             rank_zero_warn(message, stacklevel=stacklevel + 1, **kwargs)
 
-    def deprecation(self, message: str, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
+    def deprecation(self, message: str, stacklevel: int = 2, **kwargs: object) -> None:  # as warnings'
         """Warn once of what will be taken away."""
         if message not in self:
             self.add(message)

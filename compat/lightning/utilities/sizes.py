@@ -64,7 +64,7 @@ def extract_batch_size(batch: object) -> int:
     return size
 
 
-def convert_to_tensors(data: object, device: torch.device) -> Any:  # Any: a nested collection
+def convert_to_tensors(data: object, device: torch.device) -> object:  # a nested collection
     """Return a collection with numbers as tensors on the device, and tensors on it."""
 
     def convert(value: object) -> Tensor:
@@ -75,14 +75,14 @@ def convert_to_tensors(data: object, device: torch.device) -> Any:  # Any: a nes
     return apply_to_collection(data, (bool, int, float, np.ndarray, Tensor), convert)
 
 
-def convert_tensors_to_scalars(data: object) -> Any:  # Any: a nested collection
+def convert_tensors_to_scalars(data: object) -> object:  # a nested collection
     """Return a collection with tensors of one element as numbers.
 
     Raises:
         ValueError: A tensor has more.
     """
 
-    def convert(value: Tensor) -> Any:  # Any: a number
+    def convert(value: Tensor) -> object:  # a number
         if value.numel() != 1:
             raise ValueError(f"the metric of shape {tuple(value.shape)} is not a single number")
         return value.item()
@@ -113,7 +113,7 @@ class _Indices(Dataset[Any]):
         """Draw again at the next use."""
         self._drawn = None
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         if self._drawn is None:
             self._drawn = list(self._sampler)
         return self._drawn[index]

@@ -37,7 +37,7 @@ def cli_lightning_logo() -> None:
 
 def migrate_checkpoint(
     checkpoint: dict[str, Any], target_version: str | None = None
-) -> tuple[dict[str, Any], dict[str, list[str]]]:
+) -> tuple[dict[str, object], dict[str, list[str]]]:
     """Return the checkpoint as it is, and that nothing was migrated: reading does it."""
     return checkpoint, {}
 
