@@ -133,7 +133,7 @@ def choose_strategy(strategy: object) -> Strategy:
             fix='pass "auto", a registered name, or an instance such as SingleDeviceStrategy("cpu").',
         )
     name = strategy.lower()
-    if name not in STRATEGY_REGISTRY:
+    if name.partition(":")[0] not in STRATEGY_REGISTRY:
         known = ["auto", *STRATEGY_REGISTRY.names()]
         raise ConfigError(
             f"strategy={strategy!r} is unknown{nearest(name, known)}.",
@@ -144,7 +144,7 @@ def choose_strategy(strategy: object) -> Strategy:
     except TypeError as error:
         raise ConfigError(
             f"strategy={strategy!r} cannot be made from its name: {error}.",
-            fix=f"pass an instance: strategy={STRATEGY_REGISTRY.get(name).__name__}(...).",
+            fix=f"pass an instance: strategy={STRATEGY_REGISTRY.get(name.partition(':')[0]).__name__}(...).",
         ) from error
 
 

@@ -262,6 +262,8 @@ def resolve(
 
         launcher = attempt(choose_launcher, chosen_strategy, cluster, len(found), nodes)
         attempt(check_world, cluster, variables, len(found), nodes)
+    if chosen_strategy is not None and found and nodes is not None:
+        attempt(chosen_strategy.check_processes, len(found) * nodes, nodes)
     launcher = launcher if launcher is not None else InProcessLauncher()
     facts = _facts(
         chosen_accelerator,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .distributed.layer_sync import LayerSync, TorchSyncBatchNorm
     from .distributed.processes import ProcessGroupStrategy
     from .fsdp.strategy import FSDPStrategy
+    from .mesh.strategy import MeshStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
     from .xla.single_device import SingleDeviceXLAStrategy
@@ -31,6 +32,7 @@ __all__ = [
     "Given",
     "Launcher",
     "LayerSync",
+    "MeshStrategy",
     "NoLoss",
     "ParallelStrategy",
     "ProcessGroupStrategy",
@@ -55,6 +57,7 @@ __getattr__, __dir__ = attach(
         "DeepSpeedStrategy": "deepspeed.strategy",
         "FSDPStrategy": "fsdp.strategy",
         "LayerSync": "distributed.layer_sync",
+        "MeshStrategy": "mesh.strategy",
         "ProcessGroupStrategy": "distributed.processes",
         "SingleDeviceXLAStrategy": "xla.single_device",
         "TorchSyncBatchNorm": "distributed.layer_sync",

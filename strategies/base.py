@@ -220,6 +220,29 @@ class Strategy(Capabilities):
 
     # -- before the launch; called by Fabric and Trainer ---------------------------------------------------------
 
+    @classmethod
+    def read_options(cls, text: str) -> dict[str, Any]:  # Any: arguments of the strategy's own class
+        """Return constructor arguments from the options of a registered name, such as "fsdp=2" in "mesh:fsdp=2".
+
+        Raises:
+            ConfigError: The strategy has no options, or the text has another form than they have.
+        """
+        raise ConfigError(
+            f"Expected the name of {cls.__name__} without options, got ':{text}' after it.",
+            fix=f"leave ':{text}' out, or pass an instance with arguments: strategy={cls.__name__}(...).",
+        )
+
+    def check_processes(self, num_processes: int, num_nodes: int) -> None:
+        """Compare what the strategy needs with the number of processes, before they start.
+
+        Args:
+            num_processes: On all nodes together.
+            num_nodes: Number of nodes.
+
+        Raises:
+            ConfigError: The strategy cannot use that number of processes.
+        """
+
     def make_precision(self, name: str, device_type: str) -> Precision | None:
         """Return the precision for a name, for engines that cast and scale; None leaves the choice to Fabric.
 

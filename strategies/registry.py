@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..accelerators.registry import Registry
 from .base import Strategy
 
@@ -12,11 +14,26 @@ class StrategyRegistry(Registry[Strategy]):
     """The strategies that `Trainer(strategy="name")` knows.
 
     `get(name)` returns the class, `create(name)` an instance made with the arguments that were registered with the
-    name; Fabric and Trainer use `create`.
+    name, and with its options ("mesh:fsdp=2,tp=2"); Fabric and Trainer use `create`.
     """
 
     def __init__(self) -> None:
         super().__init__("strategy")
+
+    def create(self, name: str, **init_params: Any) -> Strategy:  # Any: arguments of the strategy's own class
+        """Return a new instance for a name, which may have options: "mesh:fsdp=2,tp=2".
+
+        Args:
+            name: The name, in any case; options stand after a colon, in the form of the class's `read_options`.
+            init_params: Further arguments; they win over the options and the registered ones.
+
+        Raises:
+            ConfigError: The name is unknown; the message lists the known ones. Or the class cannot read the options.
+        """
+        head, colon, options = name.partition(":") if isinstance(name, str) else (name, "", "")
+        if colon:
+            init_params = {**self.get(head).read_options(options), **init_params}
+        return super().create(head, **init_params)
 
     def available_strategies(self) -> list[str]:
         """Return the registered names."""
@@ -52,6 +69,11 @@ _FSDP = f"{__package__}.fsdp:FSDPStrategy"
 STRATEGY_REGISTRY.register_lazily("fsdp", _FSDP, "several processes that share one copy of the model")
 STRATEGY_REGISTRY.register_lazily(
     "fsdp_cpu_offload", _FSDP, "the same, with parameters and optimizer in the host's memory", cpu_offload=True
+)
+STRATEGY_REGISTRY.register_lazily(
+    "mesh",
+    f"{__package__}.mesh:MeshStrategy",
+    'several processes along the axes of a mesh, with sizes as in "mesh:dp=2,fsdp=4"',
 )
 _SINGLE_XLA, _XLA = f"{__package__}.xla.single_device:SingleDeviceXLAStrategy", f"{__package__}.xla:XLAStrategy"
 STRATEGY_REGISTRY.register_lazily("single_xla", _SINGLE_XLA, "one process on one XLA device, such as a TPU core")

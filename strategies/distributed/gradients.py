@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .shards import local
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["average_gradients", "average_tensors"]
 
 _BUCKET_BYTES = 25 * 2**20
 
 
-def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Average the gradients of these parameters over all ranks, in place.
+def average_gradients(parameters: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
+    """Average the gradients of these parameters over ranks, in place.
 
     A gradient that some ranks lack counts as 0 there; a parameter without one on every rank keeps none. Only a rank
     that lacks a gradient waits for the device.
 
     Args:
-        parameters: The same ones in the same order on all ranks, with dense gradients.
+        parameters: The same ones in the same order on all ranks, with dense gradients; of tensors that are sharded
+            over other ranks than those of the group, the local shards are averaged.
+        group: The ranks; None: all.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trained]
-    average_tensors(trained, gradients)
+    average_tensors(trained, gradients, group=group)
     for parameter, gradient in zip(trained, gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient
 
 
 def average_tensors(
-    parameters: Sequence[Tensor], gradients: list[Tensor | None], dtype: torch.dtype | None = None
+    parameters: Sequence[Tensor],
+    gradients: list[Tensor | None],
+    dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
-    """Average tensors that belong to parameters over all ranks, in place; as `average_gradients` does.
+    """Average tensors that belong to parameters over ranks, in place; as `average_gradients` does.
 
     Args:
         parameters: The same ones in the same order on all ranks.
         gradients: Of each parameter; None is replaced by zeros where other ranks have something.
         dtype: Of such zeros; None is that of the parameter.
+        group: The ranks; None: all.
     """
     if not parameters:
         return
     there = torch.tensor([float(gradient is not None) for gradient in gradients]).to(parameters[0].device)
-    dist.all_reduce(there)
+    dist.all_reduce(there, group=group)
     missing = [index for index, gradient in enumerate(gradients) if gradient is None]
     if missing:
         counts = there.tolist()
@@ -51,11 +63,11 @@ def average_tensors(
             if counts[index]:
                 gradients[index] = torch.zeros_like(parameters[index], dtype=dtype)
     # A rank without missing gradients skips the counts: no parameter can lack its gradient on all ranks there.
-    size = dist.get_world_size()
-    for bucket in _buckets([gradient for gradient in gradients if gradient is not None]):
+    size = dist.get_world_size(group)
+    for bucket in _buckets(local(gradient for gradient in gradients if gradient is not None)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat.div_(size)
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
         pieces = flat.split([gradient.numel() for gradient in bucket])
         torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
 

@@ -163,11 +163,17 @@ class ProcessGroupStrategy(ParallelStrategy):
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
-    """Overwrite tensors with rank 0's, in place. On every rank, with the same shapes and dtypes."""
+    """Overwrite tensors with those of the group's first rank, in place.
+
+    Args:
+        tensors: The same number, shapes and dtypes on all ranks of the group.
+        group: None: all ranks.
+    """
     import torch.distributed as dist
 
+    first = 0 if group is None else dist.get_global_rank(group, 0)
     copies = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
-    for work in [dist.broadcast(dense, src=0, group=group, async_op=True) for _, dense in copies]:
+    for work in [dist.broadcast(dense, src=first, group=group, async_op=True) for _, dense in copies]:
         work.wait()
     for tensor, dense in copies:
         if dense.data_ptr() != tensor.data_ptr():

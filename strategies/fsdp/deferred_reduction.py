@@ -15,6 +15,7 @@ from torch import Tensor
 from ..distributed.shards import as_shards, full_tensor, is_sharded
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = ["average", "forget", "holds_gradient"]
@@ -34,7 +35,7 @@ def forget(members: Collection[FSDPParam]) -> None:
             full.grad = None
 
 
-def average(members: Sequence[FSDPParam]) -> None:
+def average(members: Sequence[FSDPParam], group: ProcessGroup | None = None) -> None:
     """Do what a synchronized backward pass does: add the local shard of the average to the sharded gradients.
 
     On every rank: it communicates. One gradient at a time has a second full copy. One that only some ranks have counts
@@ -42,23 +43,24 @@ def average(members: Sequence[FSDPParam]) -> None:
 
     Args:
         members: The same parameters in the same order on all ranks.
+        group: The ranks; None: all.
     """
     if not members:
         return
     device = members[0].sharded_param.device
     there = torch.tensor([float(holds_gradient(one)) for one in members]).to(device)
-    dist.all_reduce(there)
+    dist.all_reduce(there, group=group)
     with torch.no_grad():
         for one, count in zip(members, there.tolist(), strict=True):
             if count:
-                _average_one(one)
+                _average_one(one, group)
     forget(members)
 
 
-def _average_one(one: FSDPParam) -> None:
+def _average_one(one: FSDPParam, group: ProcessGroup | None) -> None:
     parameter: Any = one.sharded_param  # Any: a parameter and a DTensor
     gradient = _full_gradient(one)
-    dist.all_reduce(gradient.div_(dist.get_world_size()))
+    dist.all_reduce(gradient.div_(dist.get_world_size(group)), group=group)
     part = as_shards(gradient.to(parameter.dtype), parameter)
     if parameter.grad is None:
         parameter.grad = part

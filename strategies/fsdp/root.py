@@ -23,6 +23,7 @@ from ..tree import leaves
 from .deferred_reduction import average, forget, holds_gradient
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -58,6 +59,8 @@ class ShardedRoot(nn.Module):
     Args:
         module: The user's module, whose units are sharded already.
         mesh: The processes.
+        is_by_parts: See below.
+        group: The processes over which gradients are averaged; None: all.
 
     Attributes:
         names: The parameters of the module that were sharded, or replicated, or ignored.
@@ -74,9 +77,12 @@ class ShardedRoot(nn.Module):
 
     replicated: tuple[nn.Parameter, ...] = ()
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, *, is_by_parts: bool) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, *, is_by_parts: bool, group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.mesh = mesh
+        self.group = group
         self.module = module
         self.names = frozenset(name for name, _ in module.named_parameters())
         self.is_by_parts = is_by_parts
@@ -163,7 +169,7 @@ class ShardedRoot(nn.Module):
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Average the gradients of these parameters whose reduction was deferred. On every rank: it communicates."""
         if self.has_deferred:
-            average(self._members(parameters))
+            average(self._members(parameters), self.group)
             self.has_deferred = self.waits_for_average()
 
     def discard_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -171,6 +177,10 @@ class ShardedRoot(nn.Module):
         forget(self._members(parameters))
         self.has_deferred = parameters is not None and self.waits_for_average()
         reshard(self)
+
+    def sharded_parameters(self) -> list[Tensor]:
+        """Return the parameters that units gather, in the order of the units."""
+        return [one.sharded_param for one in self._members(None)]
 
     def _members(self, parameters: Iterable[Tensor] | None) -> list[FSDPParam]:
         """Return torch's objects for these sharded parameters, None: for all, in the order of the units."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,25 +25,47 @@ from ..distributed.shards import as_shards, is_sharded
 from .root import ROOT, ShardedRoot, groups_of, units_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ...precision import PrecisionPolicy
     from .plan import ShardingPlan
 
-__all__ = ["shard"]
+__all__ = ["Place", "shard"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The processes over which a module is sharded, and where this one computes.
+
+    Attributes:
+        mesh: One axis: parameters are sharded over it. Two: copies over the first, shards over the second.
+        device: Where this process computes.
+        reduce_group: The processes over which gradients are averaged: those of the mesh. None: all.
+        source_group: The processes that take over the values of the first of them. None: all.
+        is_sharded: Whether `fully_shard` is applied; where it is not, the mesh is that of one process.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    reduce_group: ProcessGroup | None = None
+    source_group: ProcessGroup | None = None
+    is_sharded: bool = True
 
 
 def shard(
     module: nn.Module,
     plan: ShardingPlan,
-    mesh: DeviceMesh,
+    place: Place,
     *,
-    device: torch.device,
     precision: PrecisionPolicy,
     is_by_parts: bool,
     is_rank_zero: bool,
+    prepare: Callable[[list[nn.Module]], None] | None = None,
 ) -> ShardedRoot:
     """Shard a module's parameters in place and return what runs it. On every rank: it communicates.
 
@@ -51,11 +74,12 @@ def shard(
     Args:
         module: The user's module, the same on all ranks; on the CPU, on the device, or on the meta device.
         plan: What the user asked for.
-        mesh: One axis: parameters are sharded over it. Two: copies over the first, shards over the second.
-        device: Where this process computes.
+        place: The processes, and this one's device.
         precision: Dtypes of parameters, products and reductions.
         is_by_parts: Whether the module's children are run one by one, and not the module itself.
         is_rank_zero: Whether to log what was chosen.
+        prepare: Called with the modules of each unit after it got its values and before it is sharded; may replace
+            their parameters.
 
     Raises:
         ModuleError: The module cannot be sharded, or values of it are missing; names them.
@@ -70,7 +94,7 @@ def shard(
         for note in units.notes:
             logger.info("%s", note)
     chosen = [unit for _, unit in units.units]
-    settings = _settings(plan, mesh, precision, device)
+    settings = _settings(plan, place.mesh, precision, place.device)
     if plan.activation_checkpointing is not None:
         from ..construction.activation_checkpointing import apply_activation_checkpointing
 
@@ -88,21 +112,19 @@ def shard(
         settings["reshard_after_forward"] = True  # each part is outermost, and the next one that runs may be another
     done = units_of(module)  # sharded by the user
     for unit in [*chosen, *parts]:
-        _give_values(unit, done, module, plan, device)
-        own = {**settings, "mp_policy": MixedPrecisionPolicy()} if unit in exempt else settings
-        fully_shard(unit, **own, ignored_params=_named(module, kept))
+        _give_values(unit, done, module, plan, place, prepare)
+        if place.is_sharded:
+            own = {**settings, "mp_policy": MixedPrecisionPolicy()} if unit in exempt else settings
+            fully_shard(unit, **own, ignored_params=_named(module, kept))
         done.append(unit)
-    _give_values(module, done, module, plan, device)
-    root = ShardedRoot(module, mesh, is_by_parts=is_by_parts)
-    if not is_by_parts:
+    _give_values(module, done, module, plan, place, prepare)
+    root = ShardedRoot(module, place.mesh, is_by_parts=is_by_parts, group=place.reduce_group)
+    if place.is_sharded and not is_by_parts:
         cast_root = plan.mixed_precision is not None and plan.mixed_precision.cast_root_forward_inputs
         policy = _of_root(settings["mp_policy"], cast_inputs=cast_root)
         fully_shard(root, **{**settings, "mp_policy": policy}, ignored_params=_named(module, kept))
-    root.replicate(
-        one
-        for name, one in module.named_parameters()
-        if name in names or (name not in kept and not is_sharded(one))  # beside the parts
-    )
+    if place.is_sharded:
+        _replicate(root, names, kept)
     _cast_buffers(module, plan)
     _set_up_units(root, plan)
     root.expect_values(unfilled)
@@ -116,9 +138,16 @@ def shard(
             type(module).__name__,
             f"{sum(one.numel() for one in module.parameters()):,}",
             len([unit for unit in units_of(root) if unit is not root or groups_of(root)]),
-            " x ".join(map(str, mesh.shape)),
+            " x ".join(map(str, place.mesh.shape)),
         )
     return root
+
+
+def _replicate(root: ShardedRoot, names: set[str], kept: set[str]) -> None:
+    """Let the root know of the parameters that every rank has in full: `names`, and those beside the parts."""
+    taken = {id(one) for one in root.sharded_parameters()}
+    own = root.module.named_parameters()
+    root.replicate(one for name, one in own if name in names or (name not in kept and id(one) not in taken))
 
 
 def _take_full(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -191,19 +220,29 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _give_values(
-    unit: nn.Module, done: list[nn.Module], module: nn.Module, plan: ShardingPlan, device: torch.device
+    unit: nn.Module,
+    done: list[nn.Module],
+    module: nn.Module,
+    plan: ShardingPlan,
+    place: Place,
+    prepare: Callable[[list[nn.Module]], None] | None,
 ) -> None:
-    """Give values to what lies in the unit and in none of those that are done."""
-    where = torch.device("cpu") if plan.offload else device
+    """Give values to what lies in the unit and in none of those that are done, and prepare it."""
+    where = torch.device("cpu") if plan.offload else place.device
     inner = [one for one in done if one is not unit]
-    if plan.sync_module_states and dist.get_world_size() > 1:
-        materialize_from_rank_zero(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+    if plan.sync_module_states and dist.get_world_size(place.source_group) > 1:
+        materialize_from_rank_zero(
+            unit, device=where, inner=inner, root=module, group=place.source_group, param_init_fn=plan.param_init_fn
+        )
     else:
         materialize(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
-    for owner in modules_of_unit(unit, inner):
+    modules = modules_of_unit(unit, inner)
+    for owner in modules:
         for one in owner.parameters(recurse=False):
             if not (is_sharded(one) or one.is_contiguous()):
                 one.data = one.data.contiguous()  # fully_shard (torch 2.13) takes no other
+    if prepare is not None:
+        prepare(modules)
 
 
 def _settings(

@@ -26,6 +26,7 @@ from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
 from .plan import ShardingPlan, check_mesh
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ...precision import Precision
     from ...protocols import StateDict, StepFunction
     from .root import ShardedRoot
+    from .sharding import Place
 
 __all__ = ["FSDPStrategy"]
 
@@ -197,6 +199,16 @@ class FSDPStrategy(ProcessGroupStrategy):
                 self._mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
         return self._mesh
 
+    @property
+    def _reduce_group(self) -> ProcessGroup | None:
+        """The processes over which gradients are averaged; None: all."""
+        return None
+
+    @property
+    def _source_group(self) -> ProcessGroup | None:
+        """The processes with the same layers, which begin with the values of the first of them; None: all."""
+        return None
+
     def _num_nodes(self) -> int:
         nodes = self.gather_objects(self.topology.node_rank)
         return len(set(nodes))
@@ -271,7 +283,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _shard(self, module: nn.Module) -> ShardedRoot:
         from .sharding import shard
 
-        self.check_module(module)
+        prepare = self._begin_sharding(module)
         if self.is_global_zero and not self._has_told:
             for note in self.plan.notes:
                 logger.warning("%s: %s", type(self).__name__, note)
@@ -287,12 +299,12 @@ class FSDPStrategy(ProcessGroupStrategy):
                 auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
                 accumulate_dtype=self.accumulate_dtype,
             ),
-            self.mesh,
-            device=self.device,
+            self._place(),
             precision=self.precision.policy,
             # In manual optimization a step calls parts of the module, and backward, by itself.
             is_by_parts=not getattr(module, "automatic_optimization", True),
             is_rank_zero=self.is_global_zero,
+            prepare=prepare,
         )
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, reference in before:
@@ -300,6 +312,17 @@ class FSDPStrategy(ProcessGroupStrategy):
             if old is not None and after[name] is not old:
                 self._replaced[id(old)] = (reference, after[name])
         return root
+
+    def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+        """Compare the module over ranks, and return what is called with each unit's modules before it is sharded."""
+        self.check_module(module)
+        return None
+
+    def _place(self) -> Place:
+        """Return the processes over which the module is sharded."""
+        from .sharding import Place
+
+        return Place(self.mesh, self.device)
 
     def _check_mesh_of(self, root: ShardedRoot) -> None:
         mine, theirs = self.mesh, root.mesh
@@ -321,7 +344,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def sync_buffers(self, module: nn.Module) -> None:
         """Let all ranks have rank 0's buffers."""
         if self.world_size > 1:
-            broadcast_tensors([one for one in self.unwrap(module).buffers() if not is_sharded(one)])
+            buffers = [one for one in self.unwrap(module).buffers() if not is_sharded(one)]
+            broadcast_tensors(buffers, self._source_group)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that no backward pass averaged; see `Strategy.average_gradients`.
@@ -330,11 +354,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         if self.world_size == 1:
             return
-        replicated = [one for one in parameters if not is_sharded(one)]
+        known = {id(one) for root in self._roots for one in root.replicated}
+        replicated = [one for one in parameters if not is_sharded(one) or id(one) in known]
         if replicated:
             from ..distributed.gradients import average_gradients
 
-            average_gradients(replicated)
+            average_gradients(replicated, self._reduce_group)
         for root in self._roots:
             root.average_gradients(parameters)
 

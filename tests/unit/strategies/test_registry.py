@@ -37,8 +37,8 @@ def test_one_class_can_have_several_names() -> None:
 def test_every_name_of_the_field_is_known() -> None:
     known = set(STRATEGY_REGISTRY.available_strategies())
     assert {"ddp", "ddp_spawn_find_unused_parameters_true", "dp", "deepspeed_stage_3_offload_nvme"} <= known
-    assert {"fsdp_cpu_offload", "xla_debug", "xla_fsdp", "single_tpu", "single_device"} <= known
-    assert len(known) == 30
+    assert {"fsdp_cpu_offload", "mesh", "xla_debug", "xla_fsdp", "single_tpu", "single_device"} <= known
+    assert len(known) == 31
 
 
 def test_a_name_can_stand_for_a_class_that_is_imported_when_it_is_asked_for() -> None:

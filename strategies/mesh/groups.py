@@ -1,0 +1,57 @@
+"""The meshes and process groups that `MeshStrategy` communicates in, made from sizes of axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .axes import AXES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .axes import MeshAxes
+
+__all__ = ["MeshGroups"]
+
+
+class MeshGroups:
+    """Meshes and groups of this process. Made on every rank: it communicates.
+
+    A group is None where it has all processes.
+
+    Args:
+        kind: Type of the devices, such as "cuda".
+        axes: Sizes, without -1; their product is the number of processes.
+        names: Names of the axes in `full`, in the order of `AXES`.
+
+    Attributes:
+        full: All axes, also those of size 1.
+        shards: What `fully_shard` takes: copies over the first axis where there are several, shards over the last.
+        tensor: The tensor parallel axis alone, of the same root mesh as `shards`.
+        data: The ranks with this one's coordinates on pp, cp and tp: each reads other data.
+        reduce: The ranks with this one's coordinates on pp and tp: a gradient is averaged over them.
+        stage: The ranks with this one's coordinate on pp: they have the same layers.
+    """
+
+    def __init__(self, kind: str, axes: MeshAxes, names: tuple[str, ...] = AXES) -> None:
+        self.full = init_device_mesh(kind, axes.sizes, mesh_dim_names=names)
+        pp, dp, fsdp, _, tp = names
+        root = self.full
+        if axes.cp > 1:  # fully_shard and the tensor parallel axis need one root mesh
+            sizes = (axes.pp, axes.dp, axes.fsdp * axes.cp, axes.tp)
+            root = init_device_mesh(kind, sizes, mesh_dim_names=(pp, dp, fsdp, tp))
+        self.shards: DeviceMesh = root[dp, fsdp] if axes.dp > 1 else root[fsdp]
+        self.tensor: DeviceMesh = root[tp]
+        copies = axes.pp * axes.cp * axes.tp
+        self.data = None if copies == 1 else _middle(kind, axes.pp, axes.data_size, axes.cp * axes.tp)
+        is_whole = axes.pp * axes.tp == 1
+        self.reduce = None if is_whole else _middle(kind, axes.pp, axes.reduce_size, axes.tp)
+        self.stage = None if axes.pp == 1 else _middle(kind, axes.pp, axes.world_size // axes.pp, 1)
+
+
+def _middle(kind: str, outer: int, size: int, inner: int) -> ProcessGroup:
+    """Return this rank's group along the middle one of three axes."""
+    mesh = init_device_mesh(kind, (outer, size, inner), mesh_dim_names=("outer", "group", "inner"))
+    return mesh["group"].get_group()

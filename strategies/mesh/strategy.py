@@ -1,0 +1,248 @@
+"""`MeshStrategy`: a model spread over the axes of a mesh of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...errors import ConfigError
+from ..base import Topology
+from ..fsdp.strategy import FSDPStrategy
+from .axes import AXES, REST, MeshAxes, read_axes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..fsdp.sharding import Place
+    from .groups import MeshGroups
+
+__all__ = ["MeshStrategy"]
+
+# Any in this file: structures of tensors and numbers, and arguments of FSDPStrategy.
+
+# Axes whose parts are not in the package yet.
+_NOT_AVAILABLE = ("pp", "cp", "tp", "ep")
+
+
+class MeshStrategy(FSDPStrategy):
+    """Processes as a mesh: pipeline stages, copies, shards, context and tensors, each along an axis of its own.
+
+    The axes are, outside in: `pp`, `dp`, `fsdp`, `cp`, `tp`; ranks that follow each other are neighbors on the last
+    one. Ranks that differ on `pp`, `cp` or `tp` only read the same batches, draw the same random numbers, and count
+    once in metrics, sums and numbers of samples. `topology.data_rank` is the position on `dp` and `fsdp`.
+
+    Collectives on tensors (`all_reduce`, `reduce_scatter`, `all_gather`, `start_sum`) are over the ranks that read
+    different data: those with the same coordinates on `pp`, `cp` and `tp`. Objects, decisions, `broadcast` and
+    `barrier` are over all ranks.
+
+    Args:
+        dp: Number of copies of the model, each with its own data.
+        fsdp: Number of processes that share a copy as shards, each with its own data; -1: those that the other axes
+            leave. None: -1, or 1 where another axis is -1.
+        tp: Number of processes that share the matrices of a layer.
+        pp: Number of pipeline stages.
+        cp: Number of processes that share a sequence.
+        ep: Number of processes, among those of `fsdp`, that share the experts of a layer.
+        tensor_plan: How matrices are split over `tp`.
+        sequence_parallel: Whether norms and dropouts between split layers run on parts of the sequence.
+        loss_parallel: Whether the cross entropy is computed on parts of the vocabulary.
+        pipeline: A `Pipeline`; None: its defaults.
+        context: A `Context`; None: its defaults.
+        verify: Whether the first batch of a run is compared with the model that is not split.
+        fsdp_arguments: Arguments of FSDPStrategy, but for `device_mesh`, which follows from the axes.
+
+    Raises:
+        ConfigError: A size or another argument cannot be honored; names it.
+    """
+
+    strategy_name = "mesh"
+    axis_names: tuple[str, ...] = AXES
+    """Names of the axes of `device_mesh`, in the order of `AXES`."""
+
+    def __init__(
+        self,
+        *,
+        dp: int = 1,
+        fsdp: int | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        tensor_plan: Any = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        pipeline: Any = None,
+        context: Any = None,
+        verify: bool = True,
+        **fsdp_arguments: Any,
+    ) -> None:
+        left = 1 if REST in (dp, tp, pp, cp) else REST
+        self.axes = MeshAxes(pp=pp, dp=dp, fsdp=left if fsdp is None else fsdp, cp=cp, tp=tp, ep=ep)
+        _check_available(self.axes)
+        _check_arguments(fsdp_arguments)
+        super().__init__(**fsdp_arguments)
+        self.tensor_plan = tensor_plan
+        self.sequence_parallel = sequence_parallel
+        self.loss_parallel = loss_parallel
+        self.pipeline = pipeline
+        self.context = context
+        self.verify = verify
+        self._groups: MeshGroups | None = None
+
+    @classmethod
+    def read_options(cls, text: str) -> dict[str, Any]:
+        """Return the arguments in the options of a name, such as "fsdp=2,tp=2" in "mesh:fsdp=2,tp=2"."""
+        return {**read_axes(text)}
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def check_processes(self, num_processes: int, num_nodes: int) -> None:
+        """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
+        self.axes.resolve(num_processes)
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and sizes; `data_rank` is the position on the axes dp and fsdp."""
+        if self._topology is not None:
+            return self._topology
+        found = super().topology
+        if found.world_size == 1 and not self.is_connected:  # not launched yet
+            return found
+        axes = self.axes.resolve(found.world_size)  # not resolved_axes, which asks for the topology
+        return replace(found, data_rank=axes.data_rank(found.global_rank), data_size=axes.data_size)
+
+    @property
+    def resolved_axes(self) -> MeshAxes:
+        """The sizes of the axes for the number of processes, without -1."""
+        return self.axes.resolve(self.world_size)
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether ranks hold different layers."""
+        return (self.resolved_axes if self.is_connected else self.axes).pp != 1
+
+    @property
+    def groups(self) -> MeshGroups:
+        """The meshes and process groups. On every rank: the first access communicates."""
+        if self._groups is None:
+            from .groups import MeshGroups
+
+            self._groups = MeshGroups(self.device.type, self.resolved_axes, self.axis_names)
+        return self._groups
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:  # type: ignore[override]  # it is not set, but follows from the axes
+        """The processes as a mesh with all axes, also those of size 1: `device_mesh["tp"]` is one of them.
+
+        None before the processes are connected.
+        """
+        return self.groups.full if self.is_connected else None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over which parameters are sharded: the axes dp, where there are copies, and fsdp with cp."""
+        return self.groups.shards
+
+    def setup_environment(self) -> None:
+        """Connect the processes and make their groups. Called once in every process."""
+        super().setup_environment()
+        if self.is_connected:
+            self._groups = None
+            self.groups  # noqa: B018  # here, where all ranks are: a first collective may be that of a few
+
+    def teardown(self) -> None:
+        """Give back devices and connections after a run."""
+        super().teardown()
+        self._groups = None
+
+    def _place(self) -> Place:
+        from ..fsdp.sharding import Place
+
+        plan, groups = self.plan, self.groups
+        # Where nothing is to be gathered or averaged, what fully_shard does besides may still be wanted.
+        is_sharded = (
+            self.resolved_axes.reduce_size > 1
+            or plan.offload
+            or plan.mixed_precision is not None
+            or self.accumulate_dtype is not None
+        )
+        return Place(groups.shards, self.device, groups.reduce, groups.stage, is_sharded)
+
+    @property
+    def _reduce_group(self) -> ProcessGroup | None:
+        return self.groups.reduce
+
+    @property
+    def _source_group(self) -> ProcessGroup | None:
+        return self.groups.stage
+
+    # -- collectives over the ranks that read different data -------------------------------------------------------
+
+    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
+        """Return a tensor, number or structure, reduced over the ranks that read different data, or over `group`."""
+        if isinstance(group, str):  # all_reduce(tensor, "sum")
+            group, reduce_op = None, group
+        return super().all_reduce(tensor, self._data_group(group), reduce_op)
+
+    reduce = all_reduce
+
+    def reduce_scatter(
+        self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean"
+    ) -> Any:
+        """Return this rank's chunk of a reduction over the ranks that read different data, or over `group`."""
+        if isinstance(group, str):  # reduce_scatter(tensor, "sum")
+            group, reduce_op = None, group
+        return super().reduce_scatter(tensor, self._data_group(group), reduce_op)
+
+    def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
+        """Return tensors of the ranks that read different data, or of `group`, stacked along a new first dimension."""
+        if isinstance(group, bool):  # all_gather(tensor, True)
+            sync_grads, group = group, None
+        return super().all_gather(tensor, self._data_group(group), sync_grads)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to add a tensor over the ranks that read different data; see `Strategy.start_sum`."""
+        if not self.is_connected:
+            return lambda: tensor
+        import torch.distributed as dist
+
+        work = dist.all_reduce(tensor, group=self.groups.data, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tensor
+
+        return finish
+
+    def _data_group(self, group: ProcessGroup | None) -> ProcessGroup | None:
+        return self.groups.data if group is None and self.is_connected else group
+
+
+def _check_available(axes: MeshAxes) -> None:
+    asked = [f"{name}={getattr(axes, name)}" for name in _NOT_AVAILABLE if getattr(axes, name) != 1]
+    if asked:
+        raise ConfigError(
+            f"Expected a mesh of the axes dp and fsdp, got {', '.join(asked)}: not available in this version.",
+            fix="leave it out; the axes dp and fsdp are available.",
+        )
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of FSDPStrategy that say what the axes say."""
+    for name in ("device_mesh", "mesh"):
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"Expected {name}= to be left out of MeshStrategy, got {arguments[name]!r}: it follows from the axes.",
+                fix="pass the number of copies as dp= and the number of shards as fsdp=.",
+            )
+    chosen = arguments.get("sharding_strategy")
+    name = str(getattr(chosen, "name", chosen))
+    if chosen is not None and name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ConfigError(
+            f"Expected sharding_strategy='FULL_SHARD' or 'SHARD_GRAD_OP' for MeshStrategy, got {chosen!r}.",
+            fix="leave it out, and pass the number of copies as dp= and the number of shards as fsdp=.",
+        )

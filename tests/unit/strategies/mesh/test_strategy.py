@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import loopwright as lw
+from loopwright.errors import ConfigError
+from loopwright.strategies import STRATEGY_REGISTRY, MeshStrategy
+
+
+def test_a_name_with_options_makes_the_strategy() -> None:
+    made: Any = STRATEGY_REGISTRY.create("Mesh:dp=2,fsdp=-1")
+    assert isinstance(made, MeshStrategy)
+    assert (made.axes.dp, made.axes.fsdp) == (2, -1)
+
+
+def test_fsdp_takes_what_is_left_unless_another_axis_does() -> None:
+    assert MeshStrategy(dp=2).axes.fsdp == -1
+    assert MeshStrategy(dp=-1).axes.fsdp == 1
+
+
+def test_a_strategy_without_options_refuses_them() -> None:
+    with pytest.raises(ConfigError, match="name of DDPStrategy without options, got ':tp=2' after it"):
+        lw.Trainer(strategy="ddp:tp=2", devices=2, accelerator="cpu")
+
+
+def test_an_unknown_name_with_options_is_named() -> None:
+    with pytest.raises(ConfigError, match="strategy='mehs:tp=2' is unknown"):
+        lw.Trainer(strategy="mehs:tp=2", devices=2, accelerator="cpu")
+
+
+def test_the_number_of_processes_is_compared_before_they_start() -> None:
+    with pytest.raises(ConfigError, match=r"Expected 6 processes for the mesh dp=2, fsdp=3 \(2 x 3\), got 4"):
+        lw.Trainer(strategy="mesh:dp=2,fsdp=3", devices=4, accelerator="cpu")
+    with pytest.raises(ConfigError, match="Expected a multiple of 3 processes for the mesh"):
+        lw.Trainer(strategy=MeshStrategy(dp=3), devices=2, num_nodes=2, accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"device_mesh": (2, 2)}, r"device_mesh= to be left out of MeshStrategy, got \(2, 2\)"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy='FULL_SHARD' or 'SHARD_GRAD_OP'"),
+        ({"fsdpp": 2}, "fsdpp= is not an argument of it"),
+    ],
+)
+def test_arguments_that_contradict_the_axes_are_refused(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        MeshStrategy(dp=2, **arguments)
