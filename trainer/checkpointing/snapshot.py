@@ -18,7 +18,6 @@ from ...errors import CheckpointError
 from ...protocols import StateDict
 from ..hooks import find_override
 from ..loop import manual
-from ..metrics.metrics import load_metric_states, metric_states
 from ..run import BeforeValidation, Run
 from .optimizer_record import all_names, differences, fit_groups, names_of
 
@@ -58,6 +57,8 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         is_weights_only: Whether to leave out what only training needs.
         has_score: Whether the checkpoint bears the score of the latest validation, and so the weights of then.
     """
+    from ..metrics.metric_objects import metric_states  # here and below: not imported before a state is taken
+
     fabric, ranks_answer = run.fabric, run.ranks_answer
     states: StateDict = {
         "module": fabric.strategy.module_state_dict(run.model),
@@ -140,6 +141,8 @@ def _union(run: Run, names: list[str]) -> list[str]:
 
 def before_validation(run: Run) -> BeforeValidation:
     """Return what a validation is about to change, for a checkpoint that is taken during it."""
+    from ..metrics.metric_objects import metric_states
+
     return BeforeValidation(
         rng=capture_rng(),
         generators=run.loaders.capture_generators(),
@@ -302,6 +305,8 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
 
 def restore_module(run: Run, content: Content) -> None:
     """Put back module, data module and callbacks; the hooks first."""
+    from ..metrics.metric_objects import load_metric_states
+
     checkpoint = content.extra["__checkpoint__"]
     after = content.states.get("after_validation")
     if after and run.state.fn == "fit":  # what training continues with; the rest is for whoever evaluates

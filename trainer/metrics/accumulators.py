@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...errors import ModuleError
 from ...protocols import StateDict
 
-__all__ = ["MetricAccumulator", "ScalarAccumulator", "TorchMetric", "accumulation_dtype", "version_of"]
+__all__ = ["MetricAccumulator", "ScalarAccumulator", "TorchMetric", "accumulation_dtype", "is_metric", "version_of"]
 
 # Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
 # what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
@@ -47,6 +48,12 @@ def version_of(value: Number) -> int:
     """Return how often a tensor was changed in place; 0 for a number."""
     # Inference tensors have no version; they are copied when they are logged.
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def is_metric(value: object) -> bool:
+    """Whether this is a torchmetrics metric object."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 class ScalarAccumulator:

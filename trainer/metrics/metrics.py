@@ -8,7 +8,6 @@ have: trainer/metrics/ranks_metrics.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,33 +15,23 @@ import torch
 from torch import Tensor
 
 from ...data.move import find_batch_size
-from ...errors import ConfigError, ModuleError
+from ...errors import ModuleError
 from ...protocols import Batch, Gather, StateDict, Tree
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
-from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, version_of
+from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric, version_of
 
 if TYPE_CHECKING:
     from ...data.batch_size import BatchSizes
     from .ranks_metrics import RanksMetrics
 
-__all__ = ["HookTable", "Metrics", "is_metric", "load_metric_states", "metric_states"]
-
-_REDUCE: dict[object, str] = {
-    "mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max",
-    torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum",
-}  # fmt: skip
-
+__all__ = ["HookTable", "Metrics"]
 
 _METRIC_ACCUMULATOR_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
 
 
 def _stage_of(hook: str) -> str:
     return next((stage for stage in ("validation", "test") if stage in hook), "train")
-
-
-def _is_of_batches(hook: str) -> bool:
-    return "batch" in hook or "step" in hook
 
 
 class HookTable:
@@ -52,16 +41,18 @@ class HookTable:
         hook: Name of the hook.
         rule: Defaults of `log` there; None where logging is an error.
         stage: "train", "validation" or "test".
+        is_of_batches: Whether the hook runs at every batch.
         accumulators: Key -> accumulator, for the data loader that is being read.
         by_loader: The same for each data loader.
     """
 
-    __slots__ = ("accumulators", "by_loader", "hook", "rule", "stage")
+    __slots__ = ("accumulators", "by_loader", "hook", "is_of_batches", "rule", "stage")
 
     def __init__(self, hook: str, rule: LogRule | None) -> None:
         self.hook = hook
         self.rule = rule
         self.stage = _stage_of(hook)
+        self.is_of_batches = "batch" in hook or "step" in hook
         self.by_loader: dict[int, dict[str, ScalarAccumulator]] = {0: {}}
         self.accumulators = self.by_loader[0]
 
@@ -232,7 +223,9 @@ class Metrics:
         if isinstance(value, Tensor):
             value = value.detach().clone()  # a parameter: the optimizer changes it in place
         elif not isinstance(value, int | float):
-            raise _bad_value(accumulator.name, value)
+            from .log_arguments import bad_value
+
+            raise bad_value(accumulator.name, value)
         if accumulator.reduce != "mean" or not (accumulator.weighs or self.is_weighing_steps):
             return value, 1.0
         return value, self._weight(accumulator) if batch_size is None else batch_size
@@ -265,38 +258,21 @@ class Metrics:
         value: object,
         requested: tuple[Any, ...],  # Any: arguments of `log`
     ) -> ScalarAccumulator:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = requested
+        from . import log_arguments as arguments  # not imported before something is logged
+
         table = self.table
-        rule = table.rule
-        if rule is None:
-            where = f"in {table.hook}" if table.hook else "outside of the trainer's hooks"
-            is_after_save = table.hook.endswith("save_checkpoint")
-            raise ModuleError(
-                f"log({name!r}) was called {where}, where nothing can be logged.",
-                fix="log first, then save: a checkpoint holds what was logged at the event."
-                if is_after_save
-                else "log in a step, a batch hook or an epoch hook; `python -m loopwright lifecycle` lists them.",
-            )
         existing = table.accumulators.get(name)
-        if existing is not None and existing.requested is not None:
-            raise self._other_arguments(name, existing, requested)
-        step = rule.on_step if on_step is None else on_step
-        epoch = rule.on_epoch if on_epoch is None else on_epoch
-        if step and not rule.may_step:
-            raise ModuleError(
-                f"log({name!r}, on_step=True) in {table.hook}: there is no step here.",
-                fix="leave on_step out; the value is logged once for the epoch.",
-            )
-        if not epoch and not rule.may_step:
-            raise ModuleError(f"log({name!r}, on_epoch=False) in {table.hook}.", fix="leave on_epoch out.")
-        accumulator = existing or (None if add_dataloader_idx else self._shared_accumulator(name, requested))
+        on_step, on_epoch = arguments.check_call(table, name, existing, requested)
+        prog_bar, logger, _, _, reduce_fx, add_dataloader_idx, sync_dist, rank_zero_only = requested
+        accumulator = existing or (None if add_dataloader_idx else arguments.shared_accumulator(table, name, requested))
         if accumulator is None:
-            accumulator, where = (
-                self._new_accumulator(name, value, reduce_fx, step, epoch, add_dataloader_idx),
-                _calling_line(),
+            arguments.check_name(name, add_dataloader_idx=add_dataloader_idx)
+            key = self._key(name) if add_dataloader_idx else name
+            accumulator = arguments.make_accumulator(
+                key, table.hook, value, reduce_fx, on_step=on_step, on_epoch=on_epoch, device=self.device
             )
-            self._refuse_conflict(accumulator, where)
-            accumulator.where = where
+            accumulator.where = arguments.calling_line()
+            arguments.refuse_conflict(accumulator, table.stage, self._tables.values(), window=self.window)
         accumulator.requested = requested
         accumulator.prog_bar = bool(prog_bar)
         accumulator.logger = logger is not False
@@ -309,100 +285,11 @@ class Metrics:
         table.accumulators[name] = accumulator
         return accumulator
 
-    def _shared_accumulator(self, name: str, requested: tuple[object, ...]) -> ScalarAccumulator | None:
-        """Return the accumulator that another loader opened for a key without the loader's number: all count into one.
-
-        Raises:
-            ModuleError: It was opened with other arguments.
-        """
-        for accumulators in self.table.by_loader.values():
-            accumulator = accumulators.get(name)
-            if accumulator is not None and accumulator.requested in (requested, None):
-                return accumulator
-            if accumulator is not None and accumulator.requested is not None and accumulator.name == name:
-                raise self._other_arguments(name, accumulator, requested)
-        return None
-
-    def _other_arguments(self, name: str, accumulator: ScalarAccumulator, now: tuple[object, ...]) -> ModuleError:
-        return ModuleError(
-            f"log({name!r}) was called in {self.table.hook} ({_calling_line()}) with other arguments than before "
-            f"({accumulator.where}): {_difference(accumulator.requested or (), now)}.",
-            fix="log one key with the same arguments each time, or use another key.",
-        )
-
-    def _new_accumulator(
-        self, name: str, value: object, reduce_fx: object, on_step: bool, on_epoch: bool, add_dataloader_idx: bool
-    ) -> ScalarAccumulator:
-        table = self.table
-        if not isinstance(name, str):
-            raise ModuleError(f"log got the name {name!r}, expected a string.", fix="pass the key as a string.")
-        full = name
-        if add_dataloader_idx and "/dataloader_idx_" in name:
-            raise ModuleError(
-                f"log({name!r}): '/dataloader_idx_' is added by the trainer.",
-                fix="choose another name, or pass add_dataloader_idx=False.",
-            )
-        is_per_loader = table.stage != "train" and _is_of_batches(table.hook)
-        if self.several_loaders and add_dataloader_idx and is_per_loader:
-            full = f"{name}/dataloader_idx_{self.loader_index}"
-        reduce = _REDUCE.get(reduce_fx)
-        if is_metric(value):
-            return MetricAccumulator(full, table.hook, value, on_step=on_step, on_epoch=on_epoch)
-        if reduce is None:
-            raise ConfigError(
-                f"log({name!r}): reduce_fx={reduce_fx!r} is not supported.",
-                fix="use 'mean', 'sum', 'min' or 'max', or log a torchmetrics metric for anything else.",
-            )
-        if isinstance(value, Mapping):
-            raise _bad_value(name, value)
-        accumulator = ScalarAccumulator(full, table.hook, reduce=reduce, on_step=on_step, on_epoch=on_epoch)
-        if isinstance(value, Loss):
-            value = value.sum
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ModuleError(
-                    f"log({name!r}) got a tensor of shape {tuple(value.shape)}, expected one element.",
-                    fix="reduce it first, for example with value.mean().",
-                )
-            is_single = value.dtype.is_floating_point and value.dtype != torch.float64
-            accumulator.dtype = torch.float32 if is_single else accumulation_dtype(self.device)  # integers stay exact
-        else:
-            accumulator.dtype = accumulation_dtype(self.device)
-        return accumulator
-
-    def _refuse_conflict(self, new: ScalarAccumulator, where: str) -> None:
-        """Refuse a key whose values another key in use would take or give.
-
-        The same name in training and in validation is one key with two sources, as in the field: the latest counts.
-        """
-        table = self.table
-        for other in self._tables.values():
-            for accumulator in (
-                accumulator for accumulators in other.by_loader.values() for accumulator in accumulators.values()
-            ):
-                if accumulator.is_empty and not (accumulator.on_step and accumulator.window == self.window):
-                    continue
-                is_same_name = accumulator.name == new.name
-                if is_same_name and other.stage != table.stage:
-                    continue
-                shared = accumulator.keys & new.keys
-                if not shared:
-                    continue
-                key = min(shared)
-                if is_same_name:
-                    what = (
-                        f"log({new.name!r}) was called in {accumulator.hook} ({accumulator.where}) and in {new.hook} "
-                        f"({where})."
-                    )
-                    fix = "log a key in one hook only, or use two keys."
-                else:
-                    what = (
-                        f"log({accumulator.name!r}) in {accumulator.hook} ({accumulator.where}) and log({new.name!r}) "
-                        f"in {new.hook} ({where}) both give {key!r}: on_step=True with on_epoch=True adds '_step' "
-                        "and '_epoch'."
-                    )
-                    fix = "rename one of the two."
-                raise ModuleError(what, fix=fix)
+    def _key(self, name: str) -> str:
+        """Return the key of a name in the running hook, with the loader's number where there are several."""
+        if self.several_loaders and self.table.stage != "train" and self.table.is_of_batches:
+            return f"{name}/dataloader_idx_{self.loader_index}"
+        return name
 
     # --- windows and loaders -------------------------------------------------------------------------------------
 
@@ -528,7 +415,7 @@ class Metrics:
         if not self.several_loaders:
             return found
         for table in self._tables.values():
-            if table.stage == stage and _is_of_batches(table.hook):
+            if table.stage == stage and table.is_of_batches:
                 for index, accumulators in table.by_loader.items():
                     for accumulator in accumulators.values():
                         if not accumulator.is_empty:
@@ -668,7 +555,7 @@ class Metrics:
         """
         if self._ranks is None:
             return states
-        from .ranks_objects import to_cpu
+        from .metric_objects import to_cpu
 
         return self._ranks.gather(to_cpu(states))
 
@@ -713,64 +600,6 @@ class Metrics:
                 self._tables[state["hook"]].accumulators[state["key"]] = MetricAccumulator.from_metric(state, metric)
 
 
-def is_metric(value: object) -> bool:
-    """Whether this is a torchmetrics metric object."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
-
-
-def metric_states(module: torch.nn.Module, *, copy: bool = False) -> dict[str, StateDict]:
-    """Return the state of each torchmetrics metric in the module, by its path: torchmetrics leaves it out.
-
-    Args:
-        module: The module.
-        copy: Whether later updates of the metrics must not reach what is returned.
-    """
-
-    def kept(state: Tree) -> Tree:
-        if isinstance(state, list):
-            return [kept(item) for item in state]
-        return state.clone() if copy else state
-
-    return {
-        path: {
-            "update_count": child._update_count,
-            "states": {name: kept(getattr(child, name)) for name in child._defaults},
-        }
-        for path, child in module.named_modules()
-        if is_metric(child)
-    }
-
-
-def load_metric_states(
-    module: torch.nn.Module,
-    states: Mapping[str, StateDict] | list[Mapping[str, StateDict]],
-    device: torch.device,
-    place: tuple[int, int] = (0, 1),
-) -> None:
-    """Put back what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
-
-    Args:
-        module: The module.
-        states: Path -> state; a list of these where several ranks saved.
-        device: Where the states live.
-        place: This process's rank and the number of ranks.
-
-    Raises:
-        CheckpointError: Another number of ranks saved, and a metric's state cannot be joined.
-    """
-    if isinstance(states, list) or place[0]:
-        from .ranks_objects import own_states
-
-        states = own_states(module, states, *place)
-    for path, child in module.named_modules():
-        if path in states and is_metric(child):
-            child._update_count = states[path]["update_count"]
-            for name, value in states[path]["states"].items():
-                moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
-                setattr(child, name, moved)
-
-
 def _shapes(batch: Batch) -> object:
     """Return the sizes of everything in a batch, to tell whether two batches look alike."""
     if isinstance(batch, Tensor):
@@ -785,29 +614,3 @@ def _shapes(batch: Batch) -> object:
     if isinstance(batch, str | bytes) or not hasattr(batch, "__len__"):
         return type(batch).__name__
     return len(batch)
-
-
-def _calling_line() -> str:
-    """Return file and line of the code outside of this package that is logging."""
-    frame = sys._getframe(1)
-    package = __name__.partition(".")[0] + "."
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(package):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _bad_value(name: str, value: object) -> ModuleError:
-    if isinstance(value, Mapping):
-        return ModuleError(f"log({name!r}) got a dict.", fix="use self.log_dict for several values.")
-    return ModuleError(
-        f"log({name!r}) got {type(value).__name__}, expected a number, a tensor of one element, lw.Loss or a "
-        "torchmetrics metric.",
-        fix="convert the value, for example with float(value).",
-    )
-
-
-def _difference(before: tuple[object, ...], now: tuple[object, ...]) -> str:
-    names = (
-        "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "sync_dist", "rank_zero_only",
-    )  # fmt: skip
-    return ", ".join(f"{n}={b!r} and {a!r}" for n, b, a in zip(names, before, now, strict=True) if b != a)

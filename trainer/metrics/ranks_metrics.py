@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ...errors import ModuleError
 from ...protocols import Gather, StateDict, Tree
-from .accumulators import MetricAccumulator, ScalarAccumulator, TorchMetric
-from .metrics import is_metric, metric_states
-from .ranks_objects import compute_joined, to_cpu
+from .accumulators import MetricAccumulator, ScalarAccumulator, TorchMetric, is_metric
+from .metric_objects import compute_joined, metric_states, to_cpu
 
 if TYPE_CHECKING:
     from .metrics import Metrics

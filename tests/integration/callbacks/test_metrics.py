@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from loopwright import Loss
 from loopwright.errors import CheckpointError, ModuleError, NonFiniteError
 from loopwright.trainer.loop.non_finite import LossWatch
-from loopwright.trainer.metrics.metrics import Metrics, load_metric_states, metric_states
+from loopwright.trainer.metrics.metric_objects import load_metric_states, metric_states
+from loopwright.trainer.metrics.metrics import Metrics
 from loopwright.trainer.state import Progress
 
 torchmetrics = pytest.importorskip("torchmetrics")

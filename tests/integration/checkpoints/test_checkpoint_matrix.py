@@ -245,7 +245,7 @@ def imported() -> None:
         "trainer.loop.stop_coordination",
         "trainer.loop.rank_coordination",
         "trainer.metrics.ranks_metrics",
-        "trainer.metrics.ranks_objects",
+        "trainer.metrics.metric_objects",
         "precision.double",
         "data.distributed.choose",
         "data.distributed.evaluation",

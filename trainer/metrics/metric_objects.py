@@ -1,8 +1,8 @@
-"""The states of torchmetrics objects over several ranks.
+"""The states of torchmetrics objects, of one process and of several ranks.
 
-A metric object is joined by what it says of its own states (`_reductions`), from states that were gathered as objects.
-Not by its `sync`, which gathers tensor by tensor: there a rank that never updated the metric, or has another number of
-tensors in a list, would leave the others waiting.
+Over ranks, a metric object is joined by what it says of its own states (`_reductions`), from states that were gathered
+as objects. Not by its `sync`, which gathers tensor by tensor: there a rank that never updated the metric, or has
+another number of tensors in a list, would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -14,12 +14,61 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...protocols import StateDict, Tree
-from .accumulators import TorchMetric
-from .metrics import is_metric, metric_states
+from .accumulators import TorchMetric, is_metric
 
-__all__ = ["compute_joined", "own_states", "to_cpu"]
+__all__ = ["compute_joined", "load_metric_states", "metric_states", "to_cpu"]
 
 States = Mapping[str, StateDict]  # path -> update count and states, as `metric_states` returns them
+
+
+def metric_states(module: nn.Module, *, copy: bool = False) -> dict[str, StateDict]:
+    """Return the state of each torchmetrics metric in the module, by its path: torchmetrics leaves it out.
+
+    Args:
+        module: The module.
+        copy: Whether later updates of the metrics must not reach what is returned.
+    """
+
+    def kept(state: Tree) -> Tree:
+        if isinstance(state, list):
+            return [kept(item) for item in state]
+        return state.clone() if copy else state
+
+    return {
+        path: {
+            "update_count": child._update_count,
+            "states": {name: kept(getattr(child, name)) for name in child._defaults},
+        }
+        for path, child in module.named_modules()
+        if is_metric(child)
+    }
+
+
+def load_metric_states(
+    module: nn.Module,
+    states: Mapping[str, StateDict] | list[Mapping[str, StateDict]],
+    device: torch.device,
+    place: tuple[int, int] = (0, 1),
+) -> None:
+    """Put back what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
+
+    Args:
+        module: The module.
+        states: Path -> state; a list of these where several ranks saved.
+        device: Where the states live.
+        place: This process's rank and the number of ranks.
+
+    Raises:
+        CheckpointError: Another number of ranks saved, and a metric's state cannot be joined.
+    """
+    if isinstance(states, list) or place[0]:
+        states = _own_states(module, states, *place)
+    for path, child in module.named_modules():
+        if path in states and is_metric(child):
+            child._update_count = states[path]["update_count"]
+            for name, value in states[path]["states"].items():
+                moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
+                setattr(child, name, moved)
 
 
 def to_cpu(value: Tree) -> Tree:
@@ -57,7 +106,7 @@ def compute_joined(metric: TorchMetric, everywhere: Sequence[States]) -> Tree:
             _put(part, own[path])
 
 
-def own_states(module: nn.Module, states: States | list[States], rank: int, size: int) -> States:
+def _own_states(module: nn.Module, states: States | list[States], rank: int, size: int) -> States:
     """Return what this rank takes over of the states in a checkpoint: each update counts once.
 
     On as many ranks as saved each takes its own; else rank 0 takes over all of them, and the others begin empty.
