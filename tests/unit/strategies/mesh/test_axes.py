@@ -52,5 +52,6 @@ def test_neighbors_differ_on_the_last_axis() -> None:
 
 def test_a_text_is_read_as_sizes() -> None:
     assert read_axes("fsdp=2, tp=-1") == {"fsdp": 2, "tp": -1}
-    with pytest.raises(ConfigError, match=r"'tpp' is not an axis \(did you mean 'tp'\?\).*'pp' is given twice.*'2' is not"):
+    wrong = r"'tpp' is not an axis \(did you mean 'tp'\?\).*'pp' is given twice.*'2' is not"
+    with pytest.raises(ConfigError, match=wrong):
         read_axes("tpp=2,pp=1,pp=2,2")
