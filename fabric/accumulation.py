@@ -1,4 +1,4 @@
-"""Counting micro-batches into windows of one optimizer step."""
+"""Grouping of micro-batches into accumulation windows of one optimizer step each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Accumulation", "Reader", "Window"]
 
 
 class Reader(Protocol):
-    """A loader that knows how much of its pass is left."""
+    """A loader that can report how many batches are left in its pass."""
 
     def batches_left(self, upto: int) -> int:
-        """Return how many batches come after the one that was given last, at most `upto`."""
+        """Return the number of batches after the most recent one, at most `upto`."""
         ...
 
 
@@ -27,11 +27,11 @@ class Window:
     """The micro-batches of one optimizer step.
 
     Attributes:
-        models: Whose gradients are accumulated.
-        size: Micro-batches that are planned: a loss counts as one part of that number.
-        index: The micro-batch under way, from 1.
-        is_last: Whether the micro-batch under way is the last: gradients are reduced and the optimizer steps.
-        has_gradients: Whether a backward pass was made: `zero_grad` would drop what was accumulated.
+        models: The models whose gradients are accumulated.
+        size: Planned number of micro-batches; each loss is divided by it.
+        index: Number of the current micro-batch, from 1.
+        is_last: Whether the current micro-batch is the last, in which gradients are reduced and the optimizer steps.
+        has_gradients: Whether a backward pass was run, so that `zero_grad` would discard accumulated gradients.
     """
 
     models: tuple[nn.Module, ...]
@@ -42,24 +42,27 @@ class Window:
 
 
 class Accumulation:
-    """The windows of one Fabric: one for each model, or group of models, that is accumulated by itself."""
+    """The windows of one Fabric: one for each model, or group of models, that is accumulated separately."""
 
     def __init__(self) -> None:
         self._windows: dict[tuple[int, ...], Window] = {}
 
     def next_batch(self, models: tuple[nn.Module, ...], steps: object, reader: Reader | None) -> Window:
-        """Count one micro-batch, and return the window that it belongs to.
+        """Count one micro-batch and return its window.
 
-        A window that the end of the data cuts short is known in time: its losses count as one part in as many as it
-        really has. Where the end is seen only when it comes, the gradients that are there are scaled up.
+        If the data ends within a window, its losses are divided by the actual number of micro-batches. If the end is
+        not known in advance, the accumulated gradients are scaled up instead.
 
         Args:
-            models: Whose gradients are accumulated.
-            steps: Micro-batches of a window.
-            reader: The loader under way, if it is one of Fabric's; without one, windows are never cut short.
+            models: The models whose gradients are accumulated.
+            steps: Number of micro-batches per window.
+            reader: The current loader, if Fabric set it up. Without one, windows are never shortened.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"Fabric.accumulate was given steps={steps!r}.", fix="pass a whole number of 1 or more.")
+            raise ConfigError(
+                f"Expected steps of Fabric.accumulate to be an integer >= 1, got steps={steps!r}.",
+                fix="pass the number of micro-batches per optimizer step.",
+            )
         key = tuple(map(id, models))
         window = self._windows.get(key)
         if window is None or window.is_last:
@@ -73,7 +76,7 @@ class Accumulation:
         return window
 
     def forget(self, window: Window) -> None:
-        """Start again with the next micro-batch of these models."""
+        """Start a new window with the next micro-batch of these models."""
         self._windows.pop(tuple(map(id, window.models)), None)
 
 

@@ -17,43 +17,44 @@ _CALLBACK_FACTORIES = ("loopwright.fabric.callbacks_factory", "lightning.fabric.
 
 
 def refuse_wrapped(verb: str, objects: Sequence[object]) -> None:
-    """Raise a ConfigError that names objects that are set up already."""
+    """Raise a ConfigError that lists objects that are already set up."""
     wrapped = [type(obj).__name__ for obj in objects if is_wrapped(obj)]
     if wrapped:
         raise ConfigError(
-            f"Fabric.{verb} was given what is set up already: {', '.join(wrapped)}.",
-            fix="set up each object once, and use what setup returned.",
+            f"Expected objects that are not set up yet for Fabric.{verb}, got {', '.join(wrapped)}.",
+            fix="set up each object once, and use the object that setup returns.",
         )
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise an error if this is not a module, or one that is set up already."""
+    """Raise an error if this is not a module, or is already set up."""
     refuse_wrapped("setup", [module])
     if not isinstance(module, nn.Module):
         raise ModuleError(
-            f"Fabric.setup was given a {type(module).__name__} as the module.", fix="pass a torch.nn.Module first."
+            f"Expected a torch.nn.Module as the first argument of Fabric.setup, got {type(module).__name__}.",
+            fix="pass the module first, then its optimizers.",
         )
 
 
 def check_optimizers(verb: str, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error if one is not an optimizer, is set up already, or has parameters without values."""
+    """Raise an error if one is not an optimizer, is already set up, or has parameters without values."""
     refuse_wrapped(verb, optimizers)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ModuleError(
-                f"Fabric.{verb} was given a {type(optimizer).__name__} as an optimizer.",
-                fix="pass torch optimizers; a schedule goes into scheduler=.",
+                f"Expected torch optimizers for Fabric.{verb}, got {type(optimizer).__name__}.",
+                fix="pass torch optimizers; pass a schedule in scheduler=.",
             )
         if any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError(
-                f"the {type(optimizer).__name__} that Fabric.{verb} was given has parameters on the meta device, which "
-                "have no values to train.",
-                fix="set the module up first, then make the optimizer of the parameters of what is returned.",
+                f"Expected parameters with values in the {type(optimizer).__name__} for Fabric.{verb}, got parameters "
+                "on the meta device.",
+                fix="set the module up first, then create the optimizer from the parameters of the returned module.",
             )
 
 
 def check_optimizers_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise an error if none of an optimizer's parameters is in the module, but in another copy of it."""
+    """Raise an error if none of an optimizer's parameters belongs to the module."""
     if not optimizers:
         return
     own = {id(parameter) for parameter in module.parameters()}
@@ -61,14 +62,14 @@ def check_optimizers_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> N
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not any(id(parameter) in own for parameter in parameters):
             raise ConfigError(
-                f"none of the parameters of {type(optimizer).__name__} is in the {type(module).__name__} that it was "
-                "given to Fabric.setup with: it would train something else.",
-                fix="make the optimizer of model.parameters(), after the last change that replaces parameters.",
+                f"Expected parameters of the {type(module).__name__} in the {type(optimizer).__name__}, got only "
+                "parameters of other modules, so that the optimizer would not train this module.",
+                fix="create the optimizer from model.parameters(), after the last change that replaces parameters.",
             )
 
 
 def installed_callbacks() -> list[object]:
-    """Return callbacks from the entry points of installed packages; reads the metadata of every package."""
+    """Return callbacks from the entry points of installed packages. This reads the metadata of every package."""
     from importlib.metadata import entry_points
 
     points = [point for group in _CALLBACK_FACTORIES for point in entry_points(group=group)]

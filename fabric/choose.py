@@ -1,4 +1,4 @@
-"""Each argument of Fabric: from the user's value to a part, or a ConfigError."""
+"""Resolution of each Fabric argument: the user's value becomes an object, or a ConfigError is raised."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _PLANNED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that names all problems, also those of errors that were joined before; a single error itself."""
+    """Return one error that lists all problems, including those of joined errors; a single error is returned as is."""
     single = [part for error in errors for part in getattr(error, "joined", (error,))]
     if len(single) == 1:
         return single[0]
     whats = "".join(f"\n  {number}. {error.what}" for number, error in enumerate(single, 1))
     fixes = "".join(f"\n  {number}. {error.fix}" for number, error in enumerate(single, 1))
-    result = ConfigError(f"{len(single)} things in this configuration cannot work:{whats}", fix=fixes)
+    result = ConfigError(f"Expected a valid configuration, got {len(single)} problems:{whats}", fix=fixes)
     result.__dict__["joined"] = tuple(single)
     return result
 
@@ -62,7 +62,7 @@ def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
 
 @dataclass
 class Plugins:
-    """At most one plugin of each kind; None without one."""
+    """The plugins by kind; None where no plugin of a kind was passed."""
 
     precision: Precision | None = None
     checkpoint_io: Any = None  # Any: see Parts
@@ -71,7 +71,7 @@ class Plugins:
 
 
 def sort_plugins(plugins: object) -> Plugins:
-    """Return the plugins by kind; a ConfigError names all objects that are not plugins, and duplicates of a kind."""
+    """Return the plugins by kind. A ConfigError lists all objects that are not plugins, and all duplicates."""
     if plugins is None:
         return Plugins()
     given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
@@ -82,15 +82,16 @@ def sort_plugins(plugins: object) -> Plugins:
         if kind is None:
             problems.append(
                 ConfigError(
-                    f"plugins= contains {plugin!r}, which is not a plugin.",
+                    f"Expected plugins= to contain only plugins, got {plugin!r}.",
                     fix="pass instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync.",
                 )
             )
         elif getattr(result, kind) is not None:
             problems.append(
                 ConfigError(
-                    f"plugins= contains two of one kind ({kind}): {getattr(result, kind)!r} and {plugin!r}.",
-                    fix="pass at most one of each kind.",
+                    f"Expected at most one plugin of each kind, got two for {kind}: {getattr(result, kind)!r} and "
+                    f"{plugin!r}.",
+                    fix="remove one of the two.",
                 )
             )
         else:
@@ -109,7 +110,7 @@ def _plugin_kind(plugin: object) -> str | None:
         return "precision"
     if isinstance(plugin, ClusterEnvironment):
         return "cluster_environment"
-    # By their methods: these classes are in packages above this one, or the user's own.
+    # Recognized by their methods: these classes are user-defined, or belong to packages that import this one.
     if all(callable(getattr(plugin, name, None)) for name in ("save_checkpoint", "load_checkpoint")):
         return "checkpoint_io"
     if all(callable(getattr(plugin, name, None)) for name in ("apply", "revert")):
@@ -129,33 +130,33 @@ def choose_strategy(strategy: object) -> Strategy:
         return strategy
     if not isinstance(strategy, str):
         raise ConfigError(
-            f"strategy={strategy!r} is neither a name nor a Strategy.",
+            f"Expected strategy to be a name or a Strategy, got strategy={strategy!r}.",
             fix='pass "auto", a registered name, or an instance such as SingleDeviceStrategy("cpu").',
         )
     name = strategy.lower()
     if name.partition(":")[0] not in STRATEGY_REGISTRY:
         known = ["auto", *STRATEGY_REGISTRY.names()]
         raise ConfigError(
-            f"strategy={strategy!r} is unknown{nearest(name, known)}.",
+            f"Expected the name of a registered strategy, got strategy={strategy!r}{nearest(name, known)}.",
             fix=f"use one of {', '.join(known)}, or pass a Strategy.",
         )
     try:
         return STRATEGY_REGISTRY.create(name)
     except TypeError as error:
         raise ConfigError(
-            f"strategy={strategy!r} cannot be made from its name: {error}.",
+            f"strategy={strategy!r} cannot be created by name: {error}.",
             fix=f"pass an instance: strategy={STRATEGY_REGISTRY.get(name.partition(':')[0]).__name__}(...).",
         ) from error
 
 
 def check_conflicts(strategy: object, given: Given, accelerator: object, precision: object, plugged: Plugins) -> None:
-    """Raise a ConfigError that names each part which two arguments give, as strategy and `precision=` may.
+    """Raise a ConfigError that lists everything passed twice, such as a precision in the strategy and in `precision=`.
 
     Args:
-        strategy: What the user typed.
-        given: What the user gave to that strategy.
-        accelerator: What the user typed.
-        precision: What the user typed.
+        strategy: The user's argument.
+        given: The arguments of that strategy.
+        accelerator: The user's argument.
+        precision: The user's argument.
         plugged: The plugins.
     """
     accelerator = None if isinstance(accelerator, str) and accelerator.lower() == "auto" else accelerator
@@ -171,7 +172,7 @@ def check_conflicts(strategy: object, given: Given, accelerator: object, precisi
             ("cluster_environment", "plugins=", given.cluster_environment, plugged.cluster_environment),
         )
         problems += [
-            _choose_one(f"strategy={strategy!r} with its own {name}", f"{argument}{other!r}")
+            _choose_one(f"the {name} of strategy={strategy!r}", f"{argument}{other!r}")
             for name, argument, own, other in outside
             if own is not None and other is not None and own is not other
         ]
@@ -180,13 +181,13 @@ def check_conflicts(strategy: object, given: Given, accelerator: object, precisi
 
 
 def _choose_one(one: str, other: str) -> ConfigError:
-    return ConfigError(f"{one} and {other} both say the same thing.", fix="choose one and leave the other out.")
+    return ConfigError(f"{one} and {other} set the same option.", fix="remove one of the two.")
 
 
 def has_several_processes(strategy: Strategy | None) -> bool:
-    """Return whether a strategy is made for several processes, be it that one was asked for.
+    """Return whether a strategy supports several processes, even if only one is requested.
 
-    One of the user's own that says nothing about processes has one. "dp" has several devices in one process.
+    A user-defined strategy without a start method has one process. "dp" uses several devices in one process.
     """
     return strategy is not None and strategy.start_method is not None
 
@@ -195,7 +196,7 @@ def has_several_processes(strategy: Strategy | None) -> bool:
 
 
 def choose_accelerator(accelerator: object, strategy: Strategy | None, given: Given) -> Accelerator:
-    """Return the given accelerator, the one of the strategy's device, or the best of this machine."""
+    """Return the given accelerator, the one of the strategy's device, or the best one available."""
     if given.accelerator is not None:
         accelerator = given.accelerator
     device = given.device
@@ -204,7 +205,7 @@ def choose_accelerator(accelerator: object, strategy: Strategy | None, given: Gi
         _check_available(chosen.name(), chosen)
     elif not isinstance(accelerator, str):
         raise ConfigError(
-            f"accelerator={accelerator!r} is neither a name nor an Accelerator.",
+            f"Expected accelerator to be a name or an Accelerator, got accelerator={accelerator!r}.",
             fix=f"use one of auto, gpu, {', '.join(ACCELERATOR_REGISTRY)}, or pass an Accelerator.",
         )
     elif accelerator.lower() == "auto":
@@ -226,8 +227,9 @@ def choose_accelerator(accelerator: object, strategy: Strategy | None, given: Gi
         chosen = _accelerator_by_name(accelerator)
     if device is not None and device.type != chosen.name():
         raise ConfigError(
-            f"accelerator={accelerator!r} is {chosen.name()}, but the strategy was made for device={str(device)!r}.",
-            fix='pass accelerator="auto", or leave the device out of the strategy.',
+            f"Expected the accelerator of the strategy's device {str(device)!r}, got accelerator={accelerator!r} "
+            f"({chosen.name()}).",
+            fix='pass accelerator="auto", or remove the device from the strategy.',
         )
     return chosen
 
@@ -240,7 +242,7 @@ def _accelerator_by_name(accelerator: str) -> Accelerator:
         return chosen
     known = ["auto", "gpu", *ACCELERATOR_REGISTRY]
     raise ConfigError(
-        f"accelerator={accelerator!r} is unknown{nearest(name, known)}.",
+        f"Expected the name of a registered accelerator, got accelerator={accelerator!r}{nearest(name, known)}.",
         fix=f"use one of {', '.join(known)}, or pass an Accelerator.",
     )
 
@@ -265,8 +267,9 @@ def _check_available(name: str, accelerator: Accelerator, *, asked: str | None =
 def _not_available(name: str) -> ConfigError:
     available = [name for name in ACCELERATOR_REGISTRY if ACCELERATOR_REGISTRY.get(name).is_available()]
     return ConfigError(
-        f"accelerator={name!r} was asked for, but this machine (or this build of torch) has none.",
-        fix=f"use one that is available: {', '.join(available)}; or accelerator='auto'.",
+        f"Expected an available accelerator, got accelerator={name!r}, which this machine or this build of torch does "
+        "not have.",
+        fix=f"pass an available accelerator ({', '.join(available)}) or accelerator='auto'.",
     )
 
 
@@ -274,7 +277,10 @@ def check_num_nodes(num_nodes: object) -> int:
     """Return the number of nodes, 1 or more."""
     if isinstance(num_nodes, int) and not isinstance(num_nodes, bool) and num_nodes >= 1:
         return num_nodes
-    raise ConfigError(f"num_nodes={num_nodes!r} is not an int of 1 or more.", fix="pass num_nodes=1.")
+    raise ConfigError(
+        f"Expected num_nodes to be an integer >= 1, got num_nodes={num_nodes!r}.",
+        fix="pass num_nodes=1 for a single machine.",
+    )
 
 
 def is_auto(argument: object) -> bool:
@@ -293,12 +299,12 @@ def find_devices(
     """Return one device per process of this node.
 
     Args:
-        devices: What the user typed.
-        accelerator: Knows the grammar and what exists.
-        strategy: Says whether it has several devices; None: any number will do.
-        given: What the user gave to the strategy: perhaps a device, or devices.
-        interactive: At a prompt or in a notebook "auto" is one device.
-        notes: Gets a line where "auto" leaves devices unused.
+        devices: The user's argument.
+        accelerator: Parses the argument and lists the available devices.
+        strategy: Provides whether it supports several devices. None accepts any number.
+        given: The arguments of the strategy, which may include devices.
+        interactive: Whether this is a prompt or a notebook, where "auto" means one device.
+        notes: Receives a line if "auto" leaves devices unused.
     """
     device = given.device
     if is_auto(devices) and device is not None:
@@ -310,14 +316,17 @@ def find_devices(
         uses_one = strategy is not None and not strategy.has_several_devices
         if count > 1 and (interactive or uses_one):
             # A default must work everywhere: several devices must not make strategy="single_device" an error.
-            notes.append(f"{count} {accelerator.name()} devices are visible; one is used. Pass devices=1 to say so.")
+            notes.append(
+                f"{count} {accelerator.name()} devices are visible, but only one is used. To silence this "
+                "message, pass devices=1."
+            )
             count = 1
         return accelerator.get_parallel_devices(accelerator.parse_devices(count))
     found = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
     if device is not None and not isinstance(devices, int) and devices not in ("1", "-1") and device not in found:
         raise ConfigError(
-            f"devices={devices!r} does not contain the device that the strategy was made for, {str(device)!r}.",
-            fix='pass devices="auto", or leave the device out of the strategy.',
+            f"Expected devices to contain the strategy's device {str(device)!r}, got devices={devices!r}.",
+            fix='pass devices="auto", or remove the device from the strategy.',
         )
     return [device] if device is not None and len(found) == 1 else found
 
@@ -334,16 +343,18 @@ def precision_name(precision: object, changed: list[str]) -> str:
     if isinstance(precision, (str, int)) and not isinstance(precision, bool) and precision in _PRECISION_ALIASES:
         name = _PRECISION_ALIASES[precision]
         if precision in _AMBIGUOUS:
-            changed.append(f"precision={precision!r} is taken as {name!r}; write that name.")
+            changed.append(
+                f"precision={precision!r} is interpreted as {name!r}. To silence this warning, pass that name."
+            )
         return name
     if isinstance(precision, str) and precision in _PLANNED_PRECISIONS:
         raise ConfigError(
-            f"precision={precision!r} is known, but not part of this version.",
+            f"precision={precision!r} is not supported in this version.",
             fix=f"use one of {', '.join(PRECISIONS)}, or pass a Precision in plugins=.",
         )
-    hint = "; an instance belongs in plugins=" if isinstance(precision, Precision) else ""
+    hint = "; pass instances in plugins=" if isinstance(precision, Precision) else ""
     raise ConfigError(
-        f"precision={precision!r} is unknown{nearest(str(precision), PRECISIONS)}{hint}.",
+        f"Expected a supported precision, got precision={precision!r}{nearest(str(precision), PRECISIONS)}{hint}.",
         fix=f"use one of {', '.join(PRECISIONS)}.",
     )
 
@@ -355,9 +366,9 @@ def choose_precision(
     if precision is None and given is not None:
         if isinstance(given, MixedPrecision) and given.device != device_type:
             raise ConfigError(
-                f"{given!r} was made for device={given.device!r}, but training runs on {device_type!r}, where its "
-                f"autocast would do nothing.",
-                fix=f"make it with device={device_type!r}, or pass precision={given.precision!r} instead.",
+                f"Expected a precision for device={device_type!r}, got {given!r}, whose autocast has no effect on that "
+                "device.",
+                fix=f"create it with device={device_type!r}, or pass precision={given.precision!r} instead.",
             )
         return given
     of_engine = strategy.make_precision(name, device_type) if strategy is not None else None

@@ -1,8 +1,8 @@
-"""`compile=`: the options of torch.compile, and the parts of a module that are compiled in place.
+"""`compile=`: options of torch.compile, and the submodules that are compiled in place.
 
-The unit is a repeated block where the module has some (regional compilation: the blocks share one graph, so that
-compile time does not grow with depth), and a whole step or forward elsewhere. Names of parameters and submodules do not
-change, and hooks of a compiled module run outside of its graph, where FSDP's gather parameters.
+If the module has repeated blocks, these are compiled (regional compilation: the blocks share one graph, so that compile
+time does not grow with depth); otherwise the step or the forward. Names of parameters and submodules do not change.
+Hooks of a compiled module run outside its graph, as FSDP's hooks require.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 # Any in this file: options of torch.compile, and what users' modules take and return.
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Returns a function compiled: torch.compile with its options, or what a module was compiled with."""
+"""Compiles a function: torch.compile with its options, or the compiler of an already compiled module."""
 
 _MOST_GRAPHS = 16
 _OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
@@ -40,14 +40,14 @@ _OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
 
 
 def compile_problems(value: object) -> list[ConfigError]:
-    """Return what is wrong with a value of `compile=`; an empty list if nothing is."""
+    """Return the problems of a value of `compile=`; an empty list if it is valid."""
     if isinstance(value, bool):
         return []
     if not isinstance(value, Mapping):
         return [
             ConfigError(
-                f"compile={value!r} is {type(value).__name__}, expected True, False or a dict.",
-                fix="pass True, or keyword arguments of torch.compile such as compile={'mode': 'max-autotune'}.",
+                f"Expected compile to be True, False or a dict, got compile={value!r}.",
+                fix="pass True, or keyword arguments of torch.compile, such as compile={'mode': 'max-autotune'}.",
             )
         ]
     problems = []
@@ -56,7 +56,7 @@ def compile_problems(value: object) -> list[ConfigError]:
             hint = nearest(str(name), _OPTIONS)
             problems.append(
                 ConfigError(
-                    f"compile={{{name!r}: ...}} is not an argument of torch.compile{hint}.",
+                    f"Expected arguments of torch.compile, got compile={{{name!r}: ...}}{hint}.",
                     fix=f"use {', '.join(_OPTIONS)}.",
                 )
             )
@@ -66,16 +66,21 @@ def compile_problems(value: object) -> list[ConfigError]:
         if backend not in known:
             problems.append(
                 ConfigError(
-                    f"compile={{'backend': {backend!r}}} is unknown{nearest(backend, known)}.",
+                    f"Expected a registered backend, got compile={{'backend': {backend!r}}}{nearest(backend, known)}.",
                     fix=f"use one of {', '.join(known)}, or a function.",
                 )
             )
     elif not callable(backend):
         problems.append(
-            ConfigError(f"compile={{'backend': {backend!r}}} is neither a name nor a function.", fix="pass one.")
+            ConfigError(
+                f"Expected the backend to be a name or a function, got compile={{'backend': {backend!r}}}.",
+                fix="pass the name of a backend, such as 'inductor', or a function.",
+            )
         )
     if mode is not None and value.get("options") is not None:
-        problems.append(ConfigError("compile= has both 'mode' and 'options'.", fix="pass one of them."))
+        problems.append(
+            ConfigError("Expected either 'mode' or 'options' in compile=, got both.", fix="remove one of the two.")
+        )
     if mode is not None and backend == "inductor":
         from torch._inductor import list_mode_options
 
@@ -83,19 +88,27 @@ def compile_problems(value: object) -> list[ConfigError]:
         if mode not in modes:
             hint = nearest(str(mode), modes)
             problems.append(
-                ConfigError(f"compile={{'mode': {mode!r}}} is unknown{hint}.", fix=f"use one of {', '.join(modes)}.")
+                ConfigError(
+                    f"Expected a mode of inductor, got compile={{'mode': {mode!r}}}{hint}.",
+                    fix=f"use one of {', '.join(modes)}.",
+                )
             )
     for name in ("fullgraph", "dynamic"):
         if value.get(name) not in (None, True, False):
-            problems.append(ConfigError(f"compile={{{name!r}: {value[name]!r}}}.", fix="pass True or False."))
+            problems.append(
+                ConfigError(
+                    f"Expected True or False for {name!r}, got compile={{{name!r}: {value[name]!r}}}.",
+                    fix="pass True or False.",
+                )
+            )
     return problems
 
 
 def read_compile(value: Any) -> dict[str, object] | None:
-    """Return the options of torch.compile for a value of `compile=`; None where nothing is to be compiled.
+    """Return the options of torch.compile for a value of `compile=`; None if nothing is compiled.
 
     Raises:
-        ConfigError: It is neither a boolean nor a dict of arguments of torch.compile.
+        ConfigError: The value is neither a boolean nor a dict of arguments of torch.compile.
     """
     problems = compile_problems(value)
     if problems:
@@ -111,7 +124,7 @@ def compiler_of(options: Mapping[str, object]) -> Compiler:
 
 
 def without_wrapper(module: nn.Module) -> tuple[nn.Module, Compiler | None]:
-    """Return the module that torch.compile was given, and what compiles a function as it did; else None for it."""
+    """Return the module without torch.compile's wrapper, and its compiler; None if it was not compiled."""
     original = module.__dict__.get("_modules", {}).get("_orig_mod")
     if original is not None and hasattr(module, "dynamo_ctx"):
         return original, cast(Any, module).dynamo_ctx
@@ -120,12 +133,12 @@ def without_wrapper(module: nn.Module) -> tuple[nn.Module, Compiler | None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether calls of this very module run compiled."""
+    """Return whether calls of this module (not its submodules) run compiled."""
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def compiled_parts(module: nn.Module) -> list[str]:
-    """Return the paths of submodules that run compiled; "" where the module itself, or a step of it, does."""
+    """Return the paths of compiled submodules; "" if the module itself or one of its steps is compiled."""
     paths = [path for path, one in module.named_modules() if is_compiled(one)]
     if any(isinstance(value, CompiledMethod) for value in vars(module).values()):
         paths.append("")
@@ -133,11 +146,11 @@ def compiled_parts(module: nn.Module) -> list[str]:
 
 
 def configure_dynamo(stack: ExitStack) -> None:
-    """Set, until the stack is closed, what torch needs to know of code that several modules and stages share.
+    """Configure torch._dynamo, until the stack is closed, for code that several modules and stages share.
 
-    Integers that modules read (a layer's number, `self.global_step`) may become variables of a graph; otherwise each
-    value is a graph of its own. And a block has up to eight graphs in a regular run, after which torch would give up:
-    in training and in evaluation, with and without a gradient to its input, for one shape and for any.
+    Integer attributes of modules (a layer's index, `self.global_step`) may become variables of a graph; otherwise each
+    value would need a separate graph. The recompilation limit is raised because a block has up to eight graphs in a
+    regular run: training or evaluation, with or without an input gradient, for one shape or dynamic shapes.
     """
     config = torch._dynamo.config
     limit = max(config.recompile_limit, _MOST_GRAPHS)
@@ -148,13 +161,13 @@ def configure_dynamo(stack: ExitStack) -> None:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a module; an empty list where it has none.
+    """Return the repeated blocks of a module; an empty list if it has none.
 
     `module.compile_blocks` names them: classes, names of classes, or a function of a module; an empty list for none.
-    Without it, they are the modules of one class in a ModuleList or Sequential, if two at least have equal shapes.
+    Otherwise they are the modules of one class in a ModuleList or Sequential, if at least two have equal shapes.
 
     Raises:
-        ConfigError: `compile_blocks` names nothing that there is.
+        ConfigError: `compile_blocks` matches no submodule.
     """
     policy = getattr(module, "compile_blocks", None)
     if policy is None:
@@ -168,7 +181,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def find_parts(module: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """Return the outermost submodules to compile beside the blocks; not containers, nor single layers of torch.
+    """Return the outermost submodules to compile in addition to the blocks, except containers and torch's own layers.
 
     A submodule that holds a block, or a part that the user compiled, is not compiled itself; its children are.
     """
@@ -190,7 +203,7 @@ def find_parts(module: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[nn.M
 
 
 def _is_simple(module: nn.Module) -> bool:
-    """Return whether it is one of torch's layers, with nothing in it that could be fused."""
+    """Return whether this is a torch layer without submodules, in which nothing can be fused."""
     return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 
@@ -200,7 +213,7 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
 
 
 def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[str, object]) -> None:
-    """Raise a ConfigError if the strategy cannot run compiled code; says what to do."""
+    """Raise a ConfigError with a remedy if the strategy cannot run compiled code."""
     refusal = strategy.compile_refusal
     if strategy.device.type == "xla" and given is None and options.get("backend") != "openxla":
         refusal = ("XLA compiles each step by itself", "leave compile= out, or pass compile={'backend': 'openxla'}")
@@ -210,17 +223,17 @@ def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[
 
 
 def compile_for_fabric(module: nn.Module, strategy: Strategy, value: object, steps: Iterable[str]) -> nn.Module:
-    """Compile a module in place, for good, before the strategy adds its hooks; return it without torch's wrapper.
+    """Compile a module in place before the strategy adds its hooks; return it without torch's wrapper.
 
     Args:
-        module: The user's, or what torch.compile returned for it: then its options are those of the user.
-        strategy: Where hooks of submodules communicate, blocks and other submodules are compiled; elsewhere blocks, or
-            the whole forward and the steps.
-        value: Of `compile=`.
-        steps: Names of methods that are compiled as wholes where the forward is.
+        module: The user's module, or the result of torch.compile for it, whose options are then used.
+        strategy: If hooks of submodules communicate, blocks and other submodules are compiled; otherwise the blocks, or
+            the full forward and the steps.
+        value: The value of `compile=`.
+        steps: Names of methods to compile as a unit where the forward is compiled.
 
     Raises:
-        ConfigError: `value` is wrong, or the strategy cannot run compiled code.
+        ConfigError: `value` is invalid, or the strategy cannot run compiled code.
     """
     options = read_compile(value) or {}
     original, given = without_wrapper(module)
@@ -243,7 +256,7 @@ def compile_for_fabric(module: nn.Module, strategy: Strategy, value: object, ste
 
 
 def compile_in_place(modules: Iterable[nn.Module], compiler: Compiler, stack: ExitStack) -> None:
-    """Compile the forward of each module, until the stack is closed. Before the strategy adds its hooks, or after."""
+    """Compile the forward of each module until the stack is closed. The strategy may add its hooks before or after."""
     for module in modules:
         before = module.__dict__.get("_compiled_call_impl")
         module.__dict__["_compiled_call_impl"] = CompiledForward(module, compiler)
@@ -258,10 +271,10 @@ def _put_back(module: nn.Module, before: object) -> None:
 
 
 class CompiledForward:
-    """Calls a module with its forward compiled and its hooks outside of the graph.
+    """Calls a module with its forward compiled and its hooks outside the graph.
 
-    `nn.Module.compile` does so for classes of users, and compiles nothing (torch 2.13) where forward is torch's own: in
-    nn.Sequential, nn.TransformerEncoderLayer.
+    `nn.Module.compile` does so for user-defined classes, but (torch 2.13) compiles nothing if forward is defined in
+    torch, as in nn.Sequential and nn.TransformerEncoderLayer.
     """
 
     def __init__(self, module: nn.Module, compiler: Compiler) -> None:
@@ -269,7 +282,7 @@ class CompiledForward:
         self._forward = compiler(_entry(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module: its hooks, and between them the compiled forward."""
+        """Call the module: run its hooks and the compiled forward."""
         own = self._module.__dict__
         before = own.get("forward")
         own["forward"] = self._forward
@@ -287,9 +300,9 @@ _entries: dict[str, tuple[str, list[str]]] = {}
 
 
 def _entry(module: nn.Module) -> Callable[..., object]:
-    """Return a function that runs the module's forward, whose code is shared by modules of the same structure only.
+    """Return a function that runs the module's forward; modules of the same structure share its code object.
 
-    torch keeps compiled graphs with the code of the function that was called, and compiles at most eight for each.
+    torch caches compiled graphs per code object of the called function, at most eight for each.
     """
     own = vars(module).get("forward")
 
@@ -309,18 +322,18 @@ def _entry(module: nn.Module) -> Callable[..., object]:
 
 
 def entry_named(name: str) -> tuple[str, list[str]] | None:
-    """Return class and arguments of the forward that a function of this name runs, for messages; None if none does."""
+    """Return class and argument names of the forward that a function runs, by its name; None if unknown."""
     return _entries.get(name)
 
 
 class CompiledMethod:
-    """Stands for a method of a module in its attributes, compiled. A copy of the module has the plain method.
+    """A compiled method in a module's attributes. A copy of the module gets the uncompiled method.
 
     Args:
         module: The user's module.
-        name: The method.
-        compiler: What compiles it.
-        after: Called after each call that was not itself a part of a compiled one.
+        name: Name of the method.
+        compiler: Compiles the method.
+        after: Called after each call that was not part of another compiled function.
     """
 
     def __init__(self, module: nn.Module, name: str, compiler: Compiler, after: Callable[[], None] | None = None):
@@ -332,7 +345,7 @@ class CompiledMethod:
         self.__signature__ = inspect.signature(self._plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled method; within a graph that is being made, the plain one."""
+        """Run the compiled method; while another graph is traced, run the uncompiled one."""
         if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
         output = self._run(*args, **kwargs)
@@ -341,7 +354,7 @@ class CompiledMethod:
         return output
 
     def attach(self, stack: ExitStack) -> None:
-        """Take the method's place until the stack is closed."""
+        """Replace the method until the stack is closed."""
         own = self._module.__dict__
         before = own.get(self._name)
         own[self._name] = self

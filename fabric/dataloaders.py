@@ -1,4 +1,4 @@
-"""What `Fabric.setup_dataloaders` hands out: a loader that gives each process its share, on its device."""
+"""Loader returned by `Fabric.setup_dataloaders`: yields each process's shard of the batches, on its device."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ _DATA, _END = "data", "end"
 class FabricDataLoader:
     """A loader whose batches are distributed over the processes and moved to the device.
 
-    Where gradients are computed, a pass over it is one of training: all processes get equally many batches. Where they
-    are not (within `torch.no_grad` or `torch.inference_mode`), it is one of evaluation: every batch is given once, to
-    one process, and some processes may get one batch less. `uneven` of `setup_dataloaders` chooses one for good.
+    With gradients enabled, a pass is a training pass: all processes get the same number of batches. With gradients
+    disabled (in `torch.no_grad` or `torch.inference_mode`), it is an evaluation pass: each batch is yielded once, on
+    one process, and some processes may get one batch fewer. Passing `uneven` to `setup_dataloaders` selects one for all
+    passes.
 
-    It is `Stateful`: `fabric.save(path, {"loader": loader, ...})` within a training pass, and `fabric.load`, let the
-    next pass continue after the batches that were given, in the same order of samples. Call `state_dict` on all ranks.
+    It is `Stateful`: after `fabric.save(path, {"loader": loader, ...})` within a training pass and `fabric.load`, the
+    next pass continues after the batches already yielded, in the same order of samples. Call `state_dict` on all ranks.
 
-    Everything else is the user's loader's.
+    Everything else is delegated to the user's loader.
 
     Args:
-        fabric: The machine.
-        loader: The user's loader, which is left alone.
-        is_dealt: Whether the batches are distributed; False gives every process all of its own loader.
+        fabric: The Fabric that set it up.
+        loader: The user's loader; it is not modified.
+        is_dealt: Whether the batches are sharded over processes; with False, every process reads its complete loader.
         moves: Whether batches are moved to the device.
         uneven: One of "stop_all", "cycle" and "keep"; None decides for each pass.
 
@@ -57,10 +58,11 @@ class FabricDataLoader:
     def __init__(self, fabric: Fabric, loader: object, *, is_dealt: bool, moves: bool, uneven: str | None) -> None:
         if uneven is not None and uneven not in UNEVEN:
             raise ConfigError(
-                f"Fabric.setup_dataloaders was given uneven={uneven!r}{nearest(str(uneven), UNEVEN)}.",
+                "Expected a valid value of uneven for Fabric.setup_dataloaders, got "
+                f"uneven={uneven!r}{nearest(str(uneven), UNEVEN)}.",
                 fix=f"pass one of {', '.join(map(repr, UNEVEN))}, or None.",
             )
-        # A dict or list of loaders: the shorter ones begin again until the longest ends.
+        # A dict or list of loaders: the shorter ones restart until the longest ends.
         self.loader = CombinedLoader(loader, mode="max_size_cycle") if is_collection(loader) else loader
         self._fabric = fabric
         self._moves = moves
@@ -73,13 +75,13 @@ class FabricDataLoader:
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches go; None leaves them where they are."""
+        """Device of the batches; None if they are not moved."""
         return self._fabric.device if self._moves else None
 
     def __len__(self) -> int:
         count = find_length(self.loader)
         if count is None:
-            raise TypeError(f"{type(self.loader).__name__} does not say how many batches it has")
+            raise TypeError(f"{type(self.loader).__name__} has no known number of batches")
         shard = self._shard
         if shard is None or not self._stream.is_sharded:
             return count
@@ -106,21 +108,22 @@ class FabricDataLoader:
         mark = self._current = object()
         self._open()
         try:
-            # With several processes, whether all of them have a batch is synchronized where it cannot be known.
+            # With several processes and unknown lengths, they synchronize whether each has a batch.
             more = stream.has_next if self._shard is None else lambda: bool(stream.remaining(1))
             while more():
                 fabric._reader = self
                 batch = stream.next_batch()
                 if self._shard is not None and type(batch).__name__ == "NoBatch":
                     raise DataError(
-                        f"{type(self.loader).__name__} gives no batches on rank {fabric.global_rank}, but on others.",
-                        fix="give every rank some data, or pass uneven='stop_all'.",
+                        f"Expected batches from {type(self.loader).__name__} on every rank, got none on rank "
+                        f"{fabric.global_rank}.",
+                        fix="provide data on every rank, or pass uneven='stop_all'.",
                     )
                 yield fabric.to_device(batch) if moves else batch
                 if self._current is not mark:
                     raise DataError(
-                        f"a second pass over {self!r} began while the first was under way.",
-                        fix="finish one pass before the next, or set up two loaders.",
+                        f"Expected one pass at a time over {self!r}, got a second one before the first ended.",
+                        fix="finish the first pass, or set up two loaders.",
                     )
         finally:
             fabric._reader = previous
@@ -129,7 +132,7 @@ class FabricDataLoader:
                 stream.close()
 
     def _open(self) -> None:
-        if self._stream.epoch is not None:  # a pass that was under way when its state was saved goes on
+        if self._stream.epoch is not None:  # continue the pass that was active when the state was saved
             rng = capture_rng()
             self._stream.reopen()
             restore_rng(rng)
@@ -141,13 +144,13 @@ class FabricDataLoader:
             return
         from ..data.distributed.indexed import drawn_alike
 
-        # Every process's sampler draws the same order, from rank 0's generators.
+        # Every process's sampler draws the same order, using rank 0's random state.
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
         with drawn_alike(topology.global_rank, topology.data_rank, shared):
             self._stream.open(epoch, shared)
 
     def batches_left(self, upto: int) -> int:
-        """Return how many batches of a training pass come after the one that was given last, at most `upto`.
+        """Return the number of batches left in a training pass, at most `upto`.
 
         For an iterable of unknown length: 0 at its end, else `upto`. Call it on all ranks.
         """
@@ -156,7 +159,7 @@ class FabricDataLoader:
         return self._stream.remaining(upto)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what finding it again needs; call it on all ranks."""
+        """Return the position and the state needed to restore it. Call it on all ranks."""
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):
             from ..data.distributed.shard import merge_states
@@ -165,10 +168,10 @@ class FabricDataLoader:
         return {"num_passes": self._num_passes, "stream": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned: the next training pass continues there.
+        """Load a state returned by `state_dict`; the next training pass continues there.
 
         Raises:
-            DataError: The state belongs to other data.
+            DataError: The state was saved with different data.
         """
         self._num_passes = state_dict["num_passes"]
         self._stream.load_state_dict(state_dict["stream"])
@@ -191,9 +194,9 @@ class FabricDataLoader:
         strategy, count = fabric.strategy, self._count()
         if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count < shard.size):
             raise DataError(
-                f"{'an unknown number of' if count is None else count} batches may leave some of {shard.size} "
-                f"processes without one, and under {type(strategy).__name__} a process that never had one cannot take "
-                "part in the others' steps.",
+                f"Expected at least one batch for each of {shard.size} processes, which {type(strategy).__name__} "
+                "requires for evaluation, got "
+                f"{'an unknown number of batches' if count is None else f'{count} in total'}.",
                 fix="evaluate on at least as many batches as there are processes, or pass uneven='stop_all'.",
             )
         previous = fabric._evaluation
@@ -206,7 +209,7 @@ class FabricDataLoader:
                 fabric.strategy.evaluate_without_data(None)
             current.finish(fabric)
         except GeneratorExit:
-            # Left by `break`: others may have no batch in this round, and wait for us.
+            # Left by `break`: other processes may have no batch in this round and wait for this one.
             if current.num_gathers and current.is_in_last_round(shard.rank):
                 current.finish(fabric)
             raise
@@ -214,12 +217,12 @@ class FabricDataLoader:
             fabric._evaluation = previous
 
     def _count(self) -> int | None:
-        """Return how many batches all processes have together, where they are distributed; None if unknown."""
+        """Return the total number of batches over all processes if they are sharded; None if unknown."""
         return find_length(self.loader) if self._stream.is_sharded else None
 
 
 def _batches_of(loader: Any) -> Iterator[object]:
-    """Return the batches of a loader; a collection of loaders says which they are, too."""
+    """Return the batches of a loader, without the indices that a CombinedLoader adds."""
     return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)
 
 
@@ -232,8 +235,8 @@ def _shard_of(fabric: Fabric, loader: object, is_dealt: bool, uneven: str | None
     policy = uneven if uneven is not None else fabric.strategy.uneven
     if policy == "zero_weight":
         raise ConfigError(
-            "uneven='zero_weight' needs a loop that makes steps without a batch, which Trainer has and a loop of your "
-            "own does not.",
+            "uneven='zero_weight' cannot be used with Fabric loaders: it requires steps without a batch, which only "
+            "Trainer runs.",
             fix="pass uneven='stop_all' or 'cycle' to the strategy, or to setup_dataloaders.",
         )
     policy = "stop_all" if policy == "keep" else policy
@@ -246,18 +249,18 @@ def _agreement(fabric: Fabric, shard: Shard) -> Any:
 
 
 class EvaluationPass:
-    """One evaluation, in which a process that has no batch left answers the others until they have none either.
+    """One evaluation pass. A process without further batches takes part in the others' collectives until they end.
 
-    Batches are not padded, so in the last round some processes have none. If the loop gathers in each round, the others
-    would wait for these forever.
+    Batches are not padded, so some processes may have none in the last round. If the loop gathers in each round, the
+    other processes would wait for them forever.
 
     Args:
         size: Number of processes.
-        count: Batches of all processes together; None if unknown.
+        count: Total number of batches over all processes; None if unknown.
 
     Attributes:
-        num_batches: Batches that this process got.
-        num_gathers: How often `gather_for_metrics` was called.
+        num_batches: Number of batches that this process received.
+        num_gathers: Number of calls of `gather_for_metrics`.
     """
 
     def __init__(self, size: int, count: int | None) -> None:
@@ -265,7 +268,7 @@ class EvaluationPass:
         self.num_batches = self.num_gathers = 0
 
     def is_in_last_round(self, rank: int) -> bool:
-        """Return whether this process has its last batch, and others had none in this round or may have had none."""
+        """Return whether this is a round in which other processes have, or may have, no batch."""
         if self._count is None:
             return True
         return bool(self._count % self._size) and (self.num_batches - 1) * self._size + rank >= (
@@ -273,14 +276,14 @@ class EvaluationPass:
         )
 
     def lacks_a_batch(self) -> bool:
-        """Return whether other processes have one batch more than this one."""
+        """Return whether other processes have one more batch than this one."""
         return self._count is not None and self.num_batches < -(-self._count // self._size)
 
     def finish(self, fabric: Fabric) -> None:
-        """Answer the other processes' `gather_for_metrics` with nothing, until they have no batch left either."""
+        """Take part in the other processes' `gather_for_metrics` without data until all have ended."""
         count = self._count
         if count is not None and (not count % self._size or (count > self._size and not self.num_gathers)):
-            return  # all have ended, or no process gathers; every process sees this in the same way
+            return  # all have ended, or no process gathers; the condition is equal on all processes
         while any(kind != _END for kind, _ in fabric.strategy.gather_objects((_END, None))):
             pass
 
@@ -289,7 +292,7 @@ class EvaluationPass:
 
 
 def gather_samples(fabric: Fabric, data: object) -> object:
-    """Return what all processes have, in the order of ranks; see `Fabric.gather_for_metrics`."""
+    """Return the data of all processes in rank order; see `Fabric.gather_for_metrics`."""
     if fabric._evaluation is not None:
         fabric._evaluation.num_gathers += 1
     everywhere = fabric.strategy.gather_objects((_DATA, move_to_device(data, torch.device("cpu"))))
@@ -310,8 +313,8 @@ def _merge(parts: list[Any]) -> Any:
         lengths = sorted({len(part) for part in parts})
         if len(lengths) > 1:
             raise ModuleError(
-                f"gather_for_metrics was given lists of tensors of different lengths over the ranks: {lengths}.",
-                fix="join each list to one tensor first, with torch.cat.",
+                f"Expected lists of equal length on all ranks for gather_for_metrics, got lengths {lengths}.",
+                fix="concatenate each list into one tensor first, with torch.cat.",
             )
         merged = [_merge(list(items)) for items in zip(*parts, strict=True)]
         return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)

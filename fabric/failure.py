@@ -1,4 +1,4 @@
-"""`Failure`: a rank's failure, as a value that is sent between processes."""
+"""`Failure`: the failure of a rank, as a value that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Failure:
     """The failure of one rank.
 
     Attributes:
-        rank: Its global rank.
-        host: Its host's name.
-        pid: Its process.
+        rank: Global rank.
+        host: Host name.
+        pid: Process ID.
         how: One line: the exception with its message, or how the process ended.
-        place: Its position as plain values: hook, stage, epoch, step, batch; empty if unknown.
+        place: The position in the run as plain values: hook, stage, epoch, step, batch; empty if unknown.
         trace: The traceback as text; empty without one.
         when: Seconds since the epoch, by that host's clock.
         exit_code: Exit code for the other processes: 1, or 143 after SIGTERM.
@@ -48,16 +48,16 @@ class Failure:
         return cls(rank, socket.gethostname(), os.getpid(), how, dict(place or {}), text, time.time())
 
     def to_json(self) -> str:
-        """Return it as text."""
+        """Return the failure as JSON."""
         return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        """Return it from text."""
+        """Return the failure from JSON."""
         return cls(**json.loads(text))
 
     def describe(self) -> str:
-        """Return one sentence: which rank, where, and how."""
+        """Return one sentence with the rank, the position and the cause."""
         known = ", ".join(f"{name} {value}" for name, value in self.place.items() if value not in (None, ""))
         where = f" in {known}" if known else ""
         return f"rank {self.rank} (host {self.host}, pid {self.pid}) failed{where}: {self.how}"
@@ -67,12 +67,12 @@ class Failure:
         trace = f"\n--- traceback of rank {self.rank} ---\n{self.trace.rstrip()}" if self.trace else ""
         return RankFailure(
             self.describe() + trace,
-            fix=f"see rank {self.rank}; errors of other ranks are consequences.",
+            fix=f"fix the error of rank {self.rank}; errors of other ranks are consequences of it.",
         )
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, from its exit code: negative for a signal, as `subprocess` gives it."""
+    """Return how a process ended, from its exit code, which is negative for a signal as in `subprocess`."""
     if code >= 0:
         return f"the process ended with exit code {code}"
     try:

@@ -1,4 +1,4 @@
-"""The global batch: how many samples one optimizer step takes, and the accumulation that a wanted number needs."""
+"""The global batch: the number of samples per optimizer step, and the accumulation that a given number requires."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ __all__ = ["accumulation_steps", "describe_global_batch", "micro_batch_size"]
 
 
 def micro_batch_size(loader: object) -> int | None:
-    """Return how many samples one process gets per micro-batch; None where that is not known before reading.
+    """Return the number of samples per micro-batch on one process; None if it is unknown before reading.
 
-    It is the `batch_size` of the loader, or of its batch sampler. Loaders that are read side by side or one after the
-    other must have the same one, which then is that of their micro-batch. Of a list of batches it is the size of each
-    batch but the last, which may be smaller.
+    This is the `batch_size` of the loader or of its batch sampler. Loaders in a collection must all have the same one.
+    For a list of batches, it is the size of each batch except the last, which may be smaller.
 
     Args:
         loader: A DataLoader, a collection of loaders, a list of batches, or another iterable.
@@ -37,23 +36,24 @@ def micro_batch_size(loader: object) -> int | None:
 
 
 def accumulation_steps(global_batch_size: int, micro_batch: int | None, ranks: int, *, loader: object) -> int:
-    """Return how many micro-batches make a global batch.
+    """Return the number of micro-batches in a global batch.
 
     Args:
         global_batch_size: Samples per optimizer step, over all ranks.
         micro_batch: Samples per micro-batch of one rank; None if unknown.
-        ranks: How many ranks read different data.
+        ranks: Number of ranks that read different data.
         loader: Named in errors.
 
     Raises:
-        ConfigError: The micro-batch is not known, or it does not divide; names all numbers and the nearest that do.
+        ConfigError: The micro-batch size is unknown, or does not divide the global batch; the message suggests the
+            nearest sizes that do.
     """
     if micro_batch is None:
         raise ConfigError(
-            f"global_batch_size={global_batch_size} needs the number of samples in a micro-batch, and "
-            f"{_describe(loader)} does not say it.",
-            fix="pass a DataLoader with batch_size=, give the loader or its batch sampler an attribute batch_size, let "
-            "all loaders of a collection have the same one; or pass accumulate_grad_batches in the place of "
+            f"Expected a loader with a known batch size for global_batch_size={global_batch_size}, got "
+            f"{_describe(loader)}.",
+            fix="pass a DataLoader with batch_size=, give the loader or its batch sampler an attribute batch_size, "
+            "use the same batch size for all loaders of a collection, or pass accumulate_grad_batches instead of "
             "global_batch_size.",
         )
     unit = micro_batch * ranks
@@ -66,8 +66,8 @@ def accumulation_steps(global_batch_size: int, micro_batch: int | None, ranks: i
     if sizes:
         advice += f"; or keep it and use batch_size={' or '.join(map(str, sizes))} in the loader"
     raise ConfigError(
-        f"global_batch_size={global_batch_size} is not a multiple of {micro_batch} samples per micro-batch x {ranks} "
-        f"{'rank' if ranks == 1 else 'ranks'} = {unit} samples.",
+        f"Expected global_batch_size to be a multiple of {unit} ({micro_batch} samples per micro-batch x {ranks} "
+        f"{'rank' if ranks == 1 else 'ranks'}), got global_batch_size={global_batch_size}.",
         fix=f"{advice}.",
     )
 
@@ -83,7 +83,7 @@ def _describe(loader: object) -> str:
 
 
 def _nearest_divisors(global_batch_size: int, ranks: int, micro_batch: int) -> list[int]:
-    """Return the nearest batch sizes, below and above, with which this number of ranks can make the global batch."""
+    """Return the nearest smaller and larger batch sizes that divide the global batch on this number of ranks."""
     if global_batch_size % ranks:
         return []
     share = global_batch_size // ranks
@@ -94,8 +94,8 @@ def _nearest_divisors(global_batch_size: int, ranks: int, micro_batch: int) -> l
 
 
 def describe_global_batch(micro_batch: int | None, accumulate: int, ranks: int) -> str:
-    """Return one line: micro-batch x accumulation x ranks = global batch, as far as it is known."""
-    micro = "micro-batches of a size that the loader does not say" if micro_batch is None else _count(micro_batch)
+    """Return one line: micro-batch x accumulation x ranks = global batch, as far as known."""
+    micro = "micro-batches of unknown size" if micro_batch is None else _count(micro_batch)
     total = accumulate * ranks
     whole = f"{total} micro-batch{'es' if total > 1 else ''}" if micro_batch is None else _count(micro_batch * total)
     accumulated = f"{accumulate} micro-batch{'es' if accumulate > 1 else ''}"

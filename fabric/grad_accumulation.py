@@ -1,4 +1,4 @@
-"""Which strategies can sum gradients in float32 where parameters have 16 bits, and who does it."""
+"""`grad_accumulation_dtype`: accumulation of 16-bit gradients in float32."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FLOAT32 = (torch.float32, "float32", "fp32", "32")
 
 
 def set_grad_accumulation_dtype(strategy: Strategy, wanted: object) -> None:
-    """Let a strategy sum gradients in float32 over a window and over ranks.
+    """Configure a strategy to sum gradients in float32 over an accumulation window and over ranks.
 
     Raises:
-        ConfigError: Something else than float32 is wanted, or the strategy cannot; says why.
+        ConfigError: A dtype other than float32 is requested, or the strategy does not support it.
     """
     if not any(wanted is one or wanted == one for one in _FLOAT32):
         raise ConfigError(
-            f"Trainer: grad_accumulation_dtype={wanted!r}.",
+            f"Expected grad_accumulation_dtype to be 'float32' or None, got grad_accumulation_dtype={wanted!r}.",
             fix="pass 'float32', or None for the dtype of the parameters.",
         )
     refusal = strategy.accumulation_refusal(torch.float32)

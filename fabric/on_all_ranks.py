@@ -113,4 +113,6 @@ def _portable(error: Exception | None, rank: int) -> Exception | None:
         same = None
     if type(same) is type(error):
         return error
-    return LaunchError(f"rank {rank} raised {type(error).__name__}: {error}", fix=f"see the traceback of rank {rank}.")
+    return LaunchError(
+        f"rank {rank} raised {type(error).__name__}: {error}", fix=f"fix the error in the traceback of rank {rank}."
+    )

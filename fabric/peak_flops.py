@@ -1,4 +1,4 @@
-"""How fast a device could be at best: the denominator of MFU."""
+"""Peak FLOP/s of devices: the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..accelerators.matmul_precision import get_matmul_precision
 
 __all__ = ["get_available_flops", "measure_peak_flops"]
 
-# Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They were
-# neither compared with the makers' data sheets yet nor measured: an MFU from "auto" is as good as its row. The columns
-# are half (float16 and bfloat16), tf32, float32, float64; 0 where the chip has no such unit.
-# The first row whose words are all in the device's name holds, so that the narrower name comes first.
+# Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They have
+# not been compared with vendors' data sheets or measurements, so that an MFU from "auto" is only as accurate as its
+# row. The columns are half (float16 and bfloat16), tf32, float32, float64; 0 if the chip does not have such a unit. The
+# first row whose words are all in the device's name is used, so more specific names come first.
 _CUDA = (
     ("b300", 2250, 1125, 75, 1.2),
     ("gb200", 2500, 1250, 80, 40),
@@ -64,17 +64,17 @@ _said: set[str] = set()
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype) -> int | None:
-    """Return the device's peak in floating point operations per second, as it is commonly quoted.
+    """Return the device's commonly quoted peak in floating-point operations per second.
 
     float32 counts as tf32 where torch may use it: `torch.get_float32_matmul_precision()` is not "highest".
 
     Args:
-        device: What is computed on.
-        dtype: In which its matrices are multiplied.
+        device: The device.
+        dtype: The dtype of matrix products.
 
     Returns:
-        None for a chip or a dtype that is not in the table, which is warned of once, and for a CPU, whose peak no name
-        tells: `measure_peak_flops` finds what it reaches.
+        None, with one warning, for a chip or dtype that is not in the table. None for a CPU, whose peak cannot be
+        derived from its name; use `measure_peak_flops` instead.
     """
     if device.type == "xla":
         return _tpu_flops(dtype)
@@ -84,7 +84,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype) -> int | None:
     words = name.lower().replace("-", " ")
     row = next((row for row in _CUDA if set(row[0].split()) <= set(words.split())), None)
     if row is None:
-        return _unknown(f"{name} is not in the table of peak FLOPs")
+        return _unknown(f"Expected a device in the table of peak FLOPs, got {name}")
     _, half, tf32, single, double = row
     may_use_tf32 = tf32 and get_matmul_precision() != "highest"
     peaks = {
@@ -94,7 +94,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype) -> int | None:
         torch.float64: double,
     }
     if not peaks.get(dtype):
-        return _unknown(f"the peak FLOPs of {name} in {dtype} are not known")
+        return _unknown(f"The peak FLOPs of {name} in {dtype} are unknown")
     return int(peaks[dtype] * 1e12)
 
 
@@ -105,27 +105,29 @@ def _tpu_flops(dtype: torch.dtype) -> int | None:
         return None
     kind = str(tpu.get_tpu_env()["ACCELERATOR_TYPE"]).lower().split("-")[0]
     if kind not in _TPU or dtype not in (torch.bfloat16, torch.float32):
-        return _unknown(f"the peak FLOPs of a TPU {kind} in {dtype} are not known")
+        return _unknown(f"The peak FLOPs of a TPU {kind} in {dtype} are unknown")
     return int(_TPU[kind] * 1e12)
 
 
 def _unknown(what: str) -> int | None:
-    """Say once that there is no number; return None."""
+    """Warn once that the peak is unknown; return None."""
     if what not in _said:
         _said.add(what)
-        warnings.warn(f"{what}: there is no MFU without; pass the number from the data sheet", stacklevel=4)
+        warnings.warn(
+            f"{what}. MFU is not computed. To compute it, pass the peak FLOP/s from the data sheet.", stacklevel=4
+        )
     return None
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype = torch.float32, *, seconds: float = 0.2) -> int:
-    """Return the FLOP/s that the device reaches in the product of two large matrices, with the present settings.
+    """Return the FLOP/s that the device reaches in a product of two large matrices, with the current settings.
 
-    For devices without a data sheet, above all the CPU: it is what training can reach, not what the maker promises.
+    For devices without a data sheet, such as CPUs. This is the attainable peak, not the vendor's number.
 
     Args:
         device: Device to measure; nothing else should run on it.
-        dtype: Of the matrices.
-        seconds: How long it is measured.
+        dtype: Dtype of the matrices.
+        seconds: Duration of the measurement.
     """
     size = 1024 if device.type == "cpu" else 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
@@ -145,7 +147,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype = torch.float32,
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it. Costs the step that it is called in: at log boundaries."""
+    """Wait until the device has completed all queued work. This delays the step; call it only at log boundaries."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,4 +1,4 @@
-"""Recompilation: notices functions that torch.compile compiles again and again, and says what changed."""
+"""Detection of functions that torch.compile recompiles repeatedly, with the cause."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ __all__ = ["RecompileWatch"]
 
 logger = logging.getLogger(__name__)
 
-# Any in this file: records of torch's without a public class.
+# Any in this file: torch's records, which have no public class.
 
 MOST = 4
-"""Recompilations of a function that are usual: a second shape, the last short batch, a number that changes."""
+"""Number of recompilations of a function considered normal: a second shape, the last short batch, a changing number."""
 MOST_WITH_MODES = 2 * MOST
-"""The same, with those for training and evaluation."""
+"""The same, including recompilations for training and evaluation."""
 
-# Not the tests, which may lie in the same tree.
+# The tests are not included, although they may be in the same tree.
 _OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), one, "") for one in
              ("trainer", "fabric", "strategies", "callbacks", "data", "loggers", "precision"))  # fmt: skip
-# These happen once for each mode, and are over then.
+# Each of these causes occurs once per mode.
 _MODES = ("GLOBAL_STATE changed", "requires_grad mismatch", ".training", "torch_function", "dispatch key set")
 _ADVICE = (
     (
         ("size mismatch", "stride mismatch", "rank mismatch", "Eq(", "Ne(", ".size(", "shape"),
-        "Shapes change: pad batches to one length, leave the last short one out (DataLoader(drop_last=True)), or pass "
+        "Shapes change: pad batches to one length, drop the last short one (DataLoader(drop_last=True)), or pass "
         "compile={'dynamic': True}",
     ),
     (
         ("dtype mismatch", "type mismatch", "___check_type_id", "___check_obj_id", "device"),
-        "Pass objects of one type, dtype and device in every step, or leave the part that takes them out with "
+        "Pass objects of one type, dtype and device in every step, or exclude the function that uses them with "
         "@torch.compiler.disable",
     ),
     (
         (" == ", "EQUALS_MATCH"),
-        "A Python value changes: keep it in a tensor (register_buffer), or read it outside of what is compiled",
+        "A Python value changes: store it in a tensor (register_buffer), or read it outside the compiled function",
     ),
 )
-_OTHERWISE = "Keep it the same in every step, or leave the part that reads it out with @torch.compiler.disable"
+_OTHERWISE = "Keep it constant over steps, or exclude the function that reads it with @torch.compiler.disable"
 
 
 class RecompileWatch:
-    """Logs a warning once for each function that is compiled more often than a steady run needs.
+    """Logs one warning for each function that is compiled more often than a run normally requires.
 
-    It costs nothing in a step: torch calls it when it has compiled something.
+    It has no cost per step: torch calls it after each compilation.
 
     Args:
-        is_rank_zero: Whether to say it; the other ranks see the same.
+        is_rank_zero: Whether to log the warning. Other ranks recompile for the same reasons.
     """
 
     def __init__(self, *, is_rank_zero: bool = True) -> None:
@@ -91,11 +91,11 @@ class RecompileWatch:
         key = (record.co_filename, record.co_firstlineno, record.co_name)
         entry = entry_named(record.co_name)
         if entry is None and os.path.abspath(record.co_filename).startswith(_OWN):
-            return  # a function of this package that torch met outside of a graph
+            return  # a function of this package that torch compiled outside a graph
         cause = _cause(record.recompile_reason, entry[1] if entry is not None else [])
         causes = self._causes.setdefault(key, [])
         causes.append(cause)
-        # What depends on the mode is over when each was seen; so it counts only where nothing comes to an end.
+        # Recompilations that depend on the mode end once each mode has run, so they count only above a higher limit.
         changing = [one for one in causes if not any(sign in one for sign in _MODES)]
         is_storm = len(changing) > MOST or len(causes) > MOST_WITH_MODES
         if not is_storm or key in self._said or not self._is_rank_zero:
@@ -104,8 +104,8 @@ class RecompileWatch:
         cause = changing[-1] if changing else cause
         advice = next((text for signs, text in _ADVICE if any(sign in cause for sign in signs)), _OTHERWISE)
         logger.warning(
-            "torch.compile has compiled %s %d times, since what it is given keeps changing; after %d times torch runs "
-            "it uncompiled. The last change: %s. %s. TORCH_LOGS=recompiles lists every change",
+            "torch.compile has compiled %s %d times because its inputs keep changing. After %d compilations torch "
+            "runs it uncompiled. Last change: %s. %s. TORCH_LOGS=recompiles lists every change",
             _described(*key),
             len(causes) + 1,
             torch._dynamo.config.recompile_limit,
@@ -115,7 +115,7 @@ class RecompileWatch:
 
 
 def _cause(reason: str, arguments: list[str]) -> str:
-    """Return the first line of torch's reason, with the arguments' own names and without hints for its settings."""
+    """Return the first line of torch's reason, with the names of arguments and without hints on torch's settings."""
     line = reason.strip().splitlines()[0]
     line = re.sub(r"^\d+/\d+: ", "", line)
     line = re.split(r"\s+# |\s+\(HINT", line)[0].strip().rstrip(".")

@@ -1,7 +1,7 @@
-"""From what the user typed to parts that fit together: strings, instances and environment in, `Parts` out.
+"""Resolution of the user's arguments and environment into compatible `Parts`.
 
-Starts nothing: a configuration that cannot work is one ConfigError that names all problems, before any process or
-device is touched.
+Nothing is started here. An invalid configuration raises one ConfigError that lists all problems, before any process or
+device is used.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Parts:
     """One per process of this node."""
     num_nodes: int
     checkpoint_io: Any  # Any: a user's checkpoint IO
-    """None: Fabric's own."""
+    """None uses Fabric's default."""
     cluster_environment: ClusterEnvironment | None
-    """None with one process and no sign of others in the environment."""
+    """None with one process and an environment that indicates no others."""
     layer_sync: Any  # Any: a user's layer synchronization
-    """For strategies with several processes; None without one."""
+    """For strategies with several processes; None if none was passed."""
     launcher: Launcher
     warnings: tuple[str, ...] = ()
     """Warnings about changed arguments, to be shown once, on rank zero."""
@@ -102,57 +102,58 @@ _CANNOT_WORK = (
     _Row(
         "one process",
         "num_nodes>1",
-        "num_nodes={num_nodes!r} with strategy={strategy!r}, which is one process on one machine.",
+        "Expected num_nodes=1 with strategy={strategy!r}, which runs one process on one machine, got "
+        "num_nodes={num_nodes!r}.",
         "pass num_nodes=1, or a strategy with several processes such as 'ddp'.",
     ),
     _Row(
         "one device",
         "devices>1",
-        "devices={devices!r} gives {count} devices with strategy={strategy!r}, which uses one.",
+        "Expected one device with strategy={strategy!r}, got devices={devices!r}, which selects {count}.",
         "pass devices=1, or the index of one device as in devices=[0]; or strategy='ddp' to use all.",
     ),
     _Row(
         "one process",
         "torchrun",
-        "torchrun started {world_size} processes with strategy={strategy!r}, which is one process: each of them would "
-        "train and write the same.",
+        "Expected one process with strategy={strategy!r}, got {world_size} processes from torchrun. Each would run "
+        "the same training and write the same files.",
         "pass strategy='ddp' or 'auto', or start the script with python, or with --nproc-per-node=1.",
     ),
     _Row(
         "several processes",
         "accelerator=mps",
-        "strategy={strategy!r} needs several processes that communicate, and torch.distributed cannot do that on "
-        "accelerator='mps'.",
+        "strategy={strategy!r} cannot be used with accelerator='mps': torch.distributed does not support this device.",
         "pass devices=1, num_nodes=1 and strategy='auto'; or accelerator='cpu'.",
     ),
     _Row(
         "accelerator=xla",
         "strategy of other devices",
-        "strategy={strategy!r} cannot be used with accelerator='xla' (or 'tpu'): its graphs need one for XLA.",
+        "Expected an XLA strategy for accelerator='xla' (or 'tpu'), got strategy={strategy!r}.",
         "pass strategy='xla', 'xla_fsdp' or 'single_xla'; 'auto' chooses by the number of devices.",
     ),
     _Row(
         "strategy of XLA",
         "accelerator of other strategies",
-        "strategy={strategy!r} cannot be used with accelerator={accelerator!r}: it computes by torch_xla.",
+        "strategy={strategy!r} cannot be used with accelerator={accelerator!r}: it requires torch_xla.",
         "pass accelerator='tpu' or 'auto', or another strategy.",
     ),
     _Row(
         "strategy of XLA",
         "precision=16-mixed",
-        "precision='16-mixed' cannot be used with strategy={strategy!r}: the loss scale would be read in each step.",
+        "precision='16-mixed' cannot be used with strategy={strategy!r}: the loss scale would have to be read from "
+        "the device in every step.",
         "pass precision='bf16-mixed', which needs no loss scale.",
     ),
     _Row(
         "notebook",
         "script launcher",
-        "strategy={strategy!r} starts processes in a way that does not work in a notebook.",
-        "pass strategy='ddp_notebook' (which forks), or run it as a script; or use one device: strategy='auto' and "
-        "devices=1.",
+        "strategy={strategy!r} cannot start processes in a notebook.",
+        "pass strategy='ddp_notebook' (which forks), run the code as a script, or use one device (strategy='auto', "
+        "devices=1).",
     ),
 )
 
-# Set by schedulers and launchers. Without them, and with one device, the process is not examined further.
+# Set by schedulers and launchers. Without them, and with one device, cluster detection is skipped.
 _OF_PROCESSES = (
     "LOCAL_RANK",
     "TORCHELASTIC_RUN_ID",
@@ -181,18 +182,19 @@ def resolve(
 
     Args:
         accelerator: "auto", "gpu", a registered name, or an Accelerator.
-        strategy: "auto", a registered name in any case, or a Strategy. "auto" is one device where that is all there is;
-            else "ddp", in a notebook "ddp_fork".
-        devices: "auto", a number, -1, indices as list or as string. "auto" is all cards (in a notebook one), one
-            process on the CPU, and under torchrun or a scheduler as many as there are processes on this node.
+        strategy: "auto", a registered name in any case, or a Strategy. "auto" is a single-device strategy with one
+            device; otherwise "ddp", or "ddp_fork" in a notebook.
+        devices: "auto", a number, -1, indices as list or as string. "auto" uses all accelerator devices (one in a
+            notebook), one process on the CPU, and under torchrun or a scheduler one device per process on this node.
         num_nodes: Number of machines.
-        precision: A name of `choose.PRECISIONS` or an alias; None leaves it to plugin and strategy, else "32-true".
+        precision: A name in `choose.PRECISIONS` or an alias. None uses that of the plugin or strategy, if any, else
+            "32-true".
         plugins: One or several of: a Precision, a checkpoint IO, a ClusterEnvironment, a layer synchronization.
-        environment: None takes this process's. Its variables LT_ACCELERATOR, LT_STRATEGY, LT_DEVICES, LT_NUM_NODES and
-            LT_PRECISION stand for arguments that have their default value.
+        environment: None takes this process's. LT_ACCELERATOR, LT_STRATEGY, LT_DEVICES, LT_NUM_NODES and LT_PRECISION
+            replace arguments that have their default value.
 
     Raises:
-        ConfigError: Something cannot work; every problem is named.
+        ConfigError: The configuration is invalid; every problem is listed.
     """
     # A cluster environment of this process reads its variables on each access: launchers add to them.
     fixed = None if environment is None else environment.variables
@@ -236,8 +238,8 @@ def resolve(
         cluster = _detect(fixed)
     found: list[torch.device] | None = None
     if chosen_accelerator is not None:
-        # Without a choice of strategy there is one for any number of processes, except those of an earlier launch:
-        # in these a second, small run of one device may be meant.
+        # strategy="auto" adapts to any number of processes, except in ranks of an earlier launch, where a second run
+        # may be meant for a single device.
         joins = cluster is not None and (
             has_several_processes(chosen_strategy) or (leaves_choice and not _is_launched_by_us(variables))
         )
@@ -320,12 +322,12 @@ def _detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
 
 
 def _is_launched_by_us(variables: Mapping[str, str]) -> bool:
-    """Return whether one of our launchers made this process a rank: then it is the script that says how many."""
+    """Return whether a Loopwright launcher started this rank; the script then determines the number of processes."""
     return variables.get("LOOPWRIGHT_STORE") == "hosted"
 
 
 def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, num_nodes: int) -> list[torch.device]:
-    """Return one device per process of this node: of existing processes, or as the user chose."""
+    """Return one device per process of this node, from the existing processes or the user's choice."""
     devices, accelerator, _, given, *_ = choice
     if cluster is not None and not given.parallel_devices:
         from .world import local_devices
@@ -371,11 +373,11 @@ def _facts(
         f"precision={precision}": True,
         f"accelerator={accelerator.name() if accelerator else None}": True,
         "one process": is_one_process,
-        # DataParallelStrategy is one process, too, but with several devices.
+        # DataParallelStrategy also has one process, but several devices.
         "one device": is_one_process and strategy is not None and not strategy.has_several_devices,
         "several processes": is_several,
         "strategy of XLA": is_of_xla,
-        # One of the user's own may cut graphs by itself.
+        # A user-defined strategy may handle XLA graphs itself.
         "strategy of other devices": isinstance(strategy, SingleDeviceStrategy | ParallelStrategy) and not is_of_xla,
         "accelerator of other strategies": accelerator is not None and accelerator.name() != "xla",
         "num_nodes>1": num_nodes > 1,

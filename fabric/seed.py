@@ -51,7 +51,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     chosen = _seed_from_environment() if seed is None else _to_integer(seed, "seed")
     if not 0 <= chosen <= _LARGEST:
         raise ConfigError(
-            f"seed={chosen} is out of range: expected 0 to {_LARGEST}.", fix="pass a seed within the range, such as 42."
+            f"Expected seed to be in the range 0 to {_LARGEST}, got seed={chosen}.",
+            fix="pass a seed within the range, such as 42.",
         )
     if verbose:
         log.info("Seed set to %d.", chosen)
@@ -122,8 +123,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
             torch.mps.set_rng_state(state["mps"].cpu())
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"the state of the random generators cannot be put back: {type(error).__name__}: {error}.",
-            fix="load the weights only; or resume with the versions of Python, NumPy and torch of the run that saved.",
+            f"The state of the random generators cannot be restored: {type(error).__name__}: {error}.",
+            fix="load only the weights, or resume with the versions of Python, NumPy and torch that saved the "
+            "checkpoint.",
         ) from error
 
 
@@ -144,7 +146,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 def _seed_from_environment() -> int:
     text = os.environ.get(_SEED)
     if text is None:
-        warnings.warn("seed_everything() was given no seed; it uses 0.", stacklevel=3)
+        warnings.warn("seed_everything() was called without a seed; it uses 0.", stacklevel=3)
         return 0
     return _to_integer(text, f"the environment variable {_SEED}")
 
@@ -154,5 +156,5 @@ def _to_integer(value: Any, name: str) -> int:  # Any: the user's value
     with suppress(TypeError, ValueError, OverflowError):  # named below
         number = int(value)
     if number is None or (isinstance(value, float) and number != value):
-        raise ConfigError(f"{name} is {value!r}, which is not an int.", fix="set it to an int such as 42.")
+        raise ConfigError(f"Expected {name} to be an integer, got {value!r}.", fix="set it to an integer such as 42.")
     return number

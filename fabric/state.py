@@ -65,8 +65,8 @@ def put_back_state(
     missing = [name for name in state if name not in content]
     if missing and strict:
         raise CheckpointError(
-            f"{where} has no entries {missing}; it has {sorted(content)}.",
-            fix="ask for what is in the file, or pass strict=False.",
+            f"Expected the entries {missing} in {where}, got {sorted(content)}.",
+            fix="request only entries of the file, or pass strict=False.",
         )
     for name in [name for name in state if name in content]:
         value = content.pop(name)
@@ -103,13 +103,14 @@ def _check_filter(filter: object, state: Mapping[str, object]) -> None:
         return
     if not isinstance(filter, Mapping):
         raise ConfigError(
-            f"Fabric.save was given filter={filter!r}.", fix="pass a dict from a key of state to a function."
+            f"Expected filter of Fabric.save to be a dict, got filter={filter!r}.",
+            fix="pass a dict that maps keys of state to functions.",
         )
     unknown = [name for name in filter if name not in state]
     uncallable = [name for name, keep in filter.items() if not callable(keep)]
     if unknown or uncallable:
         raise ConfigError(
-            f"Fabric.save was given a filter for {unknown or uncallable}, "
-            f"{'which the state does not have' if unknown else 'which is no function'}.",
-            fix="give each key of state that is to be filtered a function of (name, value).",
+            f"Expected {'keys of state' if unknown else 'functions as values'} in filter of Fabric.save, got "
+            f"{unknown or uncallable}.",
+            fix="map each key of state to filter to a function of (name, value).",
         )

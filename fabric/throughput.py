@@ -26,16 +26,16 @@ class _Reading(NamedTuple):
 
 
 class Throughput:
-    """Turn running totals into rates over the last `window_size` readings.
+    """Convert running totals into rates over the last `window_size` readings.
 
-    Rates that begin with `device` are of this device; those without are of all devices, which are taken to be as fast,
-    and appear only where there are several.
+    Rates with the prefix `device` are for this device. Rates without it are for all devices, assume that all are
+    equally fast, and are present only with several devices.
 
     Args:
-        available_flops: Peak FLOP/s of one device, for `device/mfu`; None for none.
+        available_flops: Peak FLOP/s of one device, for `device/mfu`; None omits that rate.
         world_size: Number of devices.
-        window_size: Readings in the window, at least 2.
-        separator: Stands between the parts of a key.
+        window_size: Number of readings in the window, at least 2.
+        separator: Separator between the parts of a key.
 
     Raises:
         ConfigError: `window_size` is below 2, or `world_size` below 1.
@@ -50,9 +50,9 @@ class Throughput:
     ) -> None:
         if window_size < 2 or world_size < 1:
             raise ConfigError(
-                f"Throughput: window_size={window_size}, world_size={world_size}; a rate needs two readings, and a "
-                "device.",
-                fix="pass window_size=2 or more, and world_size=1 or more.",
+                f"Expected window_size >= 2 and world_size >= 1 for Throughput, got window_size={window_size} and "
+                f"world_size={world_size}.",
+                fix="pass window_size=2 or more and world_size=1 or more.",
             )
         self.available_flops = available_flops
         self.world_size = world_size
@@ -71,36 +71,42 @@ class Throughput:
         lengths: int | None = None,
         flops: float | None = None,
     ) -> None:
-        """Take a reading. All but `flops` are totals since the beginning.
+        """Add a reading. All arguments except `flops` are totals since the start.
 
         Args:
             time: Seconds.
-            batches: Batches of this device.
-            samples: Samples of this device.
-            lengths: Items of this device, such as tokens; None in all readings or in none.
-            flops: FLOPs of this device since the last reading; None where they are not known.
+            batches: Number of batches on this device.
+            samples: Number of samples on this device.
+            lengths: Number of items, such as tokens, on this device; given in all readings or in none.
+            flops: FLOPs of this device since the last reading; None if unknown.
 
         Raises:
-            ConfigError: A total did not grow, there are fewer samples than batches or fewer items than samples, or
-                `lengths` is given now and was not before, or the other way round.
+            ConfigError: A total did not increase, there are fewer samples than batches or fewer items than samples, or
+                `lengths` is given in some readings but not in others.
         """
         gives_lengths = lengths is not None
         last = self._readings[-1] if self._readings else None
         problems = []
         if self._gives_lengths is not None and gives_lengths != self._gives_lengths:
-            problems.append(f"lengths={lengths} {'was not given' if gives_lengths else 'was given'} before")
+            problems.append(
+                f"lengths={lengths} differs from earlier readings, which "
+                f"{'omitted' if gives_lengths else 'included'} it"
+            )
         if last is not None:
             grown = {"time": (last.time, time), "batches": (last.batches, batches), "samples": (last.samples, samples)}
             if lengths is not None and last.lengths is not None:
                 grown["lengths"] = (last.lengths, lengths)
-            problems += [f"{name}={now} does not exceed the last, {old}" for name, (old, now) in grown.items()
+            problems += [f"{name}={now} is not larger than its last value, {old}" for name, (old, now) in grown.items()
                          if now <= old]  # fmt: skip
         if samples < batches:
             problems.append(f"samples={samples} is less than batches={batches}")
         if lengths is not None and lengths < samples:
             problems.append(f"lengths={lengths} is less than samples={samples}")
         if problems:
-            raise ConfigError(f"Throughput.update: {'; '.join(problems)}.", fix="pass totals since the beginning.")
+            raise ConfigError(
+                f"Expected consistent, increasing totals for Throughput.update: {'; '.join(problems)}.",
+                fix="pass totals since the start of the run.",
+            )
         self._gives_lengths = gives_lengths
         self._readings.append(_Reading(time, batches, samples, lengths))
         if flops is not None:
@@ -110,8 +116,8 @@ class Throughput:
         """Return the totals and, once the window is full, the rates over it.
 
         Keys: time, batches, samples, lengths; device/batches_per_sec, device/samples_per_sec, device/items_per_sec,
-        device/flops_per_sec, device/mfu; and batches_per_sec, samples_per_sec, items_per_sec, flops_per_sec of all
-        devices where there are several.
+        device/flops_per_sec, device/mfu; and, with several devices, batches_per_sec, samples_per_sec, items_per_sec and
+        flops_per_sec of all devices.
         """
         if not self._readings:
             return {}
@@ -139,22 +145,22 @@ class Throughput:
         return metrics
 
     def reset(self) -> None:
-        """Forget all readings."""
+        """Discard all readings."""
         self._readings.clear()
         self._flops.clear()
         self._gives_lengths = None
 
 
 class ThroughputMonitor(Throughput):
-    """A `Throughput` for loops on Fabric: it knows the devices, and logs on rank 0.
+    """A `Throughput` for loops on Fabric: reads the devices from Fabric, and logs on rank 0.
 
     Args:
-        fabric: A launched Fabric; its loggers get the numbers.
+        fabric: A launched Fabric; the rates are logged to its loggers.
         window_size: See `Throughput`.
         separator: See `Throughput`.
 
     Attributes:
-        step: x axis of what was logged last, -1 before.
+        step: x axis of the last logged rates; -1 before the first.
     """
 
     def __init__(self, fabric: Fabric, *, window_size: int = 100, separator: str = "/") -> None:
@@ -168,11 +174,11 @@ class ThroughputMonitor(Throughput):
         self._fabric = fabric
 
     def compute_and_log(self, step: int | None = None, **more: float) -> dict[str, float]:
-        """Log `compute()` and further numbers, and return them; nothing on other ranks than 0.
+        """Log `compute()` and additional numbers, and return them. Return an empty dict on ranks other than 0.
 
         Args:
-            step: x axis; None is the last one plus 1.
-            more: Numbers to log beside.
+            step: x axis; None uses the last one plus 1.
+            more: Additional numbers to log.
         """
         self.step = self.step + 1 if step is None else step
         if self._fabric.global_rank > 0:
@@ -187,15 +193,16 @@ def measure_flops(
     forward_fn: Callable[[], object],
     loss_fn: Callable[[object], Tensor] | None = None,
 ) -> int:
-    """Return the floating point operations of one call, as torch counts them: matrix products and convolutions.
+    """Return the number of floating-point operations of one call, as torch counts them: matrix products and
+    convolutions.
 
-    The model may be on the meta device: then nothing is computed.
+    With a model on the meta device, nothing is computed.
 
     Args:
         model: The module.
-        forward_fn: Runs its forward pass: `lambda: model(x)`.
-        loss_fn: Makes a loss of what `forward_fn` returned; then the backward pass counts, too. The model's gradients
-            are left as they were.
+        forward_fn: Runs the forward pass: `lambda: model(x)`.
+        loss_fn: Computes a loss from the result of `forward_fn`; the backward pass is then counted as well. The model's
+            gradients are not changed.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -42,11 +42,11 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
     """Replace arguments with default values by LT_ACCELERATOR, LT_STRATEGY, ...
 
     Args:
-        arguments: By name, as the user typed them; changed.
+        arguments: The user's arguments by name; modified in place.
         variables: Environment variables.
 
     Raises:
-        ConfigError: An argument and its variable differ; all that do are named.
+        ConfigError: An argument and its variable differ; every difference is listed.
     """
     problems = []
     for name, default in _ARGUMENTS.items():
@@ -59,9 +59,9 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
         elif _plain(name, given) != _plain(name, text):
             problems.append(
                 ConfigError(
-                    f"{name}={given!r} is what the script says, but LT_{name.upper()}={text!r} is set, as "
-                    f"`loopwright launch --{name.replace('_', '-')}` does.",
-                    fix=f"say it in one place: leave {name}= out of the script, or the option out of the command.",
+                    f"The script passes {name}={given!r}, but LT_{name.upper()}={text!r} is set, for example by "
+                    f"`loopwright launch --{name.replace('_', '-')}`.",
+                    fix=f"set it in one place: remove {name}= from the script, or the option from the command.",
                 )
             )
     if problems:
@@ -69,7 +69,7 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
 
 
 def _plain(name: str, value: object) -> str:
-    """Return an argument in a normal form, so that equal values compare equal."""
+    """Return an argument in normalized form, so that equal values compare equal."""
     if name == "precision" and value is not None:
         try:
             return precision_name(value, [])
@@ -84,7 +84,7 @@ def _plain(name: str, value: object) -> str:
 
 
 def detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
-    """Return the cluster environment of these variables; None for this process's, read on each access."""
+    """Return the cluster environment for these variables; None reads this process's variables on each access."""
     from .cluster import detect_cluster
 
     return detect_cluster(variables)
@@ -112,19 +112,19 @@ def infer_num_nodes(cluster: ClusterEnvironment, num_nodes: int) -> int:
 def local_devices(
     devices: object, accelerator: Accelerator, cluster: ClusterEnvironment, num_nodes: int
 ) -> list[torch.device] | None:
-    """Return one device for each process that runs on this node already; None where `devices=` decides by itself.
+    """Return one device for each process already running on this node; None if `devices=` alone decides.
 
     Args:
-        devices: What the user typed.
-        accelerator: Knows what exists.
-        cluster: Knows how many processes there are.
+        devices: The user's argument.
+        accelerator: Lists the available devices.
+        cluster: Provides the number of processes.
         num_nodes: Number of nodes.
     """
     local = num_local_processes(cluster, num_nodes)
     if local is None:
         return None
     is_auto = isinstance(devices, str) and devices.strip().lower() == "auto"
-    # Schedulers often show each process one card: then its index is 0 in every process.
+    # Schedulers often make one GPU visible to each process; its index is then 0 in every process.
     sees_its_own = accelerator.is_gpu and local > 1 and accelerator.auto_device_count() == 1
     if sees_its_own and (is_auto or str(devices).strip() in (str(local), "-1")):
         return accelerator.get_parallel_devices(accelerator.parse_devices(1)) * local
@@ -132,19 +132,19 @@ def local_devices(
 
 
 def check_world(cluster: ClusterEnvironment, variables: Mapping[str, str], num_devices: int, num_nodes: int) -> None:
-    """Compare the processes that exist with those that the arguments ask for.
+    """Compare the existing processes with those that the arguments request.
 
     Raises:
-        ConfigError: The numbers differ; both are named.
+        ConfigError: The numbers differ; the message contains both.
     """
     size = variables.get("WORLD_SIZE", "")
     if cluster.creates_processes_externally and variables.get("LOOPWRIGHT_STORE") == "hosted" and size.isdecimal():
         if int(size) != num_devices * num_nodes:
             raise ConfigError(
-                f"devices={num_devices} times num_nodes={num_nodes} is {num_devices * num_nodes}, but this script runs "
-                f"in {size} processes already, which an earlier Trainer or Fabric of it started.",
-                fix=f"use {size} here, too; or devices=1 and strategy='auto' for something that each process does by "
-                "itself.",
+                f"Expected devices * num_nodes to be {size}, the number of processes that an earlier Trainer or Fabric "
+                f"of this script started, got devices={num_devices} and num_nodes={num_nodes}.",
+                fix=f"use {size} processes here as well; or pass devices=1 and strategy='auto' for work that each "
+                "process does independently.",
             )
         return
     cluster.validate_settings(num_devices, num_nodes)
@@ -156,7 +156,7 @@ def check_world(cluster: ClusterEnvironment, variables: Mapping[str, str], num_d
 def auto_strategy(
     num_devices: int, num_nodes: int, cluster: ClusterEnvironment | None, *, interactive: bool
 ) -> str | None:
-    """Return the name of the strategy that "auto" stands for with several processes; None: one is enough."""
+    """Return the name of the strategy that "auto" selects for several processes; None if there is one process."""
     exists = cluster is not None and cluster.creates_processes_externally
     is_several = num_devices * num_nodes > 1 or (exists and cluster is not None and cluster.world_size() > 1)
     if not is_several:
@@ -167,10 +167,10 @@ def auto_strategy(
 def choose_launcher(
     strategy: Strategy, cluster: ClusterEnvironment | None, num_devices: int, num_nodes: int
 ) -> Launcher:
-    """Return what starts the strategy's processes: its own launcher, or what `start_method` and environment ask for.
+    """Return the launcher of the strategy, or the one that `start_method` and the environment require.
 
     Raises:
-        ConfigError: This system does not have the start method.
+        ConfigError: The start method is not available on this system.
     """
     if strategy.launcher is not None:
         return strategy.launcher

@@ -1,4 +1,4 @@
-"""What `Fabric.setup` hands out: a module, an optimizer and a schedule that run through precision and strategy."""
+"""Wrappers that `Fabric.setup` returns: modules, optimizers and schedules that use the precision and the strategy."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["STEPS", "FabricModule", "FabricOptimizer", "FabricScheduler", "is_wrapped"]
 
-# Any in this file: arguments and attributes of the user's own classes.
+# Any in this file: arguments and attributes of user-defined classes.
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# What the wrapper shares with the module: names of parameters, buffers and submodules are the user's own.
+# Shared by wrapper and module, so that parameters, buffers and submodules keep their names.
 _SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 _OWN = ("_without_fabric", "_fabric_original", "_fabric", "_fabric_forward", "_fabric_reduces", "_fabric_marked")
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return whether this is a module, optimizer, schedule or loader as Fabric's setup methods return them."""
+    """Return whether this is a module, optimizer, schedule or loader returned by one of Fabric's setup methods."""
     return "_fabric" in getattr(obj, "__dict__", ()) and type(obj).__module__.startswith(__package__ + ".")
 
 
@@ -42,13 +42,13 @@ def is_wrapped(obj: object) -> bool:
 class FabricModule(nn.Module):
     """A module whose forward runs in Fabric's precision and under the strategy's hooks.
 
-    Everything else is the module's own: attributes are read and written there, and `state_dict`, `named_parameters`,
-    `children` and `train` give and take what the user's module does, under the user's names.
+    Everything else is delegated to the user's module: attributes are read and written there, and `state_dict`,
+    `named_parameters`, `children` and `train` behave as they do on it, with the same names.
 
     Args:
-        bare: What the strategy returned for the module: itself, or wrapped.
-        original: The module that the user wrote.
-        fabric: The machine.
+        bare: The module as the strategy returned it, possibly wrapped.
+        original: The user's module.
+        fabric: The Fabric that set it up.
     """
 
     _without_fabric: nn.Module
@@ -61,7 +61,7 @@ class FabricModule(nn.Module):
     def __init__(self, bare: nn.Module, original: nn.Module, fabric: Fabric) -> None:
         super().__init__()
         own = self.__dict__
-        del own["training"]  # the original's is the one
+        del own["training"]  # the original's attribute is used
         for name in _SHARED:
             own[name] = original.__dict__[name]
         own["_without_fabric"], own["_fabric_original"], own["_fabric"] = bare, original, fabric
@@ -69,7 +69,7 @@ class FabricModule(nn.Module):
         own["_fabric_forward"] = fabric._bind_call(bare, "forward")
         own["_fabric_reduces"] = fabric.strategy.unwrap(bare) is not bare
         for name, method in inspect.getmembers(type(original), inspect.isroutine):
-            # What the user's class overrides must not be hidden by nn.Module's, which this class inherits.
+            # Overrides in the user's class must not be hidden by the methods that this class inherits from nn.Module.
             inherited = getattr(nn.Module, name, None)
             is_other = inherited is not None and method is not inherited
             if is_other and not name.startswith("__") and name not in FabricModule.__dict__:
@@ -77,7 +77,7 @@ class FabricModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module that the user wrote."""
+        """The user's module."""
         return self._fabric_original
 
     def forward(self, *args: Any, **kwargs: object) -> object:
@@ -85,61 +85,64 @@ class FabricModule(nn.Module):
         return self._fabric_forward(*args, **kwargs)
 
     def mark_forward_method(self, method: str | Callable[..., object]) -> None:
-        """Let another method run in the precision and under the strategy's hooks when it is called on this object.
+        """Run another method in Fabric's precision and under the strategy's hooks when it is called on this object.
 
-        `training_step`, `validation_step`, `test_step` and `predict_step` do so from the start.
+        `training_step`, `validation_step`, `test_step` and `predict_step` are already marked.
 
         Args:
             method: A method of the module, or its name.
 
         Raises:
-            ConfigError: It is `forward`, which always does.
+            ConfigError: The method is `forward`, which is always marked.
             AttributeError: The module has no such method.
-            ModuleError: It is not a method.
+            ModuleError: The attribute is not a method.
         """
         name = method if isinstance(method, str) else getattr(method, "__name__", None)
         if not isinstance(name, str) or not (isinstance(method, str) or callable(method)):
             raise ModuleError(
-                f"mark_forward_method was given {method!r}.", fix="pass a method of the module, or its name."
+                f"Expected a method of the module or its name for mark_forward_method, got {method!r}.",
+                fix="pass for example model.mark_forward_method('generate').",
             )
         if name == "forward":
             raise ConfigError(
-                "mark_forward_method was given 'forward', which runs through the strategy always.",
-                fix="leave the call out.",
+                "Expected a method other than 'forward' for mark_forward_method, because forward always runs through "
+                "the strategy.",
+                fix="remove the call.",
             )
         if not hasattr(self._fabric_original, name):
             hint = nearest(name, [known for known in dir(self._fabric_original) if not known.startswith("_")])
             raise AttributeError(f"{type(self._fabric_original).__name__} has no method {name!r}{hint}")
         if not callable(getattr(self._fabric_original, name)):
             raise ModuleError(
-                f"mark_forward_method was given {name!r}: {type(self._fabric_original).__name__} has no such method.",
+                f"Expected the name of a method of {type(self._fabric_original).__name__} for mark_forward_method, got "
+                f"{name!r}, which is not callable.",
                 fix="pass the name of a method.",
             )
         self._fabric_marked.add(name)
 
-    # -- as the original does --------------------------------------------------------------------------------
+    # -- delegated to the original --------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the module that the user wrote."""
+        """Return the state of the user's module."""
         return self._fabric_original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> object:
-        """Load the state of the module that the user wrote."""
+        """Load the state of the user's module."""
         return self._fabric_original.load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> FabricModule:
-        """Set training mode for the module and what the strategy put around it."""
+        """Set training mode for the module and the strategy's wrapper."""
         self._without_fabric.train(mode)
         return self
 
     def eval(self) -> FabricModule:
         """Set evaluation mode."""
         self._without_fabric.train(False)
-        self._fabric_original.eval()  # which the user's class may define
+        self._fabric_original.eval()  # may be overridden by the user's class
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module that the user wrote, in place, as `torch.nn.Module.compile` does."""
+        """Compile the user's module in place, as `torch.nn.Module.compile` does."""
         self._fabric_original.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +160,7 @@ class FabricModule(nn.Module):
         if name in _OWN or "_fabric_original" not in self.__dict__:
             object.__setattr__(self, name, value)
         else:
-            self.__dict__.pop(name, None)  # a step that was bound before
+            self.__dict__.pop(name, None)  # remove a previously bound step
             setattr(self._fabric_original, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -174,7 +177,7 @@ class FabricModule(nn.Module):
         return copied
 
     def _guarded(self, method: Callable[..., object]) -> Callable[..., object]:
-        """Return the method, with an error if it runs a forward whose gradients the strategy would not see."""
+        """Return the method with a check for forward passes whose gradients the strategy would not reduce."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: object) -> object:
@@ -184,10 +187,10 @@ class FabricModule(nn.Module):
             def refuse(module: nn.Module, inputs: object) -> None:
                 if torch.is_grad_enabled() and any(module is own for own in self._fabric_original.modules()):
                     raise ModuleError(
-                        f"{type(self._fabric_original).__name__}.{method.__name__} ran a forward pass outside of the "
-                        f"strategy {type(self._fabric.strategy).__name__}, which would not reduce its gradients.",
-                        fix=f"call model.mark_forward_method({method.__name__!r}) after setup, or call the model "
-                        "itself.",
+                        f"{type(self._fabric_original).__name__}.{method.__name__} ran a forward pass outside "
+                        f"{type(self._fabric.strategy).__name__}, which would not reduce the gradients.",
+                        fix=f"call model.mark_forward_method({method.__name__!r}) after setup, or call model(...) "
+                        "instead.",
                     )
 
             handle = register_module_forward_pre_hook(refuse)
@@ -200,13 +203,13 @@ class FabricModule(nn.Module):
 
 
 def demand_scaled_backward(output: object, fabric: Fabric) -> object:
-    """Return a forward's output, on whose tensors a backward pass without Fabric's loss scale is an error."""
+    """Return a forward's output with hooks that raise an error if a backward pass does not use Fabric's loss scale."""
 
     def check(gradient: Tensor) -> None:
         if not fabric._is_in_backward:
             raise ModuleError(
-                f"a backward pass was made without the loss scale of precision={fabric.precision.precision!r}; the "
-                "next step would divide by it.",
+                f"Expected a backward pass with the loss scale of precision={fabric.precision.precision!r}, got one "
+                "without it. The next step would divide the gradients by this scale.",
                 fix="call fabric.backward(loss) instead of loss.backward().",
             )
 
@@ -222,18 +225,18 @@ def demand_scaled_backward(output: object, fabric: Fabric) -> object:
 
 
 class FabricOptimizer:
-    """An optimizer whose `step` goes through precision and strategy. Everything else is the wrapped optimizer's.
+    """An optimizer whose `step` uses the precision and the strategy. Everything else is delegated to the optimizer.
 
     `isinstance(wrapped, torch.optim.Adam)` is true for a wrapped Adam, so that schedules can be built on it.
 
     Args:
         optimizer: The user's optimizer, as the strategy returned it.
-        fabric: The machine.
+        fabric: The Fabric that set it up.
 
     Attributes:
-        has_stepped: Whether the last `step` was made; False where it was skipped because a loss scale overflowed. None
-            before the first. A step that `Fabric.accumulate` puts off changes nothing.
-        num_steps: How many were made.
+        has_stepped: Whether the last `step` updated parameters; False if it was skipped because gradients overflowed.
+            None before the first. A step that `Fabric.accumulate` defers does not change it.
+        num_steps: Number of steps that updated parameters.
     """
 
     _without_fabric: Optimizer
@@ -248,7 +251,7 @@ class FabricOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer, fabric: Fabric) -> FabricOptimizer:
-        """Return the optimizer wrapped, in a class that is named for it."""
+        """Return the wrapped optimizer, as an instance of a class named after it."""
         named: type[FabricOptimizer] = type(f"Fabric{type(optimizer).__name__}", (cls,), {"__module__": __name__})
         return named(optimizer, fabric)
 
@@ -257,18 +260,18 @@ class FabricOptimizer:
         """The user's optimizer."""
         return self._without_fabric
 
-    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
+    @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() reads this one
     def __class__(self) -> Any:
         return type(self._without_fabric)
 
     def step(self, closure: Callable[[], Any] | None = None) -> object:
-        """Step the optimizer through precision and strategy; within an open window of `accumulate`, do nothing.
+        """Step the optimizer with precision and strategy. Before the last micro-batch of `accumulate`, do nothing.
 
         Args:
             closure: Evaluates the model and returns the loss, for optimizers that call it.
 
         Returns:
-            The closure's first loss; None without one, or if nothing was done.
+            The closure's first loss; None without a closure, or if the step was deferred.
         """
         fabric = self._fabric
         window = fabric._window
@@ -296,7 +299,7 @@ class FabricOptimizer:
             return
         self._without_fabric.zero_grad(set_to_none)
         strategy = self._fabric.strategy
-        if strategy.shards_parameters:  # gradients that were not reduced yet are not in the optimizer's sight
+        if strategy.shards_parameters:  # the optimizer has no access to gradients that are not reduced yet
             strategy.discard_gradients_of(self._without_fabric)
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,19 +307,20 @@ class FabricOptimizer:
         return self._fabric.strategy.optimizer_state(self._without_fabric)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Load a state returned by `state_dict`."""
         self._fabric.strategy.load_optimizer_state(self._without_fabric, state_dict)
 
     def _waits(self, window: Window) -> bool:
-        """Return whether the step is put off; not twice for one micro-batch: then the loop has left the window."""
+        """Return whether the step is deferred. A second step in one micro-batch is not, as the loop has left the
+        window."""
         own = self.__dict__
         at = (window, window.index)
         if own["_refused"] != at:
             own["_refused"] = at
             return True
         warnings.warn(
-            f"a window of fabric.accumulate was left open after {window.index} of {window.size} micro-batches, and "
-            "the optimizer steps outside of it; the gradients of the window are part of this step.",
+            f"The optimizer stepped outside fabric.accumulate after {window.index} of {window.size} micro-batches of "
+            "an accumulation window. The accumulated gradients are included in this step.",
             stacklevel=3,
         )
         self._fabric._drop_window()
@@ -328,7 +332,7 @@ class FabricOptimizer:
         return getattr(self.__dict__["_without_fabric"], name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "step":  # torch's schedules wrap it to see that it is called
+        if name == "step":  # torch's schedules wrap it to detect calls
             self.__dict__[name] = value
         else:
             setattr(self._without_fabric, name, value)
@@ -338,15 +342,15 @@ class FabricOptimizer:
 
 
 class FabricScheduler:
-    """A schedule that steps when its optimizer does. Everything else is the wrapped schedule's.
+    """A schedule that steps when its optimizer does. Everything else is delegated to the schedule.
 
-    Within an open window of `accumulate`, and after an overflow of a loss scale when nothing was learned since the
-    last call, `step` does nothing.
+    `step` does nothing before the last micro-batch of `accumulate`, and if gradient overflows skipped all optimizer
+    steps since the last call.
 
     Args:
         scheduler: The user's schedule.
-        optimizers: Those that were set up with it.
-        fabric: The machine.
+        optimizers: The optimizers that were set up with it.
+        fabric: The Fabric that set it up.
     """
 
     _without_fabric: Any
@@ -365,7 +369,7 @@ class FabricScheduler:
         return type(self._without_fabric)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule, if a step of the optimizer is to be followed."""
+        """Step the schedule if an optimizer has stepped since the last call."""
         window = self._fabric._window
         if window is not None and not window.is_last:
             return
@@ -384,7 +388,7 @@ class FabricScheduler:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Load a state returned by `state_dict`."""
         self._without_fabric.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

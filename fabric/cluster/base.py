@@ -25,7 +25,7 @@ class ClusterEnvironment(ABC):
     _exported: tuple[str, ...] = ()
 
     def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
-        # os.environ itself is not kept: it cannot be pickled, and a spawned process has one of its own.
+        # os.environ itself is not kept: it cannot be pickled, and a spawned process has a separate one.
         self._variables = None if variables is os.environ else variables
 
     @property
@@ -121,8 +121,8 @@ class ClusterEnvironment(ABC):
         text = self._text(name)
         if not text.strip().isdecimal():
             raise LaunchError(
-                f"the variable {name} of {self.name} is {text!r}, but it must be a whole number of 0 or more.",
-                fix=f"look at what sets {name}; it must be the same kind of number in every process.",
+                f"Expected the environment variable {name} ({self.name}) to be an integer >= 0, got {text!r}.",
+                fix=f"check the launcher or script that sets {name}.",
             )
         return int(text)
 
@@ -131,8 +131,8 @@ class ClusterEnvironment(ABC):
         text = self.variables.get(name)
         if text is None:
             raise LaunchError(
-                f"{self.name} does not say where this process stands: the variable {name} is not set.",
-                fix=f"start the processes so that each has {name}, or name the right environment in plugins=.",
+                f"Expected the environment variable {name} from {self.name}, but it is not set.",
+                fix=f"set {name} in every process, or pass another ClusterEnvironment in plugins=.",
             )
         return text
 
@@ -140,7 +140,9 @@ class ClusterEnvironment(ABC):
         """Return MASTER_PORT, or the default."""
         port = self._number("MASTER_PORT", default)
         if port > 65535:
-            raise LaunchError(f"MASTER_PORT is {port}, which is not a port.", fix="set it to a number from 1 to 65535.")
+            raise LaunchError(
+                f"Expected MASTER_PORT to be a port from 1 to 65535, got {port}.", fix="set it to a free port."
+            )
         return port
 
     def _export(self, name: str, value: str) -> None:
@@ -154,13 +156,14 @@ def check_numbers(*rows: tuple[str, int, str, int | None], fix: str) -> None:
     """Raise a ConfigError that names all numbers that differ between arguments and environment.
 
     Args:
-        rows: The argument's name and value, then the environment's name for the same and its value; None: unknown.
-        fix: What to do.
+        rows: Name and value of the argument, then the name and value of the same quantity in the environment; None:
+            unknown.
+        fix: The remedy.
     """
     wrong = [
-        f"{argument}={asked}, but {where} is {found}"
+        f"{argument}={asked} ({where} is {found})"
         for argument, asked, where, found in rows
         if found is not None and asked != found
     ]
     if wrong:
-        raise ConfigError(f"the processes that are there are not those asked for: {'; '.join(wrong)}.", fix=fix)
+        raise ConfigError(f"Expected arguments that match the existing processes, got {'; '.join(wrong)}.", fix=fix)

@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnvironment:
     """Return the environment that this process runs in: TorchElastic, SLURM, LSF, MPI, Kubeflow, else Lightning's.
 
-    torchrun comes first, because it may itself have been started by one of the others, and then it made the processes.
-    A file is imported only when the variables that its scheduler sets are there; MPI is not initialized for detection.
+    torchrun comes first: even if one of the others started it, torchrun started the processes. A file is imported only
+    if the variables of its scheduler are set. MPI is not initialized for detection.
 
     Args:
-        variables: Environment variables, for tests and plans; None: those of this process, as they are at any time.
+        variables: Environment variables, for tests and plans. None reads those of this process on each access.
 
     Raises:
-        LaunchError: A scheduler's variables are there, but do not say what is needed.
+        LaunchError: A scheduler's variables are set, but incomplete.
     """
     found = os.environ if variables is None else variables
     if "TORCHELASTIC_RUN_ID" in found:
@@ -48,8 +48,8 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
             return MPIEnvironment(variables=variables)
         if _is_started_by_mpi(found) and "LOCAL_RANK" not in found:
             log.warning(
-                "mpirun started several processes, but mpi4py is not installed (or finds no MPI library): each of them "
-                "runs alone. To join them: pip install mpi4py"
+                "mpirun started several processes, but mpi4py is not installed or does not find an MPI library. Each "
+                "process runs independently. To connect them: pip install mpi4py"
             )
     if "KUBERNETES_SERVICE_HOST" in found:
         from .kubeflow import KubeflowEnvironment
@@ -61,11 +61,11 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
     return LightningEnvironment(variables=variables)
 
 
-# What Open MPI; MPICH and Intel MPI; and MVAPICH say.
+# Set by Open MPI, by MPICH and Intel MPI, and by MVAPICH.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def _is_started_by_mpi(variables: Mapping[str, str]) -> bool:
-    """Return whether mpirun, mpiexec or a relative started several processes."""
+    """Return whether mpirun, mpiexec or a similar launcher started several processes."""
     sizes = [variables.get(name, "") for name in _MPI_SIZES]
     return any(size.isdecimal() and int(size) > 1 for size in sizes)

@@ -24,7 +24,7 @@ class KubeflowEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: each pod has one."""
+        """True: each pod runs one process."""
         return True
 
     @property
@@ -39,7 +39,7 @@ class KubeflowEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect(variables: Mapping[str, str] | None = None) -> bool:
-        """Return whether this is a pod whose job numbers its pods, and which starts no further processes."""
+        """Return whether this is a pod with a rank that does not start further processes."""
         variables = os.environ if variables is None else variables
         needed = {"KUBERNETES_SERVICE_HOST", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"}
         return needed <= set(variables) and not {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK"} & set(variables)
@@ -57,7 +57,7 @@ class KubeflowEnvironment(ClusterEnvironment):
         return 0
 
     def node_rank(self) -> int:
-        """Return RANK: each process is alone in its pod."""
+        """Return RANK: each pod runs one process."""
         return self.global_rank()
 
     def num_local_processes(self) -> int:
@@ -73,6 +73,6 @@ class KubeflowEnvironment(ClusterEnvironment):
         check_numbers(
             ("devices", num_devices, "the number of processes in a pod", 1),
             ("num_nodes", num_nodes, "WORLD_SIZE, the number of pods,", self.world_size()),
-            fix=f"pass devices=1 and num_nodes={self.world_size()}; for several processes in a pod, start "
-            "`loopwright launch` or torchrun in each, or set NODE_RANK to the pod's number.",
+            fix=f"pass devices=1 and num_nodes={self.world_size()}; for several processes per pod, run `loopwright "
+            "launch` or torchrun in each pod, or set NODE_RANK to the pod's number.",
         )

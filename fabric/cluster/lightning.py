@@ -10,7 +10,7 @@ from .base import ClusterEnvironment
 
 __all__ = ["LightningEnvironment", "LocalEnvironment"]
 
-# What says which node this is; the last is of DeepSpeed's launcher.
+# Variables that contain the node rank; the last is set by DeepSpeed's launcher.
 _NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
 
 
@@ -47,7 +47,8 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """The port that was set; else MASTER_PORT, else STANDALONE_PORT, else 0: the launcher opens one."""
+        """The port that was set, else MASTER_PORT, else STANDALONE_PORT, else 0, in which case the launcher opens
+        one."""
         if self._main_port is not None:
             return self._main_port
         return self._port(self._number("STANDALONE_PORT", 0))
@@ -62,7 +63,7 @@ class LightningEnvironment(ClusterEnvironment):
         return True
 
     def world_size(self) -> int:
-        """Return what was set; 1 before."""
+        """Return the number that was set; 1 by default."""
         return self._world_size
 
     def set_world_size(self, size: int) -> None:
@@ -70,7 +71,7 @@ class LightningEnvironment(ClusterEnvironment):
         self._world_size = size
 
     def global_rank(self) -> int:
-        """Return what was set; 0 before."""
+        """Return the rank that was set; 0 by default."""
         return self._global_rank
 
     def set_global_rank(self, rank: int) -> None:
@@ -87,7 +88,7 @@ class LightningEnvironment(ClusterEnvironment):
         return self._number(name, 0)
 
     def num_local_processes(self) -> int | None:
-        """Return LOCAL_WORLD_SIZE, or LOCAL_SIZE as DeepSpeed's launcher calls it; None if nothing is set."""
+        """Return LOCAL_WORLD_SIZE, or LOCAL_SIZE from DeepSpeed's launcher; None if neither is set."""
         if "LOCAL_WORLD_SIZE" not in self.variables and self._is_deepspeeds:
             return self._number("LOCAL_SIZE")
         return self._number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in self.variables else None
@@ -100,10 +101,10 @@ class LightningEnvironment(ClusterEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Check the variables that several nodes need, and compare ranks with sizes.
 
-        Without NODE_RANK every node would take itself for the first, and all would wait for each other.
+        Without NODE_RANK every node would assume rank 0, and all would wait for each other.
 
         Raises:
-            ConfigError: Something is missing or does not fit.
+            ConfigError: A variable is missing or inconsistent.
         """
         if num_nodes > 1:
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not self.variables.get(name)]
@@ -113,20 +114,20 @@ class LightningEnvironment(ClusterEnvironment):
                 missing.append("NODE_RANK")
             if missing:
                 raise ConfigError(
-                    f"num_nodes={num_nodes}, but no scheduler is found, and {_listed(missing)} not set: the nodes "
-                    "cannot find each other.",
-                    fix=f"on every node, set MASTER_ADDR and MASTER_PORT to those of the first, and NODE_RANK to 0 ... "
-                    f"{num_nodes - 1}; or start with `loopwright launch --nnodes {num_nodes} --node-rank ... "
-                    "--main-address ... script.py`.",
+                    f"Expected a scheduler or environment variables for num_nodes={num_nodes}, but {_listed(missing)} "
+                    "not set.",
+                    fix="on every node, set MASTER_ADDR and MASTER_PORT to those of the first node, and NODE_RANK to "
+                    f"the node's number (0 to {num_nodes - 1}); or start with `loopwright launch --nnodes "
+                    f"{num_nodes} --node-rank ... --main-address ... script.py`.",
                 )
         if self._is_deepspeeds:
             # The run would wait for ranks that were not started.
             started = self._number("LOCAL_SIZE"), self._number("CROSS_SIZE")
             if started != (num_devices, num_nodes):
                 raise ConfigError(
-                    f"devices={num_devices} and num_nodes={num_nodes}, but the deepspeed launcher has started "
-                    f"{started[0]} processes on each of {started[1]} nodes.",
-                    fix=f"pass devices={started[0]} and num_nodes={started[1]}, or start it with --num_gpus "
+                    f"Expected devices={started[0]} and num_nodes={started[1]}, as started by the deepspeed launcher, "
+                    f"got devices={num_devices} and num_nodes={num_nodes}.",
+                    fix=f"pass devices={started[0]} and num_nodes={started[1]}, or start the launcher with --num_gpus "
                     f"{num_devices} and --num_nodes {num_nodes}.",
                 )
         for name, rank, argument, size in (
@@ -135,19 +136,19 @@ class LightningEnvironment(ClusterEnvironment):
         ):
             if rank >= size:
                 raise ConfigError(
-                    f"{name} is {rank}, but {argument}={size}: ranks go from 0 to {size - 1}.",
-                    fix=f"pass the right {argument}, or set {name} to a smaller number.",
+                    f"Expected {name} to be in the range 0 to {size - 1} with {argument}={size}, got {rank}.",
+                    fix=f"pass a larger {argument}, or set {name} to a smaller number.",
                 )
 
     def teardown(self) -> None:
-        """Remove WORLD_SIZE in the process that started the others, since they are gone."""
+        """Remove WORLD_SIZE in the process that started the others, which have ended."""
         super().teardown()
         if self._variables is None and not self.creates_processes_externally:
             os.environ.pop("WORLD_SIZE", None)
 
 
 LocalEnvironment = LightningEnvironment
-"""An earlier name."""
+"""Former name."""
 
 
 def _listed(names: list[str]) -> str:

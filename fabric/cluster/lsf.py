@@ -15,13 +15,13 @@ _NEEDED = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NA
 
 
 class LSFEnvironment(ClusterEnvironment):
-    """What LSF and its jsrun say: JSM_NAMESPACE_SIZE, _RANK and _LOCAL_RANK, and the file of hosts LSB_DJOB_RANKFILE.
+    """The variables of LSF and jsrun: JSM_NAMESPACE_SIZE, _RANK and _LOCAL_RANK, and the host file LSB_DJOB_RANKFILE.
 
     Args:
-        variables: Environment variables; None reads those of this process, always as they are now.
+        variables: Environment variables; None reads those of this process on each access.
 
     Raises:
-        LaunchError: The file of hosts cannot be read, or this host is not in it.
+        LaunchError: The host file cannot be read, or does not contain this host.
     """
 
     def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
@@ -45,12 +45,12 @@ class LSFEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """MASTER_ADDR, else the first host after the one that launched; exported."""
+        """MASTER_ADDR, else the first host after the launch host; exported."""
         return self._main_address
 
     @property
     def main_port(self) -> int:
-        """MASTER_PORT, else a port made from the job's number; exported."""
+        """MASTER_PORT, else a port derived from the job's number; exported."""
         return self._main_port
 
     @staticmethod
@@ -71,7 +71,7 @@ class LSFEnvironment(ClusterEnvironment):
         return self._number("JSM_NAMESPACE_LOCAL_RANK")
 
     def node_rank(self) -> int:
-        """Return this host's place among the hosts of the job."""
+        """Return the index of this host among the hosts of the job."""
         return self._node_rank
 
     def num_local_processes(self) -> int | None:
@@ -87,36 +87,36 @@ class LSFEnvironment(ClusterEnvironment):
         check_numbers(
             ("devices", num_devices, "the number of processes on this host", self.num_local_processes()),
             ("devices * num_nodes", num_devices * num_nodes, "JSM_NAMESPACE_SIZE", self.world_size()),
-            fix=f"pass devices= and num_nodes= whose product is {self.world_size()}, or start other numbers: jsrun "
-            f"--nrs {num_nodes} --tasks_per_rs {num_devices}.",
+            fix=f"pass devices= and num_nodes= whose product is {self.world_size()}, or change the number of "
+            f"processes: jsrun --nrs {num_nodes} --tasks_per_rs {num_devices}.",
         )
 
 
 def _read_hosts(path: str) -> list[str]:
-    """Return the hosts of the file, each once; its first line, the host that launches, is left out."""
+    """Return the hosts of the file without duplicates, except its first line, the launch host."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().split()
     except OSError as error:
         raise LaunchError(
-            f"LSB_DJOB_RANKFILE is {path!r}, which cannot be read: {error}.",
-            fix="run inside of an LSF job (bsub), on a host that sees the file.",
+            f"LSB_DJOB_RANKFILE={path!r} cannot be read: {error}.",
+            fix="run within an LSF job (bsub), on a host that has access to the file.",
         ) from error
     hosts = list(dict.fromkeys(lines[1:]))
     if not hosts:
         raise LaunchError(
-            f"the file LSB_DJOB_RANKFILE={path!r} names no host after its first line, the one that launches.",
-            fix="ask LSF for at least one host to compute on (bsub -nnodes).",
+            f"Expected at least one host after the launch host in LSB_DJOB_RANKFILE={path!r}, got none.",
+            fix="request at least one compute host from LSF (bsub -nnodes).",
         )
     return hosts
 
 
 def _place(host: str, hosts: list[str]) -> int:
-    """Return the host's place; it may be written with or without its domain."""
+    """Return the host's index. Hosts are compared with and without their domains."""
     for names, name in ((hosts, host), ([other.split(".")[0] for other in hosts], host.split(".")[0])):
         if name in names:
             return names.index(name)
     raise LaunchError(
-        f"this host, {host!r}, is none of the job's hosts: {', '.join(hosts)}.",
+        f"Expected this host to be one of the job's hosts ({', '.join(hosts)}), got {host!r}.",
         fix="start the program with jsrun, so that it runs on the hosts of the job.",
     )

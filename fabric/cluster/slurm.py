@@ -21,7 +21,7 @@ __all__ = ["SLURMEnvironment"]
 
 log = logging.getLogger(__name__)
 
-# What SLURM calls a job that is a person at a prompt: it has tasks, but this process is none of them.
+# SLURM's names for interactive jobs: they have tasks, but this process is not one of them.
 _INTERACTIVE = ("bash", "interactive")
 _DEFAULT_PORT = 12910
 _SCONTROL_TIMEOUT_S = 60
@@ -29,28 +29,28 @@ T = TypeVar("T")  # what a method returns
 
 
 class _AlsoOfTheClass(Generic[T]):
-    """A method that answers for this process where it is called on the class: `SLURMEnvironment.job_id()`."""
+    """A method that can also be called on the class, for this process: `SLURMEnvironment.job_id()`."""
 
     def __init__(self, method: Callable[[Any], T]) -> None:
         self._method = method
-        functools.update_wrapper(self, method)  # type: ignore[arg-type]  # it takes the names of any object
+        functools.update_wrapper(self, method)  # type: ignore[arg-type]  # it copies the names of any object
 
     def __get__(self, instance: SLURMEnvironment | None, owner: type[SLURMEnvironment]) -> Callable[[], T]:
-        # Without __init__, which refuses tasks whose place is unknown: this only reads variables.
+        # Without __init__, which rejects incomplete variables: this only reads variables.
         return MethodType(self._method, owner.__new__(owner) if instance is None else instance)
 
 
 class SLURMEnvironment(ClusterEnvironment):
-    """What srun says: SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and the list of nodes.
+    """The variables of srun: SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and the list of nodes.
 
     Args:
-        auto_requeue: Whether the Trainer saves and puts the job back into the queue when the signal comes.
-        requeue_signal: The signal that SLURM sends before the time is up (`#SBATCH --signal=SIGUSR1@90`); None:
-            SIGUSR1, where the system has it.
-        variables: Environment variables; None reads those of this process, always as they are now.
+        auto_requeue: Whether the Trainer saves a checkpoint and requeues the job when the signal arrives.
+        requeue_signal: The signal that SLURM sends before the time limit (`#SBATCH --signal=SIGUSR1@90`); None:
+            SIGUSR1, if the system has it.
+        variables: Environment variables; None reads those of this process on each access.
 
     Raises:
-        LaunchError: There are several tasks, and nothing says how many each node has.
+        LaunchError: There are several tasks, and the number per node is unknown.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class SLURMEnvironment(ClusterEnvironment):
         self.requeue_signal = getattr(signal, "SIGUSR1", None) if requeue_signal is None else requeue_signal
         if self._number("SLURM_NTASKS", 1) > 1 and self.num_local_processes() is None:
             raise LaunchError(
-                f"SLURM started {self.world_size()} tasks, but says nowhere how many of them each node has.",
-                fix="write `#SBATCH --ntasks-per-node=N` (N is devices=) in the place of --ntasks.",
+                f"Expected the number of SLURM tasks per node, but it is not set; SLURM started {self.world_size()} "
+                "tasks.",
+                fix="replace --ntasks with `#SBATCH --ntasks-per-node=N`, where N is devices=.",
             )
 
     @property
@@ -74,7 +75,7 @@ class SLURMEnvironment(ClusterEnvironment):
         """Name in messages."""
         return "SLURM"
 
-    # -- where this process stands -------------------------------------------------------------------------------
+    # -- rank of this process -------------------------------------------------------------------------------
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -95,14 +96,14 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """MASTER_PORT, else a port made from the numbers of job and step, else 12910; exported."""
+        """MASTER_PORT, else a port derived from the numbers of job and step, else 12910; exported."""
         if "MASTER_PORT" in self.variables:
             return self._port(_DEFAULT_PORT)
         job = self.variables.get("SLURM_JOB_ID", "")
         port = 15000 + int(job[-4:]) if job.isdecimal() else _DEFAULT_PORT
         # Several steps of one job may run on one node at the same time.
         step = self.variables.get("SLURM_STEP_ID", "")
-        if step.isdecimal() and int(step) < 10_000:  # larger numbers are SLURM's own kinds of step
+        if step.isdecimal() and int(step) < 10_000:  # larger numbers are special steps of SLURM
             port += int(step)
         self._export("MASTER_PORT", str(port))
         return port
@@ -125,7 +126,7 @@ class SLURMEnvironment(ClusterEnvironment):
         if "SLURM_JOB_ID" in variables and shutil.which("srun", path=variables.get("PATH")):
             command = " ".join([os.path.basename(sys.executable), *sys.argv])[:80]
             log.warning(
-                "this is a SLURM job, but srun is not used: there is one process. To start all: srun %s", command
+                "This is a SLURM job, but srun is not used, so only one process runs. To start all: srun %s", command
             )
         return False
 
@@ -155,7 +156,7 @@ class SLURMEnvironment(ClusterEnvironment):
         return counts[0][node] if counts and node < len(counts[0]) else None
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare devices with tasks per node, and nodes with nodes.
+        """Compare devices with tasks per node, and num_nodes with SLURM's number of nodes.
 
         Raises:
             ConfigError: They differ, or the nodes have different numbers of tasks.
@@ -168,35 +169,35 @@ class SLURMEnvironment(ClusterEnvironment):
             ("num_nodes", num_nodes, "the number of nodes (SLURM_NNODES)", nodes),
             ("devices * num_nodes", num_devices * num_nodes, "the number of tasks (SLURM_NTASKS)", tasks),
             fix=f"pass devices={local if local is not None else max(1, world // (nodes or 1))} and "
-            f"num_nodes={nodes or num_nodes}, or ask SLURM for the other numbers: #SBATCH --nodes={num_nodes} "
-            f"--ntasks-per-node={num_devices}; or, with one task per node, write `loopwright launch --nproc-per-node "
-            f"{num_devices}` in the place of python.",
+            f"num_nodes={nodes or num_nodes}, or request other numbers from SLURM: #SBATCH --nodes={num_nodes} "
+            f"--ntasks-per-node={num_devices}; or, with one task per node, replace python with `loopwright launch "
+            f"--nproc-per-node {num_devices}`.",
         )
         if num_devices * num_nodes != world:
             raise ConfigError(
-                f"SLURM started {world} tasks on {num_nodes} nodes, {num_devices} of them on this one: the nodes have "
-                "different numbers of tasks.",
-                fix=f"write `#SBATCH --nodes={num_nodes} --ntasks-per-node={num_devices}` in the place of --ntasks.",
+                f"Expected the same number of SLURM tasks on every node, got {world} tasks on {num_nodes} nodes, "
+                f"{num_devices} of them on this node.",
+                fix=f"replace --ntasks with `#SBATCH --nodes={num_nodes} --ntasks-per-node={num_devices}`.",
             )
         if world > 1 and "SLURM_JOB_ID" in self.variables and "SLURM_STEP_ID" not in self.variables:
-            # sbatch sets the number of tasks for its script as well; then no other process exists.
+            # sbatch also sets the number of tasks for its script, where no other process exists.
             log.warning("SLURM has %d tasks, but this process was not started by srun; it may wait forever", world)
 
     # -- the job -------------------------------------------------------------------------------------------------
 
     @_AlsoOfTheClass
     def job_name(self) -> str | None:
-        """Return the job's name; None outside of a job."""
+        """Return the job's name; None outside a job."""
         return self.variables.get("SLURM_JOB_NAME")
 
     @_AlsoOfTheClass
     def job_id(self) -> int | None:
-        """Return the job's number; None outside of a job, and at a prompt."""
+        """Return the job's number; None outside a job and in an interactive job."""
         text = self.variables.get("SLURM_JOB_ID", "")
         return int(text) if text.isdecimal() and self.job_name() not in _INTERACTIVE else None
 
     def requeue_id(self) -> str | None:
-        """Return what scontrol calls the job: its number, in an array `<array job>_<task>`; None without a job."""
+        """Return the job's ID for scontrol: its number, or `<array job>_<task>` in an array; None without a job."""
         array, task = self.variables.get("SLURM_ARRAY_JOB_ID"), self.variables.get("SLURM_ARRAY_TASK_ID")
         job = self.job_id()
         if job is None:
@@ -204,38 +205,38 @@ class SLURMEnvironment(ClusterEnvironment):
         return f"{array}_{task}" if array and task else str(job)
 
     def restart_count(self) -> int:
-        """Return how often SLURM has put the job back into the queue before."""
+        """Return how many times SLURM has requeued the job."""
         return self._number("SLURM_RESTART_COUNT", 0)
 
     def requeue(self) -> bool:
-        """Put the job back into the queue: `scontrol requeue`.
+        """Requeue the job with `scontrol requeue`.
 
         Called on rank zero only, after the checkpoint is written. SLURM then ends this job's processes with SIGTERM.
 
         Returns:
-            Whether SLURM accepted it; the log says why not.
+            Whether SLURM accepted it. If not, the reason is logged.
         """
         job = self.requeue_id()
         scontrol = shutil.which("scontrol", path=self.variables.get("PATH"))
         if job is None or scontrol is None:
-            log.warning("the job is not requeued: there is no %s", "SLURM job" if job is None else "command scontrol")
+            log.warning("The job is not requeued: %s not found", "SLURM job" if job is None else "command scontrol")
             return False
         try:
             done = subprocess.run(
                 [scontrol, "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            log.warning("the job %s is not requeued: %s", job, error)
+            log.warning("Job %s is not requeued: %s", job, error)
             return False
         if done.returncode != 0:
-            log.warning("the job %s is not requeued: %s", job, (done.stderr or done.stdout).strip())
+            log.warning("Job %s is not requeued: %s", job, (done.stderr or done.stdout).strip())
             return False
-        log.info("SLURM puts the job %s back into the queue", job)
+        log.info("SLURM requeues job %s", job)
         return True
 
 
 def _counts(text: str) -> list[int]:
-    """Return the number of tasks of each node from SLURM's form: "2(x3),1" is [2, 2, 2, 1]; empty for other forms."""
+    """Return the number of tasks per node from SLURM's format: "2(x3),1" is [2, 2, 2, 1]; empty for other formats."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)

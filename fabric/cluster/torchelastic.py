@@ -1,4 +1,4 @@
-"""Processes that torchrun, `loopwright launch` or another user of torch's elastic launch started."""
+"""`TorchElasticEnvironment`: processes started by torchrun, `loopwright launch` or another elastic launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
-    """What torchrun says: WORLD_SIZE, RANK, LOCAL_RANK, GROUP_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """The variables of torchrun: WORLD_SIZE, RANK, LOCAL_RANK, GROUP_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT."""
 
     @property
     def name(self) -> str:
@@ -31,7 +32,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
         """MASTER_ADDR, or the loopback address with a warning."""
         address = self.variables.get("MASTER_ADDR")
         if not address:
-            log.warning("MASTER_ADDR is not set; 127.0.0.1 is used, which is right on one machine only")
+            log.warning("MASTER_ADDR is not set; 127.0.0.1 is used, which works only on a single machine")
         return address or "127.0.0.1"
 
     @property
@@ -74,13 +75,13 @@ class TorchElasticEnvironment(ClusterEnvironment):
         """
         check_numbers(
             ("devices * num_nodes", num_devices * num_nodes, "WORLD_SIZE, as torchrun has set it,", self.world_size()),
-            fix=f"pass devices='auto' and num_nodes={self._num_nodes(num_nodes)}, or start as many processes as the "
-            f"arguments ask for: torchrun --nnodes={num_nodes} --nproc-per-node={num_devices} (`loopwright launch` "
-            "has the same options).",
+            fix=f"pass devices='auto' and num_nodes={self._num_nodes(num_nodes)}, or start the number of processes "
+            f"that the arguments request: torchrun --nnodes={num_nodes} --nproc-per-node={num_devices} "
+            "(`loopwright launch` has the same options).",
         )
 
     def _num_nodes(self, asked: int) -> int:
-        """Return the number of nodes that would fit, as far as this node can tell."""
+        """Return the number of nodes that matches the existing processes, if this node can determine it."""
         local = self.num_local_processes()
         world = self.world_size()
         return world // local if local and world % local == 0 else asked

@@ -569,7 +569,7 @@ class Steep(Net):
 
 def test_what_a_run_refuses_is_said_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train.py fit: there is no checkpoint at 'nope.ckpt'" in ended(capsys, "--ckpt_path", "nope.ckpt")
-    assert "strategy='ddq' is unknown (did you mean 'ddp'?)" in ended(capsys, "trainer.strategy=ddq")
+    assert "strategy='ddq' (did you mean 'ddp'?)" in ended(capsys, "trainer.strategy=ddq")
 
     class Refusing(lw.cli.CLI):
         def before_fit(self) -> None:

@@ -203,5 +203,5 @@ def test_fabric_compiles_blocks_below_what_fsdp_adds(is_by_user: bool) -> None:
 
 
 def test_fabric_names_what_compile_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="compile='yes' is str"):
+    with pytest.raises(ConfigError, match="got compile='yes'"):
         machine().setup(Stepping(), compile="yes")

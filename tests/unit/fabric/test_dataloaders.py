@@ -47,7 +47,7 @@ def test_several_loaders_come_back_as_a_list() -> None:
         fabric.setup_dataloaders(3)
     with pytest.raises(ConfigError, match=r"uneven='kep' \(did you mean 'keep'\?\)"):
         fabric.setup_dataloaders([1], uneven="kep")
-    with pytest.raises(TypeError, match="does not say how many"):
+    with pytest.raises(TypeError, match="no known number of batches"):
         len(fabric.setup_dataloaders(DataLoader(_Endless(), batch_size=1)))
 
 
@@ -101,7 +101,7 @@ def test_two_passes_at_once_are_an_error_and_not_a_mixture() -> None:
     assert next(first) == 1
     second = iter(loader)
     assert next(second) == 1
-    with pytest.raises(DataError, match="a second pass"):
+    with pytest.raises(DataError, match="got a second one"):
         next(first)
     assert list(second) == [2, 3]
 
@@ -166,7 +166,7 @@ def test_collective_results_are_joined_by_structure() -> None:
     assert joined["pair"][1][0].shape == (3,)
     assert joined["names"] == ["a", "b", "c"]
     assert joined["o"] == [1, 2]
-    with pytest.raises(ModuleError, match=r"different lengths over the ranks: \[1, 2\]"):
+    with pytest.raises(ModuleError, match=r"lists of equal length on all ranks .* got lengths \[1, 2\]"):
         _merge([[tensor(1)], [tensor(1), tensor(1)]])
 
 

@@ -66,12 +66,12 @@ def test_one_device_has_rank_0_of_1() -> None:
 
 
 def test_all_problems_are_one_error() -> None:
-    with pytest.raises(ConfigError, match="2 things in this configuration"):
+    with pytest.raises(ConfigError, match="got 2 problems"):
         machine(precision="x", num_nodes=0)
 
 
 def test_a_short_name_of_a_precision_warns() -> None:
-    with pytest.warns(UserWarning, match="taken as 'bf16-mixed'"):
+    with pytest.warns(UserWarning, match="interpreted as 'bf16-mixed'"):
         assert machine(precision="bf16").precision.precision == "bf16-mixed"
 
 
@@ -453,14 +453,14 @@ def test_a_filter_keeps_a_part() -> None:
 
 @pytest.mark.parametrize("filter", [3, {"modle": lambda name, value: True}, {"model": 3}])
 def test_a_wrong_filter_is_an_error(filter: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Fabric.save was given (a )?filter"):
+    with pytest.raises(ConfigError, match=r"filter of Fabric.save"):
         machine(plugins=Files()).save("a.ckpt", training_state(), filter=filter)
 
 
 def test_every_missing_entry_is_named() -> None:
     fabric = machine(plugins=Files())
     fabric.save("a.ckpt", {"epoch": 1})
-    with pytest.raises(CheckpointError, match=r"no entries \['model', 'optimizer'\]"):
+    with pytest.raises(CheckpointError, match=r"the entries \['model', 'optimizer'\]"):
         fabric.load("a.ckpt", training_state())
     state = training_state()
     assert fabric.load("a.ckpt", state, strict=False) == {}

@@ -73,7 +73,7 @@ def test_what_does_not_divide_names_the_nearest_values(wanted: int, micro: int, 
 
 
 def test_an_unknown_batch_size_is_refused_with_the_loaders_name() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)Unsized does not say it.*accumulate_grad_batches"):
+    with pytest.raises(ConfigError, match=r"(?s)got Unsized.*accumulate_grad_batches"):
         accumulation_steps(8, None, 1, loader=Unsized([]))
     with pytest.raises(ConfigError, match="batch sampler Lengths"):
         accumulation_steps(8, None, 1, loader=DataLoader(pairs(8), batch_sampler=Lengths()))
@@ -86,7 +86,7 @@ def test_an_unknown_batch_size_is_refused_with_the_loaders_name() -> None:
     [
         (8, 4, 2, "global batch: 8 samples x 4 micro-batches x 2 ranks = 64 samples per step"),
         (1, 1, 1, "global batch: 1 sample x 1 micro-batch x 1 rank = 1 sample per step"),
-        (None, 4, 2, "global batch: micro-batches of a size that the loader does not say x 4 micro-batches x 2 ranks"
+        (None, 4, 2, "global batch: micro-batches of unknown size x 4 micro-batches x 2 ranks"
                      " = 8 micro-batches per step"),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_without_a_seed_the_environment_gives_it() -> None:
     os.environ["PL_GLOBAL_SEED"] = "11"
     assert seed_everything() == 11
     os.environ["PL_GLOBAL_SEED"] = "eleven"
-    with pytest.raises(ConfigError, match="PL_GLOBAL_SEED is 'eleven'"):
+    with pytest.raises(ConfigError, match="PL_GLOBAL_SEED to be an integer, got 'eleven'"):
         seed_everything()
 
 
@@ -124,7 +124,7 @@ def test_the_state_loads_with_weights_only() -> None:
 def test_a_state_in_a_wrong_form_is_an_error() -> None:
     state = rng_state()
     state["torch"] = torch.zeros(3, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match="random generators cannot be put back"):
+    with pytest.raises(CheckpointError, match="random generators cannot be restored"):
         set_rng_state(state)
 
 

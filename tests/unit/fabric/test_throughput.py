@@ -36,11 +36,11 @@ def test_rates_are_over_the_window_and_totals_over_all() -> None:
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        ({"time": 1.0, "batches": 2, "samples": 4}, "time=1.0 does not exceed the last, 1.0"),
-        ({"time": 2.0, "batches": 1, "samples": 4}, "batches=1 does not exceed"),
-        ({"time": 2.0, "batches": 2, "samples": 2}, "samples=2 does not exceed"),
+        ({"time": 1.0, "batches": 2, "samples": 4}, "time=1.0 is not larger than its last value, 1.0"),
+        ({"time": 2.0, "batches": 1, "samples": 4}, "batches=1 is not larger"),
+        ({"time": 2.0, "batches": 2, "samples": 2}, "samples=2 is not larger"),
         ({"time": 2.0, "batches": 9, "samples": 4}, "samples=4 is less than batches=9"),
-        ({"time": 2.0, "batches": 2, "samples": 4, "lengths": 4}, "lengths=4 was not given before"),
+        ({"time": 2.0, "batches": 2, "samples": 4, "lengths": 4}, "lengths=4 differs from earlier readings"),
     ],
 )
 def test_totals_that_cannot_be_are_refused(update: dict[str, Any], message: str) -> None:
@@ -113,7 +113,7 @@ def test_float32_is_tf32_where_torch_may_use_it(monkeypatch: Any) -> None:
 
 def test_an_unknown_chip_is_said_and_a_cpu_is_measured(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Unheard 1")
-    with pytest.warns(UserWarning, match="Unheard 1 is not in the table"):
+    with pytest.warns(UserWarning, match="in the table of peak FLOPs, got Unheard 1"):
         assert get_available_flops(torch.device("cuda"), torch.float32) is None
     assert get_available_flops(torch.device("cpu"), torch.float32) is None
     assert measure_peak_flops(torch.device("cpu"), seconds=0.05) > 1e8

@@ -130,7 +130,7 @@ def test_all_cards_are_used_except_in_a_notebook() -> None:
     assert name_of(parts) == "ddp"
     parts = find(accelerator="auto", interactive=True)
     assert type(parts.strategy) is SingleDeviceStrategy
-    assert "2 meta devices are visible; one is used" in parts.notes[0]
+    assert "2 meta devices are visible, but only one is used" in parts.notes[0]
 
 
 @pytest.mark.usefixtures("cards")
@@ -143,13 +143,13 @@ def test_data_parallel_is_one_process_on_several_devices() -> None:
     parts = find(strategy="dp", devices=2)
     assert len(parts.devices) == 2
     assert type(parts.launcher) is InProcessLauncher
-    with pytest.raises(ConfigError, match="num_nodes=2 with strategy='dp', which is one process"):
+    with pytest.raises(ConfigError, match="strategy='dp', which runs one process"):
         find(strategy="dp", num_nodes=2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_a_notebook_needs_a_fork(strategy: str) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)does not work in a notebook.*ddp_notebook"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot start processes in a notebook.*ddp_notebook"):
         find(strategy=strategy, devices=2, interactive=True)
 
 
@@ -162,7 +162,7 @@ def test_a_system_without_fork_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ddp_does_not_exist_on_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.delenv("DISABLE_MPS", raising=False)
-    with pytest.raises(ConfigError, match="cannot do that on accelerator='mps'"):
+    with pytest.raises(ConfigError, match="cannot be used with accelerator='mps'"):
         find(accelerator="mps", strategy="ddp")
 
 
@@ -208,7 +208,7 @@ def test_one_process_under_torchrun_is_one_device() -> None:
 
 
 def test_single_device_under_torchrun_would_do_the_same_four_times() -> None:
-    with pytest.raises(ConfigError, match="torchrun started 4 processes with strategy='single_device'"):
+    with pytest.raises(ConfigError, match="strategy='single_device', got 4 processes from torchrun"):
         find(TORCHRUN, strategy="single_device")
 
 
@@ -232,7 +232,7 @@ def test_a_script_that_we_launched_says_itself_what_it_wants() -> None:
     # A second, small run in each process, or on rank 0 only.
     assert type(find(OURS).strategy) is SingleDeviceStrategy
     assert type(find(OURS, devices=1).strategy) is SingleDeviceStrategy
-    with pytest.raises(ConfigError, match="devices=3 times num_nodes=1 is 3, but this script runs in 2 processes"):
+    with pytest.raises(ConfigError, match="to be 2, .* got devices=3 and num_nodes=1"):
         find(OURS, devices=3)
 
 
@@ -308,9 +308,9 @@ def test_every_conflict_is_named() -> None:
 
 
 def test_a_wrong_variable_is_named_as_the_argument_would_be() -> None:
-    with pytest.raises(ConfigError, match="num_nodes='many' is not an int"):
+    with pytest.raises(ConfigError, match="got num_nodes='many'"):
         find({"LT_NUM_NODES": "many"})
-    with pytest.raises(ConfigError, match="precision='8-bit' is unknown"):
+    with pytest.raises(ConfigError, match="precision='8-bit'"):
         find({"LT_PRECISION": "8-bit"})
 
 
@@ -319,5 +319,5 @@ def test_a_strategy_of_one_process_stays_one() -> None:
         pass
 
     assert type(find(strategy=Own()).launcher) is InProcessLauncher
-    with pytest.raises(ConfigError, match="devices=2 gives 2 devices"):
+    with pytest.raises(ConfigError, match="got devices=2, which selects 2"):
         find(strategy=Own(), devices=2)

@@ -96,8 +96,8 @@ def test_address_and_port_are_exported_and_taken_back(monkeypatch: pytest.Monkey
 def test_other_numbers_than_those_of_the_job_are_all_named() -> None:
     with pytest.raises(ConfigError) as caught:
         slurm().validate_settings(4, 1)
-    assert "devices=4, but the number of tasks per node (SLURM_NTASKS_PER_NODE) is 2" in caught.value.what
-    assert "num_nodes=1, but the number of nodes (SLURM_NNODES) is 2" in caught.value.what
+    assert "devices=4 (the number of tasks per node (SLURM_NTASKS_PER_NODE) is 2)" in caught.value.what
+    assert "num_nodes=1 (the number of nodes (SLURM_NNODES) is 2)" in caught.value.what
     assert "devices=2 and num_nodes=2" in caught.value.fix
     assert "--nodes=1 --ntasks-per-node=4" in caught.value.fix
 
@@ -105,7 +105,7 @@ def test_other_numbers_than_those_of_the_job_are_all_named() -> None:
 def test_a_single_task_without_a_number_per_node_is_compared_by_the_product() -> None:
     single = slurm(SLURM_NTASKS="1", SLURM_NTASKS_PER_NODE=None, SLURM_NNODES="1", SLURM_PROCID="0")
     single.validate_settings(1, 1)
-    with pytest.raises(ConfigError, match=r"devices \* num_nodes=4, but the number of tasks \(SLURM_NTASKS\) is 1"):
+    with pytest.raises(ConfigError, match=r"devices \* num_nodes=4 \(the number of tasks \(SLURM_NTASKS\) is 1"):
         single.validate_settings(4, 1)
 
 
@@ -125,7 +125,7 @@ def test_tasks_per_node_are_read_in_slurms_form(text: str, node: str, count: int
 
 def test_nodes_with_different_numbers_of_tasks_are_an_error() -> None:
     cluster = slurm(SLURM_NTASKS_PER_NODE=None, SLURM_TASKS_PER_NODE="3,1", SLURM_NODEID="0")
-    with pytest.raises(ConfigError, match="4 tasks on 2 nodes, 3 of them on this one"):
+    with pytest.raises(ConfigError, match="4 tasks on 2 nodes, 3 of them on this node"):
         cluster.validate_settings(3, 2)
 
 
@@ -209,6 +209,6 @@ def test_a_requeue_that_slurm_refuses_says_why(tmp_path: Path, caplog: pytest.Lo
 
 def test_no_requeue_without_a_job_or_scontrol(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not slurm(PATH=str(tmp_path)).requeue()
-    assert "no command scontrol" in caplog.text
+    assert "command scontrol not found" in caplog.text
     assert not slurm(SLURM_JOB_ID=None).requeue()
-    assert "no SLURM job" in caplog.text
+    assert "SLURM job not found" in caplog.text

@@ -87,8 +87,8 @@ def test_a_resume_with_another_batch_size_keeps_the_global_batch(tmp_path: Path)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (loader(16, 3), "not a multiple of 3 samples per micro-batch x 1 rank"),
-        (Unsized([torch.ones(2, 4)]), "Unsized does not say it"),
+        (loader(16, 3), r"a multiple of 3 \(3 samples per micro-batch x 1 rank"),
+        (Unsized([torch.ones(2, 4)]), "got Unsized"),
         (CombinedLoader({"a": loader(8, 2), "b": loader(8, 4)}), "batch sizes 2, 4"),
     ],
 )
