@@ -1,0 +1,258 @@
+"""What runs in place of modules in a step of one stage: blocks of other stages pass on their input.
+
+Every stage runs the user's whole step, up to the first block of the next stage. A block before the stage's first one
+returns what it was given; the first one gets what the stage before has sent; a module before the blocks returns NaN of
+the right shape on all stages but the first. A value that bypasses the split, as in a skip connection around it, so
+becomes a loss of NaN and not a wrong number.
+
+The calls stand outside of hooks: those of a module run where the module does, and only there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import ModuleError
+from ...tree import leaves, map_leaves
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["BlockCall", "ChildCall", "Cut", "Position", "SideCall"]
+
+# Any in this file: arguments and results of the user's modules.
+
+
+class Cut(BaseException):
+    """Leaves a step at the first block of the next stage. Not an Exception, so that no user code catches it.
+
+    Attributes:
+        value: What the next stage needs.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+@dataclass(slots=True)
+class Position:
+    """Where the present step is; shared by all calls of a module.
+
+    Attributes:
+        called: What the step calls, as a user writes it.
+        stage: The stage that runs; None outside of a step.
+        first: Its first block.
+        end: The block after its last one.
+        num_blocks: Of all stages.
+        received: What the stage before has sent; None on the first stage.
+        is_called: Whether the module that is split has been called.
+        is_past: Whether the stage's first block has been called.
+    """
+
+    called: str
+    num_blocks: int
+    stage: int | None = None
+    first: int = 0
+    end: int = 0
+    received: Tensor | None = None
+    is_called: bool = False
+    is_past: bool = False
+
+
+@dataclass(eq=False)
+class ChildCall:
+    """The place of the module that is split: `module._call_impl`.
+
+    Attributes:
+        module: The module.
+        at: Where the present step is.
+    """
+
+    module: nn.Module
+    at: Position
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Raises:
+            ModuleError: It is the second call in a step.
+        """
+        at = self.at
+        if at.stage is not None:
+            if at.is_called:
+                raise _called_twice(at)
+            at.is_called = True
+        return nn.Module._call_impl(self.module, *args, **kwargs)
+
+
+@dataclass(eq=False)
+class BlockCall:
+    """A block's place in its module: `block._call_impl`.
+
+    Attributes:
+        module: The block.
+        name: Its name in the user's module.
+        index: Its number among the blocks.
+        is_own: Whether this rank has its parameters.
+        at: Where the present step is.
+    """
+
+    module: nn.Module
+    name: str
+    index: int
+    is_own: bool
+    at: Position
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, pass on the input, or leave the step, depending on the stage that runs.
+
+        Raises:
+            ModuleError: Blocks are called in another order, or twice, or do not return one tensor.
+        """
+        at, index = self.at, self.index
+        if at.stage is None:
+            if self.is_own:
+                return nn.Module._call_impl(self.module, *args, **kwargs)
+            raise _outside(self.name, at)
+        if index < at.first or index == at.first:
+            if at.is_past:
+                raise _called_twice(at)
+            if index < at.first:
+                return _input_of(args, kwargs, self.name)
+            at.is_past = True
+            if at.received is not None:
+                args, kwargs = _replace_input(args, kwargs, at.received, self.name)
+        if index == at.end:
+            if not at.is_past:
+                raise _unordered(self.name, at)
+            raise Cut(_input_of(args, kwargs, self.name))
+        output = nn.Module._call_impl(self.module, *args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise ModuleError(
+                f"Expected {self.name} to return one tensor, got {type(output).__name__}: stages exchange one tensor.",
+                fix="let the blocks of the pipeline return their hidden state alone.",
+            )
+        return output
+
+
+@dataclass(eq=False)
+class SideCall:
+    """The place of a module beside the blocks: `module._call_impl`.
+
+    Attributes:
+        module: The module.
+        name: Its name in the user's module.
+        is_before: Whether it was registered before the blocks, and so belongs to the first stage; else to the last.
+        is_own: Whether this rank has its parameters.
+        at: Where the present step is.
+        twin: A copy with fake tensors, which knows the shapes of results; None behind the blocks.
+        mode: The mode of these tensors.
+    """
+
+    module: nn.Module
+    name: str
+    is_before: bool
+    is_own: bool
+    at: Position
+    twin: nn.Module | None = field(default=None, repr=False)
+    mode: FakeTensorMode | None = field(default=None, repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on its stage; elsewhere return NaN of the right shapes.
+
+        Raises:
+            ModuleError: It is called on the other side of the blocks than where it was registered.
+        """
+        at = self.at
+        if at.stage is None:
+            if self.is_own:
+                return nn.Module._call_impl(self.module, *args, **kwargs)
+            raise _outside(self.name, at)
+        if self.is_before == at.is_past:
+            registered, called = ("before", "after") if self.is_before else ("after", "before")
+            raise ModuleError(
+                f"{self.name} is registered {registered} the blocks of the pipeline, and called {called} the first of "
+                f"them that stage {at.stage} has.",
+                fix=f"register modules in the order in which forward calls them, and call {at.called} once in a step; "
+                "or name the submodule that has the blocks in Pipeline(module=...): what is outside of it is on every "
+                "stage.",
+            )
+        if not self.is_before or at.received is None:
+            return nn.Module._call_impl(self.module, *args, **kwargs)
+        return self._shaped(args, kwargs)
+
+    def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return NaN in the shapes of what the module would return."""
+        mode, twin = self.mode, self.twin
+        assert mode is not None
+        assert twin is not None
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
+
+        with mode, torch.no_grad():
+            output = twin(*map_leaves(args, fake), **map_leaves(kwargs, fake))
+        return map_leaves(output, self._nan)
+
+    def _nan(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not (value.is_floating_point() or value.is_complex()):
+            raise ModuleError(
+                f"{self.name} returns a tensor of {value.dtype}, which stages after the first do not have: only "
+                "floating-point values can be marked as absent.",
+                fix="compute it from the batch without this module's parameters, or after the blocks.",
+            )
+        return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)
+
+
+def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
+    """Return the hidden state in a block's arguments: the first tensor."""
+    for _, value in leaves((args[:1] or kwargs,)):
+        if isinstance(value, Tensor):
+            return value
+    raise ModuleError(
+        f"Expected a tensor as first argument of {name}, got {[type(one).__name__ for one in args]}.",
+        fix="pass the hidden state first: stages exchange it.",
+    )
+
+
+def _replace_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor, name: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        if not isinstance(args[0], Tensor):
+            _input_of((), {}, name)
+        return (received, *args[1:]), kwargs
+    key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
+    if key is None:
+        _input_of((), {}, name)
+    return args, {**kwargs, str(key): received}
+
+
+def _called_twice(at: Position) -> ModuleError:
+    return ModuleError(
+        f"Expected a step to call {at.called} once, got a second call.",
+        fix="join both inputs to one batch and call it once, or name a part that is called once in "
+        "Pipeline(module=...); blocks must be called in the order in which they are registered.",
+    )
+
+
+def _outside(name: str, at: Position) -> ModuleError:
+    return ModuleError(
+        f"{name} was called outside of a step, and another stage of the pipeline has it.",
+        fix=f"call {at.called} in training_step, validation_step, test_step or predict_step only.",
+    )
+
+
+def _unordered(name: str, at: Position) -> ModuleError:
+    return ModuleError(
+        f"{name}, with which stage {(at.stage or 0) + 1} begins, was called before block {at.first}, with which stage "
+        f"{at.stage} begins.",
+        fix="register the blocks in the order in which forward calls them.",
+    )

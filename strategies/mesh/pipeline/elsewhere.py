@@ -1,0 +1,83 @@
+"""Parameters and buffers of other stages: attributes whose shape and dtype can be read, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....errors import ModuleError
+from ...tree import leaves
+
+__all__ = ["Elsewhere"]
+
+# Any in this file: arguments and results of torch's functions.
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_meta", "layout", "is_leaf", "grad", "grad_fn", "is_cuda",
+    "is_sparse", "itemsize", "nbytes", "is_quantized", "is_cpu",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "stride", "is_contiguous",
+    "ndimension", "__len__", "__hash__", "get_device", "is_signed",
+)  # fmt: skip
+_READABLE = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
+)
+
+
+class Elsewhere(Tensor):
+    """A tensor of another stage, on the meta device.
+
+    Attributes:
+        path: Its name in the user's module.
+        stage: The stage that has it.
+    """
+
+    path: str
+    stage: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, path: str, stage: int) -> Elsewhere:
+        """Return what stands in for a tensor."""
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        made: Elsewhere = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
+        made.path, made.stage = path, stage
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer questions about shape and dtype; refuse to compute.
+
+        Raises:
+            ModuleError: The values are needed; names the tensor and its stage.
+        """
+        if func in _READABLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        one = next(value for _, value in leaves((args, kwargs)) if isinstance(value, cls))
+        raise ModuleError(
+            f"this stage's part of a step read {one.path} ({getattr(func, '__name__', func)}), which stage {one.stage} "
+            "of the pipeline has.",
+            fix="use a parameter only in the module that owns it; share it by assigning it to both modules "
+            "(head.weight = embedding.weight), or name a smaller part of the model in Pipeline(module=...).",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Elsewhere({self.path!r}, stage={self.stage}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> Elsewhere:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        shape, dtype, trained = tuple(self.shape), self.dtype, self.requires_grad
+        return (_rebuild, (shape, dtype, trained, self.path, self.stage))
+
+
+def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, trained: bool, path: str, stage: int) -> Elsewhere:
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    return Elsewhere.of(empty.requires_grad_(trained), path, stage)

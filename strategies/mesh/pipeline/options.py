@@ -1,0 +1,134 @@
+"""`Pipeline`: how a model is split into stages, and in which order these run the micro-batches of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....errors import ConfigError, nearest
+
+__all__ = ["SCHEDULES", "Pipeline", "Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a schedule's name stands for.
+
+    Attributes:
+        torch_name: Name of the class in `torch.distributed.pipelining`.
+        stages_per_rank: Number of stages on each rank, unless split points say otherwise.
+        is_v: Whether rank r of n has stages r and 2n - 1 - r; else r, r + n, r + 2n, ...
+    """
+
+    torch_name: str
+    stages_per_rank: int = 1
+    is_v: bool = False
+
+    def stages_of(self, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's stages, ascending."""
+        if self.is_v:
+            return (rank, num_stages - 1 - rank)
+        return tuple(range(rank, num_stages, num_ranks))
+
+
+SCHEDULES = {
+    "gpipe": Schedule("ScheduleGPipe"),
+    "1f1b": Schedule("Schedule1F1B"),
+    "interleaved": Schedule("ScheduleInterleaved1F1B", 2),
+    "zero-bubble": Schedule("ScheduleInterleavedZeroBubble", 2),
+    "zbv": Schedule("ScheduleZBVZeroBubble", 2, is_v=True),
+    "dualpipev": Schedule("ScheduleDualPipeV", 2, is_v=True),
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How `MeshStrategy` splits a model over its axis `pp`.
+
+    The blocks of one `ModuleList` or `Sequential` are split into stages; what is registered before it belongs to the
+    first stage, and what is registered after it to the last one. The micro-batches of a pipelined step are those of
+    `accumulate_grad_batches`.
+
+    Args:
+        module: Name of the submodule that is split, such as "model"; `training_step` calls it once. None: the one with
+            the largest list of repeated blocks.
+        split: "even" gives stages equally many parameters, as far as blocks allow; or the names of the blocks with
+            which the second and later stages begin, such as ["model.blocks.4"].
+        schedule: Order of forward and backward passes. "gpipe": all forward passes, then all backward passes. "1f1b":
+            they alternate, which needs less memory. "interleaved" and "zero-bubble": several stages on each rank (two,
+            unless `split` names more), for less idle time. "zbv" and "dualpipev": two stages on each rank, with the
+            first and the last stage on rank 0.
+
+    Raises:
+        ConfigError: An argument is invalid; every problem is named.
+    """
+
+    module: str | None = None
+    split: str | Sequence[str] = "even"
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        problems = [*_check_module(self.module), *_check_split(self.split), *_check_schedule(self.schedule)]
+        if problems:
+            raise ConfigError("; ".join(what for what, _ in problems), fix="; ".join(fix for _, fix in problems) + ".")
+
+    def stages_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's stages, ascending."""
+        return SCHEDULES[self.schedule].stages_of(rank, num_ranks, self.num_stages(num_ranks))
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Return the number of stages on all ranks of a pipeline.
+
+        Raises:
+            ConfigError: The split points give another number than the schedule can place.
+        """
+        schedule = SCHEDULES[self.schedule]
+        default = schedule.stages_per_rank * num_ranks
+        if isinstance(self.split, str):
+            return default
+        wanted = len(self.split) + 1
+        can_have_more = schedule.stages_per_rank > 1 and not schedule.is_v
+        if wanted == default or (can_have_more and wanted > num_ranks and wanted % num_ranks == 0):
+            return wanted
+        multiple = f" or more, a multiple of {num_ranks} less one" if can_have_more else ""
+        raise ConfigError(
+            f"Expected {default - 1} split points{multiple} for pp={num_ranks} and schedule={self.schedule!r}, "
+            f"got {len(self.split)}: {', '.join(self.split)}.",
+            fix="name the first block of each stage but the first, or pass split='even'.",
+        )
+
+
+def _check_module(module: object) -> list[tuple[str, str]]:
+    if module is None or (isinstance(module, str) and module):
+        return []
+    return [(f"Expected Pipeline(module=...) to be the name of a submodule, got {module!r}", "pass a name or None")]
+
+
+def _check_split(split: object) -> list[tuple[str, str]]:
+    if split == "even":
+        return []
+    if isinstance(split, str) or not isinstance(split, Sequence):
+        near = nearest(str(split), ["even"])
+        return [
+            (
+                f"Expected Pipeline(split=...) to be 'even' or a list of names, got {split!r}{near}",
+                "pass 'even', or the names of the blocks with which stages begin",
+            )
+        ]
+    if not split or not all(isinstance(one, str) for one in split):
+        return [(f"Expected names of blocks in Pipeline(split=...), got {list(split)!r}", "pass names, or 'even'")]
+    if len(set(split)) < len(split):
+        return [(f"Expected each block once in Pipeline(split=...), got {list(split)!r}", "leave the second one out")]
+    return []
+
+
+def _check_schedule(schedule: object) -> list[tuple[str, str]]:
+    if schedule in SCHEDULES:
+        return []
+    near = nearest(schedule.lower(), SCHEDULES) if isinstance(schedule, str) else ""
+    return [
+        (
+            f"Expected Pipeline(schedule=...) to be one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}{near}",
+            "pass one of these names",
+        )
+    ]

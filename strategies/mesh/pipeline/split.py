@@ -1,0 +1,284 @@
+"""`StageSplit`: a module of which one rank has some stages.
+
+Parameters and buffers of other stages become attributes that tell shape and dtype; what is left keeps its name. Beside
+the stages' own ones there are shared ones: those that modules of several stages have in common (tied embeddings), and
+those outside of the submodule that is split, which each rank has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import ModuleError
+from .blocks import StagePlan, plan_stages
+from .calls import BlockCall, ChildCall, Cut, Position, SideCall
+from .elsewhere import Elsewhere
+
+if TYPE_CHECKING:
+    from .options import Pipeline
+
+__all__ = ["Shared", "StageSplit", "split_stages"]
+
+# Any in this file: arguments and results of the user's steps.
+
+EVERYWHERE = -1
+"""In place of a stage: every rank has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A parameter that several ranks of a pipeline have: its gradient is the sum of theirs.
+
+    Attributes:
+        name: Its first name in the user's module.
+        ranks: The ranks of the pipeline that have it, ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class StageSplit:
+    """A module that was split.
+
+    Attributes:
+        module: The user's module.
+        plan: The stages.
+        rank: This rank's place in its pipeline.
+        num_ranks: Ranks of the pipeline.
+        stages: This rank's stages, ascending.
+        owners: Name of each parameter and buffer of the unsplit module -> the ranks of the pipeline that have it.
+        shared: Parameters of several ranks, in the order of the module; the same on all ranks.
+        at: Where the present step is.
+    """
+
+    module: nn.Module
+    plan: StagePlan
+    rank: int
+    num_ranks: int
+    stages: tuple[int, ...]
+    owners: dict[str, tuple[int, ...]]
+    shared: tuple[Shared, ...]
+    at: Position
+    _members: dict[int, list[nn.Module]] = field(default_factory=dict, repr=False)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.stages[0] == 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage: the only one whose steps run to their end."""
+        return self.stages[-1] == self.plan.num_stages - 1
+
+    def run(self, stage: int, received: Tensor | None, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one stage of a step.
+
+        Args:
+            stage: One of `stages`.
+            received: What `run` returned on the stage before; None for the first stage.
+            step: The user's step.
+            args: Its arguments.
+            kwargs: Its arguments.
+
+        Returns:
+            What the next stage needs; on the last stage, what the step returned.
+
+        Raises:
+            ModuleError: The step did not call the blocks as a pipeline needs it.
+        """
+        at, plan = self.at, self.plan
+        at.first, at.end = plan.bounds[stage], plan.bounds[stage + 1]
+        at.stage, at.received, at.is_called, at.is_past = stage, received, False, False
+        try:
+            output = step(*args, **kwargs)
+        except Cut as cut:
+            return cut.value
+        finally:
+            is_past = at.is_past
+            at.stage = at.received = None
+        if stage == plan.num_stages - 1 and is_past:
+            return output
+        raise ModuleError(
+            f"Expected {getattr(step, '__name__', 'the step')} to call the blocks of {plan.list or 'the module'} in "
+            f"order, got no call of block {at.end if is_past else at.first} (stage {stage} of {plan.num_stages}).",
+            fix=f"call {plan.called} once in each step; or name what is called in Pipeline(module=...).",
+        )
+
+    def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
+        """Yield the parameters that a stage of this rank may use, each once, as they are now."""
+        seen: set[int] = set()
+        for member in (*self._members[stage], *self._members.get(EVERYWHERE, ())):
+            for one in member._parameters.values():
+                if one is not None and id(one) not in seen:
+                    seen.add(id(one))
+                    yield one
+
+
+def split_stages(
+    module: nn.Module, options: Pipeline, *, rank: int, num_ranks: int, device: torch.device | None = None
+) -> StageSplit:
+    """Split a module in place and return what runs its stages. Does not communicate.
+
+    Args:
+        module: The user's module, the same on all ranks; with values or on the meta device.
+        options: What the user asked for.
+        rank: This rank's place in its pipeline.
+        num_ranks: Ranks of the pipeline.
+        device: Where it will run; None: where the parameters are.
+
+    Raises:
+        ConfigError: A name in the options does not exist.
+        ModuleError: The module cannot be split; gives the reason.
+    """
+    plan = plan_stages(module, options, num_ranks)
+    stages = options.stages_of(rank, num_ranks)
+    rank_of = {stage: one for one in range(num_ranks) for stage in options.stages_of(one, num_ranks)}
+    blocks = list(module.get_submodule(plan.list).named_children())
+    prefix = f"{plan.list}." if plan.list else ""
+    sides = dict(_sides(module, plan))
+    stage_of: dict[int, int] = {}  # by the id of a module
+    for index, (_, block) in enumerate(blocks):
+        for one in block.modules():
+            stage_of[id(one)] = plan.stage_of(index)
+    for _, (side, is_before) in sides.items():
+        for one in side.modules():
+            stage_of.setdefault(id(one), 0 if is_before else plan.num_stages - 1)
+    at = Position(plan.called, len(blocks))
+    twins = _twins(sides, device) if stages != (0,) else {}
+    owners, shared = _owners(module, stage_of, rank_of, num_ranks)
+    members: dict[int, list[nn.Module]] = {}
+    for one in module.modules():
+        members.setdefault(stage_of.get(id(one), EVERYWHERE), []).append(one)
+    child = module.get_submodule(plan.child)
+    child.__dict__["_call_impl"] = ChildCall(child, at)
+    for index, (key, block) in enumerate(blocks):
+        is_own = plan.stage_of(index) in stages
+        block.__dict__["_call_impl"] = BlockCall(block, f"{prefix}{key}", index, is_own, at)
+    for name, (side, is_before) in sides.items():
+        is_own = (0 if is_before else plan.num_stages - 1) in stages
+        _place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
+    _leave_others(module, stage_of, rank_of, rank)
+    split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, at)
+    split._members = {stage: ones for stage, ones in members.items() if stage in (*stages, EVERYWHERE)}
+    if not any(True for stage in stages for _ in split.parameters_of(stage)):
+        raise ModuleError(
+            f"Expected parameters on every rank, got none for stages {list(stages)} (pp={num_ranks}).",
+            fix="use fewer stages, or name other split points in Pipeline(split=...).",
+        )
+    return split
+
+
+def _sides(module: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
+    """Yield modules beside the blocks that have parameters, and whether they are registered before the blocks."""
+    path = plan.list.split(".") if plan.list else []
+    start = len(plan.child.split(".")) if plan.child else 0
+    for depth in range(start, len(path)):
+        prefix = ".".join(path[:depth])
+        is_before = True
+        for key, child in module.get_submodule(prefix).named_children():
+            if key == path[depth]:
+                is_before = False
+            elif any(True for _ in child.parameters()):
+                yield from _callable(f"{prefix}.{key}" if prefix else key, child, is_before=is_before)
+
+
+def _callable(name: str, module: nn.Module, *, is_before: bool) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
+    """Yield a module, or in place of a container that is never called, its elements."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for key, child in module.named_children():
+            if any(True for _ in child.parameters()):
+                yield from _callable(f"{name}.{key}", child, is_before=is_before)
+    else:
+        yield name, (module, is_before)
+
+
+def _place(
+    side: nn.Module,
+    name: str,
+    *,
+    is_before: bool,
+    is_own: bool,
+    at: Position,
+    twin: tuple[nn.Module, Any] | None,
+) -> None:
+    """Put a `SideCall` into a module and into those in it, which may be called on their own."""
+    for inner, one in side.named_modules():
+        if not any(True for _ in one.parameters()) or "_call_impl" in one.__dict__:
+            continue
+        path = f"{name}.{inner}" if inner else name
+        call = SideCall(one, path, is_before, is_own, at)
+        if twin is not None:
+            call.twin, call.mode = twin[0].get_submodule(inner), twin[1]
+        one.__dict__["_call_impl"] = call
+
+
+def _twins(sides: dict[str, tuple[nn.Module, bool]], device: torch.device | None) -> dict[str, tuple[nn.Module, Any]]:
+    """Return copies of the modules before the blocks whose tensors are fake: they have shapes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    made = {}
+    for name, (side, is_before) in sides.items():
+        if not is_before:
+            continue
+        for one in [*side.parameters(), *side.buffers()]:
+            if id(one) not in memo:
+                with mode:
+                    where = device if device is not None else one.device
+                    fake = torch.empty(one.shape, dtype=one.dtype, device=where)
+                memo[id(one)] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
+        try:
+            made[name] = (copy.deepcopy(side, memo), mode)
+        except Exception as error:
+            raise ModuleError(
+                f"{name} cannot be copied, which stages after the first need to know its shapes: "
+                f"{type(error).__name__}: {error}.",
+                fix="keep what cannot be copied outside of modules before the blocks.",
+            ) from error
+    return made
+
+
+def _owners(
+    module: nn.Module, stage_of: dict[int, int], rank_of: dict[int, int], num_ranks: int
+) -> tuple[dict[str, tuple[int, ...]], tuple[Shared, ...]]:
+    """Return which ranks have each tensor by its name, and the parameters that several of them have."""
+    everyone = tuple(range(num_ranks))
+    owners: dict[str, tuple[int, ...]] = {}
+    names: dict[int, str] = {}
+    ranks: dict[int, set[int]] = {}
+    for path, one in module.named_modules(remove_duplicate=False):
+        stage = stage_of.get(id(one), EVERYWHERE)
+        having = everyone if stage == EVERYWHERE else (rank_of[stage],)
+        for key, tensor in (*one._parameters.items(), *one._buffers.items()):
+            if tensor is None:
+                continue
+            name = f"{path}.{key}" if path else key
+            owners[name] = having
+            if isinstance(tensor, nn.Parameter):
+                names.setdefault(id(tensor), name)
+                ranks.setdefault(id(tensor), set()).update(having)
+    shared = [Shared(name, tuple(sorted(ranks[one]))) for one, name in names.items() if len(ranks[one]) > 1]
+    return owners, tuple(shared)
+
+
+def _leave_others(module: nn.Module, stage_of: dict[int, int], rank_of: dict[int, int], rank: int) -> None:
+    """Turn parameters and buffers of other ranks' stages into attributes."""
+    for path, one in list(module.named_modules()):
+        stage = stage_of.get(id(one), EVERYWHERE)
+        if stage == EVERYWHERE or rank_of[stage] == rank:
+            continue
+        for tensors in (one._parameters, one._buffers):
+            for key, tensor in list(tensors.items()):
+                if tensor is not None:
+                    del tensors[key]
+                    one.__dict__[key] = Elsewhere.of(tensor, f"{path}.{key}" if path else key, stage)
