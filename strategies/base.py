@@ -64,7 +64,7 @@ RunWindow = Callable[[Sequence[Any], Callable[[Any, int], Any], Callable[[Any], 
 
 
 class Strategy(Capabilities):
-    """One process on one device, unless a subclass says otherwise: every method has a default that works.
+    """One process on one device, unless a subclass differs: every method has a default that works.
 
     A subclass that defines `reduce` has `all_reduce` too, and the reverse; the same holds for `root_device` and
     `device`, and for `precision_plugin` and `precision`.
@@ -94,8 +94,9 @@ class Strategy(Capabilities):
     ) -> None:
         if precision is not None and precision_plugin is not None and precision is not precision_plugin:
             raise ConfigError(
-                f"{type(self).__name__} was given precision={precision!r} and precision_plugin={precision_plugin!r}.",
-                fix="pass one of the two; they are names of the same thing.",
+                f"Expected either precision or precision_plugin for {type(self).__name__}, got precision={precision!r} "
+                f"and precision_plugin={precision_plugin!r}.",
+                fix="remove one of the two; they set the same option.",
             )
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
@@ -380,7 +381,7 @@ class Strategy(Capabilities):
     def without_data(self, module: nn.Module) -> NoLoss | None:
         """Take part in a training step for which this rank has no batch.
 
-        Called in the place of the bound `training_step`, on the ranks that have no data, where others have some.
+        Called instead of the bound `training_step` on ranks without data, if other ranks have data.
 
         Args:
             module: What `setup_module` returned.
@@ -391,7 +392,7 @@ class Strategy(Capabilities):
         return None
 
     def note_absence(self, window: str) -> Callable[[], int] | None:
-        """Let the other ranks know that this one had no loss in a window, without a collective.
+        """Notify the other ranks, without a collective, that this rank had no loss in a window.
 
         Called on such ranks only, before the backward pass that reduces the window's gradients.
 
@@ -556,7 +557,9 @@ class Strategy(Capabilities):
         if size == 1:
             return tensor
         if group is not None:
-            raise ConfigError(f"{type(self).__name__}.reduce_scatter takes all ranks only.", fix="leave group out.")
+            raise ConfigError(
+                f"{type(self).__name__}.reduce_scatter supports only the group of all ranks.", fix="remove group=."
+            )
         reduced = self.all_reduce(tensor, reduce_op=reduce_op)
         return map_leaves(reduced, lambda leaf: leaf.chunk(size)[rank].clone() if isinstance(leaf, Tensor) else leaf)
 
@@ -603,7 +606,7 @@ class Strategy(Capabilities):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Put back what `state_dict` returned, now or when the module is set up."""
+        """Load a state returned by `state_dict`, now or when the module is set up."""
 
     def saves_shards(self, default: str) -> bool:
         """Return whether the checkpoint IO is called on every rank, with the local shards of tensors.
@@ -634,13 +637,13 @@ class Strategy(Capabilities):
         return self.module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
-        """Put back what `module_state_dict` returned, into a compiled or a plain module.
+        """Load a state returned by `module_state_dict` into a module, compiled or not.
 
         Returns:
             What torch's `load_state_dict` returns: missing and unexpected keys.
 
         Raises:
-            CheckpointError: Names all missing and unexpected keys and wrong shapes at once.
+            CheckpointError: Lists all missing and unexpected keys and wrong shapes.
         """
         names = {name.replace(_COMPILED, ""): name for name in module.state_dict()}
         if any(_COMPILED in name for name in names.values()):
@@ -659,7 +662,7 @@ class Strategy(Capabilities):
     get_optimizer_state = optimizer_state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
-        """Put back what `optimizer_state` returned; tensors are moved to their parameters' devices.
+        """Load a state returned by `optimizer_state`; tensors are moved to their parameters' devices.
 
         Raises:
             CheckpointError: The parameter groups differ in number or size, or the state is one of another class.
@@ -670,15 +673,16 @@ class Strategy(Capabilities):
         except (KeyError, ValueError) as error:  # KeyError: of another class
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
-                f"the checkpoint's state of {type(optimizer).__name__} does not fit: {what}.",
-                fix="configure the optimizer of the class and with the parameter groups that were saved.",
+                f"The checkpoint's state does not match {type(optimizer).__name__}: {what}.",
+                fix="configure the optimizer with the class and parameter groups that were saved.",
             ) from error
         # torch replaces entire groups: those of another class lack what this one reads in its step.
         lacking = sorted(key for key in own if any(key not in group for group in optimizer.param_groups))
         if lacking:
             raise CheckpointError(
-                f"the checkpoint's state is not one of {type(optimizer).__name__}: it lacks {', '.join(lacking)}.",
-                fix="resume with the class of optimizer that was saved, or start from the weights.",
+                f"Expected a state of {type(optimizer).__name__} in the checkpoint, got one without "
+                f"{', '.join(lacking)}.",
+                fix="resume with the optimizer class that was saved, or load only the weights.",
             )
 
     def __repr__(self) -> str:
@@ -688,8 +692,8 @@ class Strategy(Capabilities):
 def non_finite_norm() -> NonFiniteError:
     """Return the error for gradients that cannot be clipped."""
     return NonFiniteError(
-        "the norm of the gradients is infinite or NaN, so that they cannot be clipped.",
-        fix="lower the learning rate, look for a division by zero in the loss, or pass error_if_nonfinite=False to "
+        "Expected a finite norm of the gradients for clipping, got infinity or NaN.",
+        fix="lower the learning rate, check the loss for a division by zero, or pass error_if_nonfinite=False to "
         "continue.",
     )
 

@@ -60,40 +60,54 @@ def hook_name(hook: object) -> str | None:
 
 
 def check_comm_hook(hook: object, state: object, wrapper: object, period: int | None) -> list[tuple[str, str]]:
-    """Return (what, fix) of everything in the arguments of DDPStrategy that cannot work."""
+    """Return (what, fix) for every invalid argument of DDPStrategy."""
     problems = []
     name = hook_name(hook)
     if hook is not None and name is None and (isinstance(hook, enum.Enum) or not callable(hook)):
         near = nearest(hook.lower(), _HOOKS) if isinstance(hook, str) else ""
         problems.append(
             (
-                f"ddp_comm_hook={hook!r} is unknown{near}",
+                f"expected a known communication hook, got ddp_comm_hook={hook!r}{near}",
                 f"use one of {', '.join(_KNOWN)}, or a function (state, bucket)",
             )
         )
     if wrapper is not None and not callable(wrapper) and str(wrapper).lower() not in _WRAPPERS:
-        problems.append((f"ddp_comm_wrapper={wrapper!r} is unknown", "use 'fp16', 'bf16', or a function of the hook"))
+        problems.append(
+            (
+                f"expected a known wrapper, got ddp_comm_wrapper={wrapper!r}",
+                "use 'fp16', 'bf16', or a function that takes the hook",
+            )
+        )
     if hook is None and (state is not None or wrapper is not None):
         problems.append(
-            ("ddp_comm_state or ddp_comm_wrapper is given without ddp_comm_hook", "pass the hook that they belong to")
+            (
+                "ddp_comm_state and ddp_comm_wrapper require ddp_comm_hook, got none",
+                "pass ddp_comm_hook, or remove them",
+            )
         )
     if name == "post_local_sgd" and period is None:
         problems.append(
             (
-                "ddp_comm_hook='post_local_sgd' needs model_averaging_period: the ranks' weights drift apart",
-                "pass model_averaging_period, the number of steps between two averagings",
+                "ddp_comm_hook='post_local_sgd' requires model_averaging_period, because the weights of the ranks "
+                "differ between averagings",
+                "pass model_averaging_period as the number of steps between two averagings",
             )
         )
     if name != "post_local_sgd" and period is not None:
         problems.append(
             (
-                f"model_averaging_period={period!r} has no use without ddp_comm_hook='post_local_sgd': with averaged "
-                "gradients the weights are equal",
-                "leave model_averaging_period out, or pass ddp_comm_hook='post_local_sgd'",
+                f"model_averaging_period={period!r} has no effect without ddp_comm_hook='post_local_sgd': with "
+                "averaged gradients the weights are equal",
+                "remove model_averaging_period, or pass ddp_comm_hook='post_local_sgd'",
             )
         )
     if period is not None and (not isinstance(period, int) or isinstance(period, bool) or period < 1):
-        problems.append((f"model_averaging_period={period!r} is not an int of 1 or more", "pass a number of steps"))
+        problems.append(
+            (
+                f"expected model_averaging_period to be an integer >= 1, got model_averaging_period={period!r}",
+                "pass a number of steps",
+            )
+        )
     return problems
 
 
@@ -104,7 +118,7 @@ class CommHook:
         hook: The user's `ddp_comm_hook`.
         state: The user's `ddp_comm_state`.
         wrapper: The user's `ddp_comm_wrapper`.
-        strategy: Knows the ranks of this node.
+        strategy: Provides the ranks of this node.
 
     Raises:
         ConfigError: The state does not fit the hook.
@@ -149,7 +163,7 @@ class CommHook:
         return {"iter": self.state.iter} if self.name == "post_local_sgd" else {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Put back what `state_dict` returned."""
+        """Load a state returned by `state_dict`."""
         if self.feedback is not None:
             self.feedback.load_state_dict(state)
         elif self.name == "post_local_sgd":
@@ -193,7 +207,7 @@ def _all_reduce_as(bucket: Any, dtype: torch.dtype, group: ProcessGroup | None) 
 
 
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
-    """Return a hook that hands a bucket in a shorter dtype to `hook`, and gives back its own."""
+    """Return a hook that casts a bucket to a shorter dtype for `hook`, and casts the result back."""
 
     def run(state: object, bucket: Any) -> Any:
         buffer = bucket.buffer()
@@ -292,7 +306,7 @@ def _subgroup(size: int | None, strategy: ParallelStrategy) -> ProcessGroup | No
 
 def _wrong_state(name: str, state: object, expected: str) -> ConfigError:
     return ConfigError(
-        f"DDPStrategy: ddp_comm_hook={name!r} was given ddp_comm_state={state!r}, expected {expected}.",
+        f"DDPStrategy: Expected ddp_comm_state for ddp_comm_hook={name!r} to be {expected}, got {state!r}.",
         fix="see the docstring of DDPStrategy for the forms of ddp_comm_state.",
     )
 

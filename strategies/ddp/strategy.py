@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["DDPStrategy"]
 
 _OURS = {
-    "module": "is what the trainer or `setup_module` is given",
+    "module": "is passed to the Trainer or `setup_module` instead",
     "device_ids": "follows from devices=",
     "output_device": "follows from devices=",
-    "dim": "has no meaning with one device per process",
+    "dim": "has no effect with one device per process",
 }
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
@@ -49,7 +49,7 @@ class DDPStrategy(ProcessGroupStrategy):
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        cluster_environment: Provides ranks and addresses; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         ddp_comm_state: State for `ddp_comm_hook`: an object of torch, the keyword arguments of one as a dict, a number
@@ -200,12 +200,12 @@ class DDPStrategy(ProcessGroupStrategy):
                 raise ConfigError(
                     f"model_averaging_period={self.model_averaging_period} cannot be used with "
                     f"{type(optimizer).__name__}.",
-                    fix="use a plain optimizer; the strategy averages the weights.",
+                    fix="use an optimizer such as SGD or AdamW; the strategy averages the weights.",
                 )
             if self.precision.has_scaler:
                 raise ConfigError(
-                    f"model_averaging_period={self.model_averaging_period} cannot be used with "
-                    f"{self.precision!r}: each rank would skip other steps, and ranks would wait for each other.",
+                    f"model_averaging_period={self.model_averaging_period} cannot be used with {self.precision!r}: "
+                    "ranks could skip different steps and wait for each other.",
                     fix="pass precision='bf16-mixed' or '32-true'.",
                 )
         return optimizer
@@ -328,7 +328,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned, now or when the module is set up."""
+        """Load a state returned by `state_dict`, now or when the module is set up."""
         hooks = [one.comm_hook for one in self._replicas if one.comm_hook is not None]
         if not hooks:
             self._pending_state = state_dict
@@ -346,7 +346,7 @@ class DDPStrategy(ProcessGroupStrategy):
     get_module_state_dict = module_state_dict
 
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
-        """Put back what `module_state_dict` returned; see `Strategy.load_module_state_dict`."""
+        """Load a state returned by `module_state_dict`; see `Strategy.load_module_state_dict`."""
         return super().load_module_state_dict(self.unwrap(module), state, strict)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -417,16 +417,16 @@ def _explained(error: RuntimeError, replica: Replica) -> RuntimeError | ModuleEr
         return error
     if "ready only once" in text:
         return ModuleError(
-            f"a parameter got its gradient twice in one backward pass of strategy='ddp': {text.splitlines()[0]}",
-            fix="pass DDPStrategy(static_graph=True) where the same parameters are used in every step, and use "
-            "activation checkpointing with use_reentrant=False.",
+            f"A parameter received its gradient twice in one backward pass with strategy='ddp': {text.splitlines()[0]}",
+            fix="pass DDPStrategy(static_graph=True) if every step uses the same parameters, and use activation "
+            "checkpointing with use_reentrant=False.",
         )
     found = _NO_GRADIENT.search(text)
     names = replica.names_of(found.group(1)) if found else []
     listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return ModuleError(
-        f"the loss does not depend on some parameters of {type(replica.original).__name__}, so that other ranks would "
-        f"wait for their gradients: {listed or 'torch does not say which'}.",
+        f"The loss does not depend on some parameters of {type(replica.original).__name__}, so other ranks would wait "
+        f"for their gradients: {listed or 'torch does not report which'}.",
         fix="use them in every step, freeze them before training (requires_grad=False), or pass "
         "strategy='ddp_find_unused_parameters_true'.",
     )
@@ -440,13 +440,14 @@ def _wrong_kwargs(kwargs: Mapping[str, object]) -> list[tuple[str, str]]:
     problems = []
     for name in kwargs:
         if name in _OURS:
-            problems.append((f"{name}= {_OURS[name]}", f"leave {name} out"))
+            problems.append((f"{name}= {_OURS[name]}", f"remove {name}="))
         elif name not in known:
             own = [one for one in inspect.signature(DDPStrategy.__init__).parameters if one not in ("self", "kwargs")]
             allowed = [one for one in known if one not in _OURS]
             problems.append(
                 (
-                    f"{name}= is not an argument of it or of DistributedDataParallel{nearest(name, [*own, *allowed])}",
+                    f"{name}= is not an argument of this strategy or of "
+                    f"DistributedDataParallel{nearest(name, [*own, *allowed])}",
                     f"use one of {', '.join(allowed)}",
                 )
             )

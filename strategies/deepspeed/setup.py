@@ -51,9 +51,9 @@ def check_shapes(module: nn.Module) -> None:
     names = [name for name, one in module.named_parameters() if one.ndim == 0 and not hasattr(one, "ds_id")]
     if names:
         raise ModuleError(
-            f"{type(module).__name__} has parameters of shape (): {', '.join(names)}. DeepSpeed expects at least one "
-            "dimension.",
-            fix="give them one: nn.Parameter(torch.ones(1)); or pass strategy='ddp' or 'fsdp'.",
+            f"Expected parameters with at least one dimension in {type(module).__name__} for DeepSpeed, got parameters "
+            f"of shape (): {', '.join(names)}.",
+            fix="give them one dimension, as in nn.Parameter(torch.ones(1)), or pass strategy='ddp' or 'fsdp'.",
         )
 
 
@@ -102,13 +102,14 @@ def setup_optimizer(
     unused = [name for name in ("optimizer", "scheduler") if name in strategy.given_config]
     if unused and not is_of_config and strategy.is_global_zero:
         warnings.warn(
-            f"{strategy.where}: {' and '.join(unused)} are ignored, since the module configures an optimizer",
+            f"{strategy.where}: {' and '.join(unused)} ignored, because the module configures an optimizer.",
             stacklevel=3,
         )
     root = _root_of(roots, optimizer)
     if root.has_engine:
         raise several(2)
-    # The engine makes masters from the 16-bit parameters that it has cast: the values before are put back.
+    # The engine creates masters from the 16-bit parameters that it has cast. The original values are restored
+    # afterwards.
     masters: dict[str, Tensor] = {}
     if strategy.precision.policy.compute_dtype != torch.float32:
         masters = {**full_parameters(root.module), **(root.loaded or {})}
@@ -131,8 +132,9 @@ def _root_of(roots: Iterable[EngineRoot], optimizer: Optimizer) -> EngineRoot:
         if any(id(one) in own for one in root.module.parameters()):
             return root
     raise ConfigError(
-        f"no parameter of {type(optimizer).__name__} is in a module that was set up; DeepSpeed needs both together.",
-        fix="pass both to fabric.setup(module, optimizer); make the optimizer from the module's own parameters.",
+        "Expected an optimizer with parameters of a module that is set up, which DeepSpeed requires, got "
+        f"{type(optimizer).__name__} without any.",
+        fix="pass both to fabric.setup(module, optimizer); create the optimizer from the module's parameters.",
     )
 
 

@@ -81,10 +81,10 @@ def _check_loss(strategy: DeepSpeedStrategy, output: StepOutput) -> None:
     has_no_pass = strategy.world_size > 1 if loss is None else not loss.requires_grad
     if has_no_pass:
         raise ModuleError(
-            f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and DeepSpeed's engine "
-            "needs a backward pass on every rank.",
-            fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that is not to count; or "
-            "train with strategy='ddp', where None skips a batch.",
+            "Expected a loss with a graph from training_step, which DeepSpeed needs on every rank, got "
+            f"{'None' if loss is None else 'a loss without a graph'}.",
+            fix="to skip a batch, return the loss times 0 or lw.Loss(loss_sum * 0, weight=0), or train with "
+            "strategy='ddp', where None skips a batch.",
         )
 
 

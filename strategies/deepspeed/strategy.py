@@ -222,7 +222,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # a class attribute elsewhere
         """Why `compile=` cannot be used: torch cannot trace stage 3's own arithmetic, nor a pipeline's engine."""
         if self.stage == 3:
-            what = "ZeRO stage 3 puts functions of its own into linear layers, which torch.compile cannot trace"
+            what = "ZeRO stage 3 replaces functions of linear layers with ones that torch.compile cannot trace"
         elif self.has_stages:
             what = "a pipeline's layers are called by DeepSpeed's engine"
         else:
@@ -246,7 +246,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     @property
     def config(self) -> Config:
-        """DeepSpeed's configuration of this run, with all that Trainer or Fabric knows.
+        """DeepSpeed's configuration for this run, completed with values from Trainer or Fabric.
 
         Raises:
             ConfigError: See `config.settle`.
@@ -254,7 +254,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return configs.settle(self.given_config, self._facts(), self.where)
 
     def configure_deepspeed_config(self, config: Config) -> Config:
-        """Return a configuration with all that Trainer or Fabric knows; override it to change the engine's.
+        """Return a configuration completed with values from Trainer or Fabric; override it to change the engine's.
 
         Args:
             config: The user's configuration, or the one built from the constructor's arguments.
@@ -498,8 +498,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             ModuleError: Always.
         """
         raise ModuleError(
-            f"rank {self.global_rank} has no training batch, and DeepSpeed needs one on every rank.",
-            fix="give all ranks equally many batches, or pass uneven='stop_all' or 'cycle'.",
+            f"Expected a training batch on every rank with DeepSpeed, got none on rank {self.global_rank}.",
+            fix="provide the same number of batches on all ranks, or pass uneven='stop_all' or 'cycle'.",
         )
 
     def evaluate_without_data(self, module: nn.Module | None) -> None:
@@ -515,9 +515,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             known = [root for root in known if root is module]
         if not known:
             raise DataError(
-                f"rank {self.global_rank} has no batch of an evaluation and had none before, so that it cannot know "
-                "which parameters the other ranks' engines gather.",
-                fix="evaluate on at least as many batches as there are ranks, or with strategy='deepspeed_stage_2'.",
+                "Expected at least one evaluation batch on every rank with ZeRO stage 3, got none on rank "
+                f"{self.global_rank}.",
+                fix="evaluate on at least as many batches as there are ranks, or use strategy='deepspeed_stage_2'.",
             )
         for root in known:
             root.evaluate_without_data()
@@ -536,8 +536,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         wrong = sorted(key for key, value in options.items() if value not in (None, False) and key != "retain_graph")
         if wrong:
             raise ConfigError(
-                f"backward was called with {', '.join(wrong)}, which DeepSpeed's engine does not take.",
-                fix="call backward with the loss alone, or with retain_graph.",
+                "Expected no arguments of backward except the loss and retain_graph with DeepSpeed, got "
+                f"{', '.join(wrong)}.",
+                fix="remove these arguments.",
             )
         if self.has_stages:  # the pipeline whose gradients wait
             waiting = (root for root in self._roots if isinstance(root, PipelineRoot) and root.has_pass)
@@ -546,9 +547,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             root = None if self.last_root is None else self.last_root()
         if root is None or not root.has_engine:
             raise ConfigError(
-                "backward was called before DeepSpeed had an optimizer; its engine needs both.",
+                "backward was called before DeepSpeed had an optimizer. Its engine requires both a module and an "
+                "optimizer.",
                 fix="pass both to fabric.setup(module, optimizer); with the Trainer, return an optimizer from "
-                'configure_optimizers, or write a section "optimizer" into the configuration.',
+                'configure_optimizers, or add a section "optimizer" to the configuration.',
             )
         root.backward(tensor, retain_graph=bool(options.get("retain_graph")))
 
@@ -641,8 +643,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             return super().optimizer_state(optimizer, module)
         if self.is_global_zero and own.root.has_gradients:
             warnings.warn(
-                "gradients that DeepSpeed's engine has accumulated since the last step are not saved with the "
-                "optimizer's state",
+                "Gradients that DeepSpeed accumulated since the last step are not saved with the optimizer's state.",
                 stacklevel=2,
             )
         return full_steps(own) if own.root.is_pipeline else optimizer_state(own)
@@ -667,8 +668,8 @@ def _root_of(optimizer: Optimizer) -> EngineRoot:
     own = _engine_optimizer(optimizer)
     if own is None:
         raise ConfigError(
-            f"{type(optimizer).__name__} is not the optimizer that DeepSpeed's engine was set up with.",
-            fix="use the optimizer that setup returned.",
+            f"Expected the optimizer that DeepSpeed was set up with, got another {type(optimizer).__name__}.",
+            fix="use the optimizer that setup returns.",
         )
     root: EngineRoot = own.root
     return root

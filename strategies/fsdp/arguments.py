@@ -1,7 +1,7 @@
 """Arguments of FSDPStrategy, checked and translated to those of torch's fully_shard.
 
-The field's arguments are those of torch's older FullyShardedDataParallel; what they mean with fully_shard is said here.
-No process is needed to read them.
+The accepted arguments are those of torch's older FullyShardedDataParallel and of fully_shard. They are read without
+starting processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
 
 __all__ = ["read_arguments"]
 
-# Any in this file: arguments as they came, and torch's policies, which have no common type.
+# Any in this file: unchecked arguments, and torch's policies, which have no common type.
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STATE_DICT_TYPES = ("full", "sharded")
@@ -28,7 +28,7 @@ BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
 
 _Problem = tuple[str, str]
 
-# What read_arguments takes, with what it means to leave it out.
+# The arguments of read_arguments with their default values.
 _DEFAULTS: dict[str, Any] = {
     "activation_checkpointing": None,
     "activation_checkpointing_policy": None,
@@ -55,8 +55,8 @@ _DEFAULTS: dict[str, Any] = {
     "use_orig_params": None,
 }
 _REFUSED: dict[str, _Problem] = {
-    "module": ("module= is what the trainer or `setup_module` is given", "leave module out"),
-    "device_id": ("device_id= follows from devices=", "leave device_id out"),
+    "module": ("module= is passed to the Trainer or `setup_module` instead", "remove module="),
+    "device_id": ("device_id= is derived from devices=", "remove device_id="),
     "process_group": (
         "process_group= cannot be used: parameters are sharded over a mesh of devices",
         "pass device_mesh=DeviceMesh.from_group(group, 'cuda'), or device_mesh=(copies, shards) for two groups",
@@ -66,7 +66,7 @@ _REFUSED: dict[str, _Problem] = {
         "pass device_mesh=mesh['replicate', 'shard'] with the names of those axes",
     ),
 }
-# Other arguments of the strategy, for advice on misspelled ones.
+# Other arguments of the strategy, for suggestions on misspelled ones.
 _OTHERS = (
     "accelerator",
     "checkpoint_io",
@@ -83,14 +83,15 @@ _OTHERS = (
 
 
 def read_arguments(**given: object) -> ShardingPlan:
-    """Return what the arguments of FSDPStrategy that are about sharding ask for.
+    """Return the sharding plan for the arguments of FSDPStrategy.
 
     Args:
-        given: Arguments of FSDPStrategy, FullyShardedDataParallel and fully_shard by name. None is the default of each.
+        given: Arguments of FSDPStrategy, FullyShardedDataParallel and fully_shard by name. None selects the default of
+            each.
 
     Raises:
-        ConfigError: Arguments are unknown or cannot be honored; every problem is named. Its parts have no period,
-            so that the caller can join them with others.
+        ConfigError: Arguments are unknown or unsupported; every problem is listed. Its parts do not end in a period, so
+            that the caller can join them with others.
     """
     problems = [*_unknown(given)]
     notes: list[str] = []
@@ -107,15 +108,20 @@ def read_arguments(**given: object) -> ShardingPlan:
     for name in ("param_init_fn", "shard_placement_fn"):
         if wanted[name] is not None and not callable(wanted[name]):
             problems.append(
-                (f"{name}={wanted[name]!r} is not a function", f"pass {name} as a function, or leave it out")
+                (
+                    f"expected {name} to be a function, got {name}={wanted[name]!r}",
+                    f"pass {name} as a function, or remove it",
+                )
             )
     if wanted["use_orig_params"] is False:
-        notes.append("use_orig_params=False has no effect: parameters are always the user's own.")
+        notes.append("use_orig_params=False has no effect: the original parameters are always used.")
     if wanted["limit_all_gathers"] is False:
-        notes.append("limit_all_gathers=False has no effect: memory is bounded without waiting for it.")
+        notes.append("limit_all_gathers=False has no effect: fully_shard limits memory without blocking the CPU.")
     for name in ("use_orig_params", "limit_all_gathers", "sync_module_states"):
         if not isinstance(wanted[name], bool | None):
-            problems.append((f"{name}={wanted[name]!r} is neither True nor False", f"pass {name} as a bool"))
+            problems.append(
+                (f"expected {name} to be a bool, got {name}={wanted[name]!r}", f"pass {name}=True or False")
+            )
     plan = ShardingPlan(
         reshard_after_forward=reshard,
         is_hybrid=is_hybrid,
@@ -152,9 +158,11 @@ def _unknown(given: Mapping[str, object]) -> list[_Problem]:
                 problems.append(_REFUSED[name])
         elif name not in _DEFAULTS:
             hint = nearest(name, [*_DEFAULTS, *_OTHERS])
-            problems.append((f"{name}= is not an argument of it{hint}", f"use some of {', '.join(_DEFAULTS)}"))
+            problems.append(
+                (f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_DEFAULTS)}")
+            )
     if given.get("process_group") is not None and given.get("device_mesh") is not None:
-        problems.append(("process_group= and device_mesh= mean the same", "pass device_mesh= only"))
+        problems.append(("process_group= and device_mesh= set the same option", "pass only device_mesh="))
     return problems
 
 
@@ -162,7 +170,7 @@ def _either(wanted: Mapping[str, object], names: tuple[str, str], problems: list
     """Return the value of an argument that has two names."""
     first, second = (wanted[name] for name in names)
     if first is not None and second is not None:
-        problems.append((f"{names[0]}= and {names[1]}= are the same argument", f"pass one of {' and '.join(names)}"))
+        problems.append((f"{names[0]}= and {names[1]}= set the same option", f"pass only one of {' and '.join(names)}"))
     return second if first is None else first
 
 
@@ -174,25 +182,25 @@ def _read_sharding(
     name = _choice("sharding_strategy", "FULL_SHARD" if given is None else given, SHARDING_STRATEGIES, problems)
     copies, shards = sizes_of(mesh) if mesh is not None else (1, 0)
     if name == "NO_SHARD" and shards > 1:
-        what = f"sharding_strategy='NO_SHARD' shards nothing, and device_mesh= has {shards} places for shards"
-        problems.append((what, "pass another sharding_strategy, or leave device_mesh out"))
+        what = f"expected a device_mesh= without shards for sharding_strategy='NO_SHARD', got one with {shards} shards"
+        problems.append((what, "pass another sharding_strategy, or remove device_mesh="))
     if "HYBRID" in name and mesh is not None and not isinstance(mesh, tuple) and mesh.ndim == 1:
-        what = f"sharding_strategy={name!r} needs a mesh with two axes, and device_mesh= has one"
+        what = f"expected device_mesh= with two axes for sharding_strategy={name!r}, got one axis"
         problems.append((what, "pass device_mesh=(copies, shards), or sharding_strategy='FULL_SHARD'"))
     if name in ("FULL_SHARD", "SHARD_GRAD_OP") and copies > 1:
         notes.append(
-            f"sharding_strategy={name!r} with device_mesh= of {copies} copies shards each copy for itself, as "
+            f"sharding_strategy={name!r} with {copies} copies in device_mesh= shards each copy separately, as "
             f"{'HYBRID_SHARD' if name == 'FULL_SHARD' else '_HYBRID_SHARD_ZERO2'} does."
         )
     reshard: bool | int = name in ("FULL_SHARD", "HYBRID_SHARD")
     own = wanted["reshard_after_forward"]
     if own is not None:
         if not isinstance(own, int) or own < 0 or (own == 0 and own is not False):
-            what = f"reshard_after_forward={own!r} is neither True, False nor a number of processes"
+            what = f"expected reshard_after_forward to be a bool or a positive integer, got {own!r}"
             problems.append((what, "pass True, False, or a divisor of the number of processes"))
         elif own and name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
             what = f"sharding_strategy={name!r} keeps parameters after forward, and reshard_after_forward={own!r} does"
-            problems.append((f"{what} not", "pass one of the two"))
+            problems.append((f"{what} not", "remove one of the two"))
         else:
             reshard = own
     return reshard, "HYBRID" in name or copies > 1, name == "NO_SHARD"
@@ -205,14 +213,19 @@ def _read_mesh(given: Any, problems: list[_Problem]) -> Any:
         if given.ndim in (1, 2):
             if given.ndim == 2 and given.mesh_dim_names is None:
                 advice = "pass mesh_dim_names=('replicate', 'shard') to init_device_mesh"
-                problems.append(("device_mesh= has two axes without names", advice))
+                problems.append(("expected names for the two axes of device_mesh=, got none", advice))
             return given
-        problems.append((f"device_mesh= has {given.ndim} axes", "pass one with two axes: copies, shards"))
+        problems.append(
+            (
+                f"expected device_mesh= with one or two axes, got {given.ndim}",
+                "pass a mesh with two axes (copies, shards)",
+            )
+        )
         return None
     if isinstance(given, tuple | list) and len(given) == 2 and all(_is_count(one) for one in given):
         return (given[0], given[1])
-    advice = "pass device_mesh=(copies, shards), two positive numbers, or a DeviceMesh"
-    problems.append((f"device_mesh={given!r} is not a mesh", advice))
+    advice = "pass device_mesh=(copies, shards) as two positive integers, or a DeviceMesh"
+    problems.append((f"expected device_mesh to be a mesh, got device_mesh={given!r}", advice))
     return None
 
 
@@ -226,7 +239,7 @@ def _read_offload(given: Any, problems: list[_Problem]) -> tuple[bool, bool | No
     if _is_torch(given, "OffloadPolicy"):
         return False, None
     advice = "pass True, False, or torch's CPUOffload or CPUOffloadPolicy"
-    problems.append((f"cpu_offload={given!r} is unknown", advice))
+    problems.append((f"expected cpu_offload to be a bool or an offload policy, got cpu_offload={given!r}", advice))
     return False, None
 
 
@@ -235,15 +248,17 @@ def _read_precision(given: Any, problems: list[_Problem], notes: list[str]) -> M
         return None
     is_old = _is_torch(given, "MixedPrecision")
     if not is_old and not _is_torch(given, "MixedPrecisionPolicy"):
-        advice = "pass torch's MixedPrecision or MixedPrecisionPolicy; or leave it out and pass precision='bf16-mixed'"
-        problems.append((f"mixed_precision={given!r} is unknown", advice))
+        advice = "pass torch's MixedPrecision or MixedPrecisionPolicy, or pass precision='bf16-mixed' instead"
+        problems.append((f"expected mixed_precision to be a policy, got mixed_precision={given!r}", advice))
         return None
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
     dtypes: dict[str, Any] = {name: getattr(given, name, None) for name in names}
     for name, value in dtypes.items():
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-            advice = f"pass {name} as a floating point torch.dtype, or None"
-            problems.append((f"mixed_precision= has {name}={value!r}, no floating point dtype", advice))
+            advice = f"pass {name} as a floating-point torch.dtype, or None"
+            problems.append(
+                (f"expected {name} of mixed_precision= to be a floating-point dtype, got {name}={value!r}", advice)
+            )
     plan = MixedPrecisionPlan(**dtypes, cast_forward_inputs=given.cast_forward_inputs)
     if not is_old:
         return replace(plan, cast_root_forward_inputs=given.cast_forward_inputs)
@@ -264,8 +279,8 @@ def _read_backward_prefetch(given: Any, problems: list[_Problem], notes: list[st
         return int(given)
     if _choice("backward_prefetch", given, BACKWARD_PREFETCHES, problems) == "BACKWARD_POST":
         notes.append(
-            "backward_prefetch='BACKWARD_POST' is taken as 'BACKWARD_PRE': the next unit is gathered before the "
-            "gradients of the present one are computed, which is faster and needs room for one more unit."
+            "backward_prefetch='BACKWARD_POST' is treated as 'BACKWARD_PRE': the next unit is gathered before the "
+            "gradients of the current one are computed. This is faster and requires memory for one more unit."
         )
     return 0
 
@@ -273,7 +288,12 @@ def _read_backward_prefetch(given: Any, problems: list[_Problem], notes: list[st
 def _read_count(name: str, given: Any, problems: list[_Problem]) -> int:
     if given is None or isinstance(given, bool) or _is_count(given) or given == 0:
         return int(given or 0)
-    problems.append((f"{name}={given!r} is unknown", f"pass {name} as True, False, or a number of units"))
+    problems.append(
+        (
+            f"expected {name} to be a bool or an integer >= 0, got {name}={given!r}",
+            f"pass {name} as True, False, or a number of units",
+        )
+    )
     return 0
 
 
@@ -282,7 +302,13 @@ def _read_state_dict_type(given: object, problems: list[_Problem]) -> str | None
         return None
     name = given.name.removesuffix("_STATE_DICT") if isinstance(given, Enum) else given
     if name == "LOCAL" or (isinstance(given, str) and given.lower() == "local"):
-        problems.append(("state_dict_type='local' holds what only the same processes could read", "pass 'sharded'"))
+        problems.append(
+            (
+                "state_dict_type='local' is not supported: such checkpoints can be read only by the same "
+                "number of processes",
+                "pass state_dict_type='sharded'",
+            )
+        )
         return None
     return _choice("state_dict_type", name.lower() if isinstance(name, str) else name, STATE_DICT_TYPES, problems)
 
@@ -297,11 +323,12 @@ def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[
             name, (nn.Parameter,)
         )
         is_many = isinstance(given, Iterable) and not isinstance(given, str | torch.Tensor | nn.Module)
-        members = list(given) if is_many else [given]  # a generator, as parameters() is, can be read once only
+        members = list(given) if is_many else [given]  # a generator such as parameters() can be read only once
         wrong = sorted({type(one).__name__ for one in members if not isinstance(one, kinds)})
         if wrong or not is_many:
             listed = " or ".join(kind.__name__ for kind in kinds)
-            what = f"{name}= {'holds ' + ', '.join(wrong) if is_many else 'is ' + type(given).__name__}"
+            got = f"a list with {', '.join(wrong)}" if is_many else type(given).__name__
+            what = f"expected {name} to be a list of {listed}, got {got}"
             problems.append((what, f"pass {name} as a list of {listed}"))
         else:
             found += members
@@ -312,14 +339,16 @@ def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[
 
 
 def _choice(argument: str, given: object, choices: tuple[str, ...], problems: list[_Problem]) -> str:
-    """Return which of the choices a string, in any case, or a member of torch's enumeration means."""
+    """Return the choice that matches a string (case-insensitive) or a member of torch's enumeration."""
     name = given.name if isinstance(given, Enum) else given
     by_name = {choice.strip("_").lower(): choice for choice in choices}
     known = by_name.get(name.strip("_").lower()) if isinstance(name, str) else None
     if known is not None:
         return known
     hint = nearest(name.upper(), choices) or nearest(name.lower(), choices) if isinstance(name, str) else ""
-    problems.append((f"{argument}={given!r} is unknown{hint}", f"use one of {', '.join(choices)}"))
+    problems.append(
+        (f"expected a valid {argument}, got {argument}={given!r}{hint}", f"use one of {', '.join(choices)}")
+    )
     return choices[0]
 
 

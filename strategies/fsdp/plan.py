@@ -57,7 +57,7 @@ class ShardingPlan:
         mesh: Sizes (copies, shards), or a mesh that the user made. None: all processes, by `check_mesh`.
         offload: Whether parameters, gradients and optimizer state live in the host's memory.
         pin_memory: Whether that memory is pinned. None: where there is an accelerator.
-        mixed_precision: What the user asked for; None: what follows from `precision=`.
+        mixed_precision: The plan from the user's arguments; None: what follows from `precision=`.
         accumulate_dtype: Of sums of gradients over a window and over ranks; None: what follows from these.
         auto_wrap_policy: See `choose_units`.
         activation_checkpointing: See `apply_activation_checkpointing`; None: none.
@@ -104,7 +104,7 @@ def check_mesh(plan: ShardingPlan, world_size: int, num_nodes: int = 1) -> tuple
     """Return how many copies there are and over how many processes each is sharded; None: one copy, over all.
 
     Args:
-        plan: What the user asked for.
+        plan: The plan from the user's arguments.
         world_size: Number of processes.
         num_nodes: Number of machines; without a mesh, "HYBRID_SHARD" has one copy on each.
 
@@ -120,19 +120,20 @@ def check_mesh(plan: ShardingPlan, world_size: int, num_nodes: int = 1) -> tuple
         copies, shards = sizes_of(plan.mesh)
     if copies * shards != world_size and plan.mesh is None:
         raise ConfigError(
-            f"sharding_strategy='HYBRID_SHARD' has one copy on each of {num_nodes} nodes, among which {world_size} "
-            "processes cannot be divided.",
-            fix="run equally many processes on each node.",
+            f"Expected the number of processes to be a multiple of {num_nodes} nodes for "
+            f"sharding_strategy='HYBRID_SHARD', got {world_size} processes.",
+            fix="run the same number of processes on each node.",
         )
     if copies * shards != world_size:
         raise ConfigError(
-            f"device_mesh= has {copies} x {shards} = {copies * shards} places, and there are {world_size} processes.",
+            f"Expected device_mesh= for {world_size} processes, got {copies} x {shards} = {copies * shards}.",
             fix="pass sizes (copies, shards) whose product is the number of processes.",
         )
     size = plan.reshard_after_forward
     if not isinstance(size, bool) and shards % size != 0:
         raise ConfigError(
-            f"reshard_after_forward={size} does not divide the {shards} processes over which a copy is sharded.",
+            f"Expected reshard_after_forward to divide the {shards} processes of a copy, got "
+            f"reshard_after_forward={size}.",
             fix="pass True, False, or a divisor of that number.",
         )
     return None if copies == 1 else (copies, shards)

@@ -73,7 +73,7 @@ def shard(
 
     Args:
         module: The user's module, the same on all ranks; on the CPU, on the device, or on the meta device.
-        plan: What the user asked for.
+        plan: The plan from the user's arguments.
         place: The processes, and this one's device.
         precision: Dtypes of parameters, products and reductions.
         is_by_parts: Whether the module's children are run one by one, and not the module itself.
@@ -163,10 +163,10 @@ def _check_values(module: nn.Module) -> None:
     empty = [name for name, one in module.named_parameters() if is_sharded(one) and one.to_local().is_meta]
     if empty:
         raise ModuleError(
-            f"{type(module).__name__} was sharded by fully_shard before its parameters had values: "
+            f"{type(module).__name__} was sharded by fully_shard before its parameters were materialized: "
             f"{', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}.",
-            fix="leave fully_shard out of configure_model, where models are built without memory, and let "
-            "auto_wrap_policy= name the units; or build the module in __init__ and call fully_shard in setup.",
+            fix="remove fully_shard from configure_model, where construction is deferred, and pass the units in "
+            "auto_wrap_policy=; or build the module in __init__ and call fully_shard in setup.",
         )
 
 
@@ -178,8 +178,8 @@ def _check_parts(parts: list[nn.Module], module: nn.Module) -> None:
             if owner.setdefault(parameter, part) is not part:
                 raise ModuleError(
                     f"{type(owner[parameter]).__name__} and {type(part).__name__} of {type(module).__name__} share the "
-                    f"parameter {name!r}, and in manual optimization each of them is sharded for itself.",
-                    fix="put both into one submodule, whose forward calls them; or train with strategy='ddp'.",
+                    f"parameter {name!r}, but manual optimization shards each of them separately.",
+                    fix="put both into one submodule whose forward calls them, or train with strategy='ddp'.",
                 )
 
 
@@ -193,8 +193,9 @@ def _check(module: nn.Module) -> None:
     old = [name for name, one in module.named_modules() if isinstance(one, FullyShardedDataParallel)]
     if old:
         raise ModuleError(
-            f"{type(module).__name__} has modules in torch's FullyShardedDataParallel: {', '.join(old[:5])}.",
-            fix="pass the module without them and let auto_wrap_policy= choose, or use fully_shard in configure_model.",
+            f"{type(module).__name__} contains modules wrapped in torch's FullyShardedDataParallel: "
+            f"{', '.join(old[:5])}.",
+            fix="remove these wrappers and use auto_wrap_policy=, or call fully_shard in configure_model.",
         )
     sparse = [
         name
@@ -203,8 +204,8 @@ def _check(module: nn.Module) -> None:
     ]
     if sparse:
         raise ModuleError(
-            f"the embeddings {', '.join(sparse)} have sparse gradients, which cannot be sharded.",
-            fix="make them with sparse=False, freeze them, or train with strategy='ddp'.",
+            f"The embeddings {', '.join(sparse)} have sparse gradients, which cannot be sharded.",
+            fix="create them with sparse=False, freeze them, or train with strategy='ddp'.",
         )
 
 

@@ -22,7 +22,7 @@ __all__ = ["bound", "bound_training", "explain"]
 
 
 def bound_training(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> StepFunction:
-    """Return what runs a training step in the forward of the root, and gives back all that the step returned."""
+    """Return a function that runs a training step in the forward of the root and returns the step's output."""
     call = Call(step, is_training=True)
 
     def run(*args: object, **kwargs: object) -> object:
@@ -44,10 +44,10 @@ def _check_loss(output: object, strategy: str) -> None:
     loss = loss_tensor(output)
     if loss is None or not loss.requires_grad:
         raise ModuleError(
-            f"training_step returned {'no loss' if loss is None else 'a loss without a graph'}, and under "
-            f"{strategy} the backward passes of the other ranks wait for this one.",
-            fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that is not to count; or "
-            "train with strategy='ddp', where None skips a batch.",
+            f"Expected a loss with a graph from training_step, which {strategy} needs on every rank, got "
+            f"{'None' if loss is None else 'a loss without a graph'}.",
+            fix="to skip a batch, return the loss times 0 or lw.Loss(loss_sum * 0, weight=0), or train with "
+            "strategy='ddp', where None skips a batch.",
         )
 
 

@@ -48,7 +48,7 @@ _NEEDS_FULL = {
     "Adafactor": "it changes norms over a full parameter in place",
     "LBFGS": "it computes with all parameters as one vector",
     "SparseAdam": "it needs sparse gradients",
-    "ZeroRedundancyOptimizer": "it shards optimizer state by itself",
+    "ZeroRedundancyOptimizer": "it shards the optimizer state itself",
     "PostLocalSGDOptimizer": "it averages full parameters",
 }
 
@@ -63,7 +63,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        cluster_environment: Provides ranks and addresses; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
@@ -214,7 +214,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return len(set(nodes))
 
     def teardown(self) -> None:
-        """Give back devices and connections after a run."""
+        """Release devices and connections after a run."""
         super().teardown()
         self._mesh = None
 
@@ -335,10 +335,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         new = [name for name, _ in root.module.named_parameters() if name not in root.names]
         if new:
             raise ModuleError(
-                f"{type(root.module).__name__} was sharded in an earlier run, and has got parameters since: "
+                f"{type(root.module).__name__} was sharded in an earlier run and has new parameters: "
                 f"{', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
-                fix="build all of the module before its first run; or build it again, with them, and load its weights "
-                "from a checkpoint.",
+                fix="create all parameters before the first run; or build the module again and load its weights from "
+                "a checkpoint.",
             )
 
     def sync_buffers(self, module: nn.Module) -> None:
@@ -376,7 +376,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer, with sharded parameters in the place of those that were replaced.
+        """Return the optimizer with its parameters replaced by the sharded ones.
 
         Raises:
             ConfigError: It needs full parameters.
@@ -427,8 +427,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             ModuleError: Always.
         """
         raise ModuleError(
-            f"rank {self.global_rank} has no training batch, and {type(self).__name__} needs one on every rank.",
-            fix="give all ranks equally many batches, or pass uneven='stop_all' or 'cycle'.",
+            f"Expected a training batch on every rank with {type(self).__name__}, got none on rank {self.global_rank}.",
+            fix="provide the same number of batches on all ranks, or pass uneven='stop_all' or 'cycle'.",
         )
 
     def evaluate_without_data(self, module: nn.Module | None) -> None:
@@ -474,7 +474,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 self.average_gradients(root.replicated)
 
     def discard_gradients(self, module: nn.Module | None) -> None:
-        """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not know of them."""
+        """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not reach them."""
         for root in self._roots:
             if root.has_deferred and module in (None, root):
                 root.discard_gradients()
@@ -494,10 +494,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         for root in self._roots:
             if root.has_deferred and closure is None and root.waits_for_average(_parameters(optimizer)):
                 raise ModuleError(
-                    f"{type(optimizer).__name__} steps, and gradients of its parameters were not averaged over ranks: "
-                    "all backward passes since the last step ran under no_backward_sync.",
-                    fix="run the backward pass of a window's last micro-batch without it: "
-                    "no_backward_sync(model, enabled=not is_last).",
+                    f"Expected averaged gradients in the step of {type(optimizer).__name__}, but all backward passes "
+                    "since the last step ran under no_backward_sync.",
+                    fix="run the last backward pass of an accumulation window without it: no_backward_sync(model, "
+                    "enabled=not is_last).",
                 )
         return super().optimizer_step(optimizer, closure)
 
