@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from .cli import run
+
 
 def main() -> int:
     """Run the command line; return its exit code."""
-    from .cli import run
-
     return run(sys.argv[1:])
 
 

@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .errors import nearest
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -33,8 +35,6 @@ def attach(
             except ModuleNotFoundError as error:
                 if error.name != f"{package}.{name}":
                     raise
-            from .errors import nearest
-
             raise AttributeError(f"module {package!r} has no attribute {name!r}{nearest(name, homes)}")
         value = getattr(import_module(f"{package}.{home}"), name)
         setattr(sys.modules[package], name, value)

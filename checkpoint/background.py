@@ -19,11 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ..errors import CheckpointError, ConfigError
 from ..protocols import MapLocation, StateDict
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through
 from .host_copy import HostCopy
 from .plain import require_plain
+from .sharded import holds_sharded
 
 __all__ = ["AsyncCheckpointIO"]
 
@@ -95,8 +98,6 @@ class AsyncCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: The content is not plain, or cannot be copied; or the save before failed.
         """
-        from .sharded import holds_sharded
-
         self.wait(before_save=True)
         is_sharded = holds_sharded(checkpoint)
         if self._is_ours and not is_sharded:
@@ -222,8 +223,6 @@ class AsyncCheckpointIO(CheckpointIO):
         """
         if "group" not in inspect.signature(self.checkpoint_io.save_checkpoint).parameters:
             return {}
-        import torch.distributed as dist
-
         if not dist.is_initialized():
             return {}
         if self._group is None or self._world is not dist.group.WORLD:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import logging
+from ast import literal_eval
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TypeVar
@@ -131,8 +132,6 @@ def read_hparams_file(path: str | Path) -> StateDict:
         loaded: StateDict = OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[assignment]
         return loaded
     if suffix == ".csv":
-        from ast import literal_eval
-
         values: StateDict = {}
         with open(path, newline="") as stream:
             for row in list(csv.reader(stream))[1:]:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .. import __version__
+from ..errors import nearest
 from ..lazy import attach
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: Arguments after the command's name.
     """
-    from .. import __version__
-
     if arguments and arguments[0] in _TRAINING:
         from .commands.train import train
 
@@ -69,8 +69,6 @@ def run(arguments: Sequence[str]) -> int:
 
         return checkpoint(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
-        from ..errors import nearest
-
         hint = nearest(arguments[0], _COMMANDS)
         sys.stderr.write(
             f"loopwright: expected a command, got {arguments[0]!r}{hint}. Commands: {', '.join(_COMMANDS)}\n"

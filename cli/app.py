@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks import Callback
 from ..errors import ConfigError, LoopwrightError, nearest
 from .build import Building
 from .complete import is_plain
@@ -20,6 +21,7 @@ from .ending import told
 from .groups import Groups, put
 from .plans import plan_all
 from .program import SUBCOMMANDS, Program
+from .saved_config import SaveConfig, config_of
 from .seeds import draw_seed
 from .settings import CLASS_KEYS, escaped
 from .sources import gather, parse_command_line
@@ -227,8 +229,6 @@ class CLI:
         path = self.settings.tree.get("ckpt_path")
         if self.subcommand is None or not isinstance(path, str):
             return None
-        from .saved_config import config_of
-
         text = config_of(path)
         if text is None:
             return None
@@ -313,8 +313,6 @@ class CLI:
     def _config_callback(self) -> list[Any]:
         if not self._saves_config:
             return []
-        from .saved_config import SaveConfig
-
         return [SaveConfig(write(escaped(self.config)))]
 
     def _set_optimizers(self) -> None:
@@ -366,6 +364,4 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _is_callback(value: object) -> bool:
-    from ..callbacks import Callback
-
     return isinstance(value, Callback)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .parameters import EMPTY, Parameter, parameters_of
+from .sources import CONFIG_VARIABLE, PREFIX
 from .typed import show_type
 
 __all__ = ["describe_class", "describe_parameter", "overview"]
@@ -46,8 +47,6 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
         groups: Key -> class with its parameters; None if the user has to name a class.
         values: Top-level settings.
     """
-    from .sources import CONFIG_VARIABLE, PREFIX
-
     lines = [_USAGE.format(program=program, title=title, prefix=PREFIX, files=CONFIG_VARIABLE)]
     for one in values:
         lines += describe_parameter(one, "")

@@ -12,6 +12,7 @@ from .names import ClassProblem, find_class
 from .parameters import parameters_of
 from .program import Program
 from .settings import WRONG, Settings, is_class_node, resolve
+from .trainer_types import TRAINER_TYPES
 from .typed import Plan, Typed
 
 __all__ = ["Plans", "plan_all"]
@@ -112,8 +113,6 @@ def _from(settings: Settings, path: str) -> str:
 
 
 def _trainer(program: Program, typed: Typed, values: object) -> Any:
-    from .trainer_types import TRAINER_TYPES
-
     if not isinstance(values, dict):
         if values is not WRONG:
             typed.problems.append(f"trainer{_from(typed.settings, 'trainer')}: expected its parameters, got {values!r}")

@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
+
 from ..callbacks import Callback
 from ..errors import ConfigError
 
@@ -56,8 +58,6 @@ class SaveConfig(Callback):
             self._write(folder)
 
     def _write(self, folder: str) -> None:
-        import fsspec
-
         files, path = fsspec.core.url_to_fs(folder)
         files.makedirs(path, exist_ok=True)
         target = f"{path.rstrip('/')}/{self.filename}"

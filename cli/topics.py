@@ -8,7 +8,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from ..callbacks import Callback
 from ..errors import ConfigError
+from ..loggers import Logger
+from ..profilers import Profiler
 from .help_text import describe_class, describe_parameter, overview
 from .names import ClassProblem, find_class, known_classes
 from .parameters import Parameter, parameters_of
@@ -68,9 +71,6 @@ def _kinds(program: Program) -> dict[str, type[object]]:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from ..callbacks import Callback
-    from ..loggers import Logger
-    from ..profilers import Profiler
     from ..strategies import Strategy
 
     # Keys at the top, and those of the Trainer, which are topics as trainer.callbacks.

@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from ..loggers import Logger
 from .names import ClassProblem, find_class, import_object
 from .parameters import parameters_of
 from .settings import WRONG, Settings, is_class_node
@@ -396,8 +397,6 @@ _Harmless.__name__ = (
 
 
 def _is_logger(target: object) -> bool:
-    from ..loggers import Logger
-
     return inspect.isclass(target) and issubclass(target, Logger)
 
 

@@ -7,6 +7,7 @@ depend on the number of ranks or workers.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from ..errors import ConfigError, DataError
 from ..protocols import Batch, Loaders
+from .distributed.fingerprint import fingerprint_batch
 from .distributed.shard import NO_BATCH
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
 from .sources.reread import is_one_shot
@@ -275,10 +277,6 @@ class Collate:
 
 def digest(samples: list[Any]) -> int:
     """Return a number that tells the samples from others, as far as they hold tensors, numbers and text."""
-    import zlib
-
-    from .distributed.fingerprint import fingerprint_batch
-
     plain = repr([_plain(sample) for sample in samples[:8]]).encode()
     return zlib.crc32(plain, fingerprint_batch(samples) or 0)
 

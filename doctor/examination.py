@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from . import compilers, devices, disk, machine, network, packages
 from .finding import Finding, Level
 
 __all__ = ["examine"]
@@ -21,8 +22,6 @@ def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.
         disk_bytes: Bytes that are written and read there; 0 leaves the measurement out.
         timeout_s: The longest that the import of one package may take.
     """
-    from . import compilers, devices, disk, machine, network, packages
-
     parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("machine", machine.examine),
         ("devices", devices.examine),

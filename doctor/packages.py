@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from packaging.requirements import Requirement
+
+from .. import __version__
 from .finding import Finding, Level
 from .imports import find_broken
 
@@ -39,10 +42,6 @@ _OPTIONAL = (
 
 def examine(timeout_s: float) -> Iterator[Finding]:
     """Yield findings about packages; the import of an engine is ended after `timeout_s` seconds."""
-    from packaging.requirements import Requirement
-
-    from .. import __version__
-
     yield Finding(_SECTION, "loopwright", __version__)
     yield judge_torch(metadata.version("torch"))
     needed = [text for text in metadata.requires("loopwright") or [] if _is_needed(text)]
@@ -78,8 +77,6 @@ def judge_torch(version: str) -> Finding:
 
 def judge_needed(requirement: str, broken: Mapping[str, str] = _NONE) -> Finding:
     """Return whether a package that every run needs is there, in a version that fits, and not among the broken ones."""
-    from packaging.requirements import Requirement
-
     needed = Requirement(requirement)
     found = _version(needed.name)
     if found is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ConfigError
 from .peak_flops import get_available_flops
@@ -204,8 +205,6 @@ def measure_flops(
         loss_fn: Computes a loss from the result of `forward_fn`; the backward pass is then counted as well. The model's
             gradients are not changed.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False) as counter:
         if loss_fn is None:
             with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, nearest
 from .hyperparameters import Plain
+from .pictures import read_pictures, to_png
 from .service import ServiceLogger, require_package
 
 if TYPE_CHECKING:
@@ -123,8 +124,6 @@ class CometLogger(ServiceLogger):
         """
         if self.is_silent:
             return
-        from .pictures import read_pictures, to_png
-
         pictures = read_pictures(key, images, kwargs)
         for number, (pixels, options) in enumerate(pictures):
             caption = options.pop("caption", None)

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .base import rank_zero_experiment
 from .folder import replace_file
 from .hyperparameters import Plain, to_yaml
+from .pictures import read_pictures, to_png
 from .service import ServiceLogger, require_package
 
 if TYPE_CHECKING:
@@ -133,8 +134,6 @@ class MLFlowLogger(ServiceLogger):
         """
         if self.is_silent:
             return
-        from .pictures import read_pictures, to_png
-
         step = self._at(step)
         with tempfile.TemporaryDirectory() as folder:
             for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):

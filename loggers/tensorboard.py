@@ -16,6 +16,7 @@ from ..strategies.distributed.shards import is_sharded
 from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger
 from .hyperparameters import flatten, plain_hyperparameters
+from .pictures import read_pictures
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,8 +198,6 @@ class TensorBoardLogger(FolderLogger):
         """
         if self.is_silent:
             return
-        from .pictures import read_pictures  # not imported where there are no pictures
-
         pictures = read_pictures(key, images, kwargs)
         for number, (pixels, options) in enumerate(pictures):
             tag = f"{key}/{number}" if len(pictures) > 1 else key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -123,8 +124,6 @@ def _owner(path: Path, runs: Sequence[LoggedRun]) -> int | None:
 
 def _read(path: Path) -> StateDict:
     """Return what a file says of its run; the tensors stay on disk, and nothing in it is executed."""
-    import pickle
-
     import torch
 
     try:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from yaml import YAMLError, safe_load
+
 from ..errors import ConfigError, DataError
 from .checkpoints import CheckpointFile, CheckpointReader
 from .environment import ENVIRONMENT_FILE
@@ -284,8 +286,6 @@ def _read_beside(run: LoggedRun, root: Path, *, is_alone: bool) -> None:
 def _load(path: Path, problems: list[str]) -> Mapping[object, object]:
     if not path.is_file():
         return {}
-    from yaml import YAMLError, safe_load
-
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else safe_load(text)

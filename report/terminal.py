@@ -8,13 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from ..errors import ConfigError, MissingDependency
 from .charts import Chart, make_charts, smoothed, thin, with_speed
+from .page import duration
 from .runs import LoggedRun, RunReader, Series
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.text import Text
 
 __all__ = ["NO_LIMIT", "render_terminal", "watch"]
 
@@ -50,9 +55,6 @@ def watch(
         size = (console.width, NO_LIMIT)
         console.print(render_terminal(reader.read(), size, metrics=metrics, smoothing=smoothing))
         return
-    from rich.live import Live
-    from rich.text import Text
-
     _check_smoothing(smoothing)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -81,10 +83,6 @@ def render_terminal(
         ConfigError: The smoothing is out of range, or no metric has a name of these patterns.
         MissingDependency: plotille is not installed.
     """
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     _check_smoothing(smoothing)
     for run in runs:
         with_speed(run)
@@ -126,10 +124,6 @@ def _chosen(charts: list[Chart], patterns: Sequence[str]) -> list[Chart]:
 
 
 def _headline(number: int, run: LoggedRun, runs: Sequence[LoggedRun]) -> Text:
-    from rich.text import Text
-
-    from .page import duration
-
     facts = [f"step {run.last_step:,}"] if run.last_step >= 0 else ["no step yet"]
     if "epoch" in run.axes:
         facts.append(f"epoch {run.axes['epoch'][1][-1]:g}")
@@ -145,8 +139,6 @@ def _headline(number: int, run: LoggedRun, runs: Sequence[LoggedRun]) -> Text:
 
 def _draw(chart: Chart, runs: Sequence[LoggedRun], width: int, height: int, smoothing: float) -> Text:
     """Return a title, `height` lines with the vertical axis, the horizontal axis and a legend."""
-    from rich.text import Text
-
     inner = max(8, width - _LABEL - 2)
     lines = []
     for number, run in enumerate(runs):

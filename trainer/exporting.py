@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import fsspec
 import torch
 from torch import nn
 
@@ -82,8 +83,6 @@ def export_program(
 
 def _write(path: str | Path, save: Callable[[IO[bytes]], None]) -> None:
     if "://" in str(path):
-        import fsspec
-
         with fsspec.open(str(path), "wb") as file:
             save(file)
         return

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 from typing import Any
 
+from torch import nn
+
+from ..callbacks import Callback
+from ..data.module import DataModule
 from ..errors import ModuleError, nearest
+from .module import Module
 
 __all__ = ["check_hook_names", "find_override"]
 
@@ -31,22 +36,14 @@ def find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | N
 
 
 def module_bases() -> tuple[type, ...]:
-    from torch import nn
-
-    from .module import Module
-
     return (Module, nn.Module)
 
 
 def data_bases() -> tuple[type, ...]:
-    from ..data.module import DataModule
-
     return (DataModule,)
 
 
 def callback_bases() -> tuple[type, ...]:
-    from ..callbacks import Callback
-
     return (Callback,)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from operator import length_hint
 from typing import TYPE_CHECKING
 
+from ..callbacks import Checkpoint
 from .hooks import Hook, callback_bases, data_bases, find_override, module_bases
 
 if TYPE_CHECKING:
@@ -454,8 +455,6 @@ class Lifecycle:
 
     def _checkpoints(self, name: str) -> list[Callback]:
         """Return the checkpoint callbacks that listen to an event; they come last."""
-        from ..callbacks import Checkpoint  # the table is read where no callback exists
-
         bases = callback_bases()
         return [
             callback

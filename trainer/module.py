@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -87,8 +89,6 @@ class Module(nn.Module):
         return state
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        from copy import deepcopy
-
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(deepcopy(self.__getstate__(), memo))
@@ -559,8 +559,6 @@ class Module(nn.Module):
             frame: Frame to read the arguments from; the caller's by default.
             logger: Whether they are sent to the loggers.
         """
-        import inspect
-
         if frame is None:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None

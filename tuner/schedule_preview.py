@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError
+from ..trainer.loop.schedule import step_scheduler
 from ..trainer.setup.begin import split_datamodule, unwrapped
 from .plots import open_axes, show_figure
 from .trial import Subject, accumulation_of, isolated, make_trainer
@@ -137,8 +138,6 @@ class Rehearsal(Callback):
 
 
 def _step(configs: list[Any], interval: str, count: int, own: Any) -> None:
-    from ..trainer.loop.schedule import step_scheduler
-
     for config in configs:
         if config.is_due(interval, count):
             step_scheduler(config, None, own)

@@ -25,13 +25,13 @@ from ..data.rng import capture_generators, capture_rng, find_generators, restore
 from ..data.sources.stateful import is_stateful
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import DataError, ModuleError
+from ..fabric import Fabric
 from ..loggers import DummyLogger
 from ..strategies.distributed.shards import is_sharded
 from ..trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from ..data.module import DataModule
-    from ..fabric import Fabric
     from ..protocols import Loaders
     from ..trainer.run import Run
 
@@ -292,8 +292,6 @@ _SAME = (
 
 def single_device_fabric(trainer: Trainer) -> Fabric:
     """Return a fabric for this process alone, on its device, with the trainer's precision."""
-    from ..fabric import Fabric
-
     fabric = Fabric.of_this_process(trainer.fabric.device, copy.deepcopy(trainer.fabric.precision))
     fabric.strategy.accumulate_dtype = trainer.strategy.accumulate_dtype
     return fabric

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import ConfigError
 from .base import Averaging
@@ -280,7 +281,5 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def _running_norms(module: nn.Module) -> list[nn.Module]:
     """Return the batch norms whose running statistics training changes."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     found = [child for child in module.modules() if isinstance(child, _BatchNorm)]
     return [norm for norm in found if norm.training and norm.track_running_stats and norm.running_mean is not None]

@@ -23,6 +23,7 @@ from ...errors import CheckpointError
 from ..base import Checkpoint, from_rank_zero
 from . import files as files
 from .arguments import check_arguments
+from .interval import TimeInterval
 from .names import COUNTERS, missing_metric, render_name, template_names
 from .removal import CheckpointRemoval
 from .state import CheckpointState, score_tensor
@@ -32,7 +33,6 @@ from .writing import link_or_copy, link_or_warn, make_way, notify_loggers
 if TYPE_CHECKING:
     from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
-    from .interval import TimeInterval
 
 __all__ = ["ModelCheckpoint"]
 
@@ -144,8 +144,6 @@ class ModelCheckpoint(Checkpoint):
         self._validated = False
         self._interval: TimeInterval | None = None
         if train_time_interval is not None:
-            from .interval import TimeInterval  # not imported where steps or epochs are counted
-
             self._interval = TimeInterval(train_time_interval)
 
     # --- what users read -------------------------------------------------------------------------------------------

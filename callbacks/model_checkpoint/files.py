@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsspec.core import url_to_fs
+
+from ...checkpoint import sharded, verified
 from ...checkpoint.file.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
+from ...checkpoint.sharded.copying import copy as copy_folder
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,8 +122,6 @@ def is_local(path: str) -> bool:
 
 
 def _filesystem(path: str) -> tuple[Any, str]:  # Any: fsspec has no types
-    from fsspec.core import url_to_fs
-
     filesystem, root = url_to_fs(path)
     return filesystem, root
 
@@ -174,16 +177,12 @@ def remove(path: str) -> None:
         CheckpointError: It does not, for a sharded one.
     """
     if _is_sharded(path):
-        from ...checkpoint import sharded
-
         sharded.remove(path)
     elif not is_local(path):
         filesystem, root = _filesystem(path)
         if filesystem.exists(root):
             filesystem.rm(root, recursive=True)
     elif os.path.isdir(path) and not os.path.islink(path):  # of a checkpoint plugin of the user's
-        import shutil
-
         shutil.rmtree(path)
     else:
         with contextlib.suppress(FileNotFoundError):
@@ -191,8 +190,6 @@ def remove(path: str) -> None:
 
 
 def _is_sharded(path: str) -> bool:
-    from ...checkpoint import verified  # recognizes a file without importing the heavier modules
-
     return not os.path.islink(path) and verified.is_folder_checkpoint(path)
 
 
@@ -257,11 +254,7 @@ def copy(source: str, path: str) -> None:
 
     A checkpoint of the other form, a file or a folder, must have been moved out of the way (`make_way`).
     """
-    import shutil
-
     if _is_sharded(os.path.realpath(source)):
-        from ...checkpoint.sharded.copying import copy as copy_folder
-
         copy_folder(source, path)
         return
 

@@ -6,9 +6,10 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ..rank_zero import SharedDeadline
+
 if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
-    from ..rank_zero import SharedDeadline
 
 __all__ = ["TimeInterval"]
 
@@ -29,8 +30,6 @@ class TimeInterval:
         """Start the next interval; on every rank."""
         self._began_s = time.monotonic()
         if trainer.ranks_answer:
-            from ..rank_zero import SharedDeadline  # not imported where there is one process
-
             ends_s = self._began_s + self.length_s
             self._deadline = SharedDeadline(lambda: ends_s - time.monotonic())
 

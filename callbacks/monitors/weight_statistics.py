@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...strategies.distributed.clipping import over_shards
 from ...strategies.distributed.shards import is_sharded
 from ..averaging.weights import part_of
 from ..base import Callback
@@ -210,8 +211,6 @@ def _norms(named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 def _of_all_ranks(rows: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """Combine the norms of parts: squares add up, and of the largest the largest counts."""
-    from ...strategies.distributed.clipping import over_shards
-
     table = torch.stack([row.double() for row in rows])
     squares = over_shards(table[:, :1].square(), tensors, is_max=False)
     tops = over_shards(table[:, 1:], tensors, is_max=True)
@@ -234,8 +233,6 @@ def _histograms(named: list[tuple[str, Tensor]], bins: int) -> list[tuple[str, T
     limits = [_limits(flat, is_part=is_sharded(value)) for flat, (_, value) in zip(flats, named, strict=True)]
     shares = any(is_sharded(value) for _, value in named)
     if shares:
-        from ...strategies.distributed.clipping import over_shards
-
         limits = list(over_shards(torch.stack(limits), [value for _, value in named], is_max=True))
     rows = [_counts(flat, -limit[0], limit[1], bins) for flat, limit in zip(flats, limits, strict=True)]
     if shares:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
 from ...errors import ConfigError, MissingDependency
 from .live import LiveProgressBar
 
@@ -129,8 +132,6 @@ class RichProgressBar(LiveProgressBar):
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
-        from rich.progress import BarColumn, TextColumn
-
         theme = self.theme
         return [
             TextColumn("{task.description}", style=theme.description),
@@ -156,9 +157,6 @@ class RichProgressBar(LiveProgressBar):
 
     def _started(self) -> Any:
         if self._progress is None:
-            from rich.console import Console
-            from rich.progress import Progress
-
             console = Console(**self._console_kwargs)
             columns = self.configure_columns(self.trainer)
             self._progress = Progress(*columns, console=console, auto_refresh=False, expand=False)

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from ...errors import ConfigError
 from .base import format_metrics
 from .live import LiveProgressBar
@@ -189,8 +191,6 @@ def _size_arguments() -> dict[str, object]:
 
 
 def _bar_class() -> Any:  # Any: tqdm's class for terminals or for notebooks, chosen by tqdm
-    from tqdm.auto import tqdm
-
     global _Bar
     if _Bar is None:
         # tqdm would start a thread that looks after slow bars; ours are drawn by the loop.

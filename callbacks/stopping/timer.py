@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ..base import Callback, from_rank_zero
+from ..rank_zero import SharedDeadline
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ...protocols import Batch, StateDict, StepOutput
     from ...trainer.trainer import Trainer
-    from ..rank_zero import SharedDeadline
 
 __all__ = ["Timer"]
 
@@ -121,8 +121,6 @@ class Timer(Callback):
         if self._duration_s is not None:
             self._deadline_s = self._started["train"] + self._duration_s - self._offset_s
             if trainer.ranks_answer and self._interval == "step":
-                from ..rank_zero import SharedDeadline  # not imported where there is one process
-
                 self._shared = SharedDeadline(lambda: self._deadline_s - time.monotonic())
 
     def on_train_batch_end(

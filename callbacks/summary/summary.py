@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ConfigError
 from ..sharded_pass import gathered, root_around
@@ -175,8 +176,6 @@ def _measure(
     summary: Summary,
     forward_context: AbstractContextManager[object],
 ) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
     rows = {layer.name: layer for layer in summary.layers}
     handles = [layer.register_forward_hook(_size_hook(rows[name])) for name, layer in listed.items()]
     counter = FlopCounterMode(display=False)

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...protocols import StateDict
+from ..sharded.reader import read_to
 from ..tensors import AnyTensor, Key, bracketed, map_tensors, memory_key
 from ..to_plain import to_plain
+from ..verified import verify_as
 from .files import (
     FULL_MODEL,
     MODEL_OF_RANK,
@@ -89,9 +91,6 @@ def load(path: Path, *, map_location: Any, lazy: bool, is_safe: bool, verify: bo
             are not unpickled in either case.
         verify: Whether to compare the checksums of the files first.
     """
-    from ..sharded.reader import read_to
-    from ..verified import verify_as
-
     if verify:
         for file in checkpoint_files(path):
             verify_as(file, str(file))

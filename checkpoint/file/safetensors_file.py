@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -36,8 +37,6 @@ class SafetensorsTensor(StoredTensor):
         self._file = file
 
     def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        from safetensors import safe_open
-
         with safe_open(str(self._file), "pt", device="cpu") as file:
             if sizes == self.shape:
                 result: Tensor = file.get_tensor(self.path)
@@ -53,8 +52,6 @@ def read_weights(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     Raises:
         CheckpointError: It is not a safetensors file, or is truncated.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(str(path), "pt", device="cpu") as file:
             metadata = dict(sorted((file.metadata() or {}).items()))  # they come in any order

@@ -14,6 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO
 
+from fsspec.core import url_to_fs
+
 from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_remove
@@ -119,8 +121,6 @@ class RemoteBackend:
     """
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
-        from fsspec.core import url_to_fs
-
         self.url = url.rstrip("/")
         self.options = options
         self.remote = Remote(self.url, options)  # explains a protocol that cannot be used

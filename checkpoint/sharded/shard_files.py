@@ -10,6 +10,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, TypeVar
@@ -216,8 +217,6 @@ def call_in_threads(
     num_threads = min(_MOST_THREADS, num_cores // max(1, num_sharing), len(items))
     if num_threads < 2:
         return [function(item) for item in items]
-    from concurrent.futures import ThreadPoolExecutor  # not imported where there is little to read
-
     with ThreadPoolExecutor(num_threads, thread_name_prefix="loopwright-read") as threads:
         return list(threads.map(function, items))
 

@@ -11,10 +11,12 @@ from ...errors import CheckpointError, ConfigError
 from ...protocols import StateDict
 from .. import content
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, Content
+from ..deepspeed.universal import write_universal
 from ..file.safetensors_file import write_weights
 from ..file.streamed import save_streaming
 from ..tensors import is_tensor, tensors_in
 from .formats import Opened
+from .write_sharded import save_split
 
 __all__ = ["FORMATS", "guess_format", "rename", "weights_of", "without_training", "write_as"]
 
@@ -68,12 +70,8 @@ def write_as(
     elif to == "lightning":
         save_streaming(_for_lightning(_as_checkpoint(opened)), path, advance=advance)
     elif to == "deepspeed":
-        from ..deepspeed.universal import write_universal
-
         write_universal(_as_checkpoint(opened), path, advance=advance)
     elif to == "sharded":
-        from .write_sharded import save_split
-
         save_split(_as_checkpoint(opened), path, num_shards=num_shards, advance=advance)
     else:
         save_streaming(_as_checkpoint(opened), path, advance=advance)

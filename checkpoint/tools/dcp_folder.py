@@ -22,6 +22,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...protocols import StateDict, Tree
+from ..file.archive import Damaged
+from ..file.digest import compare_checksums
 from ..file.restricted import refusing
 from ..tensors import StoredTensor, narrow, overlap
 
@@ -216,9 +218,6 @@ class DcpFolder:
         Args:
             advance: Called with the number of bytes whenever a record was read.
         """
-        from ..file.archive import Damaged
-        from ..file.digest import compare_checksums
-
         problems = []
         for name, offset in self._places:
             try:

@@ -25,6 +25,7 @@ from ..file.remote import as_local
 from ..file.restricted import load_replacing
 from ..file.safetensors_file import read_weights
 from ..formats import find_format
+from ..sharded.manifest import MANIFEST
 from ..tensors import is_tensor, tensors_in
 from ..to_plain import to_plain
 from .dcp_folder import METADATA, DcpFolder
@@ -262,8 +263,6 @@ def _open_dcp(path: Path, how: Reading) -> Opened:
 
 def sharded_mark() -> str:
     """Return the name of the file that makes a folder a sharded checkpoint."""
-    from ..sharded.manifest import MANIFEST
-
     return MANIFEST
 
 

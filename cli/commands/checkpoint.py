@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import LoopwrightError
+from ...errors import CheckpointError, ConfigError, LoopwrightError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,8 +130,6 @@ def _inspect(given: argparse.Namespace) -> int:
 
 
 def _inspecting(given: argparse.Namespace) -> Reading:
-    import dataclasses
-
     # Inspection changes nothing: entries that are not plain values are listed, without an error.
     return dataclasses.replace(_reading(given, verify=False), drop_objects=True)
 
@@ -153,7 +152,6 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _verify(given: argparse.Namespace) -> int:
     from ...checkpoint.tools.inspection import disk_bytes
     from ...checkpoint.tools.verify import check
-    from ...errors import CheckpointError, ConfigError
     from .checkpoint_text import Meter
 
     paths = [path for named in given.paths for path in _each(named)]
@@ -275,7 +273,6 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _convert(given: argparse.Namespace) -> int:
     from ...checkpoint.tools.convert import guess_format, rename, without_training
     from ...checkpoint.tools.formats import open_checkpoint
-    from ...errors import ConfigError
 
     to = given.to or guess_format(given.target)
     pairs = [text.partition("=") for text in given.map]
@@ -314,7 +311,6 @@ def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: in
 
 def _refuse_target(given: argparse.Namespace) -> None:
     from ...checkpoint.file.remote import Remote, as_local
-    from ...errors import ConfigError
 
     local, source = as_local(given.target), as_local(given.source)
     if _lies_in(given.target, given.source) or _lies_in(given.source, given.target):
@@ -368,7 +364,6 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
 def _consolidate(given: argparse.Namespace) -> int:
     from ...checkpoint.tools.convert import guess_format
     from ...checkpoint.tools.formats import open_checkpoint
-    from ...errors import ConfigError
 
     to = guess_format(given.target)
     _refuse_target(given)

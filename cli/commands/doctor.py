@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...doctor import examine
+
 if TYPE_CHECKING:
     from ...doctor import Finding
 
@@ -54,8 +56,6 @@ def doctor(arguments: Sequence[str]) -> int:
     for name in ("disk_size", "timeout"):
         if not getattr(given, name) >= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a number of at least 0")
-
-    from ...doctor import examine
 
     findings = examine(given.folder.expanduser(), disk_bytes=int(given.disk_size * 1e6), timeout_s=given.timeout)
     levels = _print_json(findings) if given.json else _print_text(findings)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from yaml import YAMLError
 
 from ...errors import ConfigError, nearest
 
@@ -262,8 +265,6 @@ def _read_file(path: str) -> _Found:
         found.problems.append(ConfigError(f"Expected script or module in {path}, got both.", fix="keep one of them."))
     words = content.get("args") or []
     if isinstance(words, str):
-        import shlex
-
         words = shlex.split(words)
     if not isinstance(words, list):
         found.problems.append(
@@ -280,7 +281,6 @@ def _read_file(path: str) -> _Found:
 def _load(path: str) -> dict[object, object]:  # the content of a YAML file
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     if not Path(path).is_file():
         raise ConfigError(

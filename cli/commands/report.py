@@ -7,7 +7,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
+from rich.console import Console
+
 from ...errors import LoopwrightError
+from ...report import read_runs, terminal, write_report
+from ...report.runs import RunReader
 
 __all__ = ["report", "watch"]
 
@@ -36,8 +40,6 @@ def report(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     def write() -> int:
-        from ...report import read_runs, write_report
-
         runs = read_runs(given.directories, checkpoints=not given.no_checkpoints)
         path = write_report(runs, given.output, title=given.title, smoothing=given.smoothing)
         metrics = len({name for run in runs for name in run.series})
@@ -78,18 +80,15 @@ def watch(arguments: Sequence[str]) -> int:
         parser.error(f"expected --every above 0 seconds, got {given.every:g}")
 
     def show() -> int:
-        from rich.console import Console
-
-        from ...report.runs import RunReader
-        from ...report.terminal import NO_LIMIT, render_terminal, watch
-
         reader, console = RunReader(given.directories), Console()
         if given.once:
-            size = (console.width, NO_LIMIT)
-            console.print(render_terminal(reader.read(), size, metrics=given.metric, smoothing=given.smoothing))
+            size = (console.width, terminal.NO_LIMIT)
+            console.print(
+                terminal.render_terminal(reader.read(), size, metrics=given.metric, smoothing=given.smoothing)
+            )
             return 0
         with contextlib.suppress(KeyboardInterrupt):  # the regular end
-            watch(reader, console, every_s=given.every, metrics=given.metric, smoothing=given.smoothing)
+            terminal.watch(reader, console, every_s=given.every, metrics=given.metric, smoothing=given.smoothing)
         return 0
 
     return _guarded("watch", show)

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..app import CLI
+
 __all__ = ["train"]
 
 
@@ -15,8 +17,6 @@ def train(arguments: Sequence[str]) -> int:
     Args:
         arguments: The subcommand and its arguments.
     """
-    from ..app import CLI
-
     # As with `python -m`, modules in the current folder can be imported.
     folder = os.getcwd()
     if folder not in sys.path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
+from ...errors import ConfigError
 from .imports.finder import ROOTS, VERSION, LightningFinder
 
 __all__ = ["LIGHTNING_VERSION", "LightningFinder", "child_environment", "install", "is_installed", "uninstall"]
@@ -37,8 +38,6 @@ def install(*, children: bool = True) -> None:
     """
     before = [name for name in sys.modules if name.split(".")[0] in ROOTS and not _is_ours(name)]
     if before:
-        from ...errors import ConfigError
-
         raise ConfigError(
             f"{min(before)!r} and {len(before) - 1} more modules of Lightning itself are imported already.",
             fix="call loopwright.compat.lightning.install() before the first import of Lightning, and before libraries "

@@ -14,6 +14,7 @@ from ...checkpoint import storage
 from ...errors import ModuleError
 from ...strategies import ParallelStrategy, Strategy
 from ...trainer.checkpointing import snapshot
+from ...trainer.hooks import data_bases, find_override, module_bases
 from ...trainer.setup import assemble
 from .imports.absent import refuse
 
@@ -296,8 +297,6 @@ class _DataSource(NamedTuple):
     def is_defined(self) -> bool:
         """Whether loaders were given, or module or data module have the hook."""
         hook = f"{_HOOK[self.stage]}_dataloader"
-        from ...trainer.hooks import data_bases, find_override, module_bases
-
         owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
         given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
         return given is not None or any(

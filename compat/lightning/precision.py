@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...precision import HalfPrecision, MixedPrecision, Precision
 
 __all__ = ["FSDPPrecision"]
@@ -20,7 +22,5 @@ class FSDPPrecision:
             scaler: A gradient scaler for "16-mixed".
         """
         if precision.endswith("-mixed"):
-            import torch
-
             return MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu", scaler)
         return HalfPrecision(precision) if precision != "32-true" else Precision()

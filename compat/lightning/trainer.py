@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -226,8 +227,6 @@ def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
     try:
         check_hook_names(owner, listener, known)
     except ModuleError as error:
-        import sys
-
         if not any(isinstance(finder, LightningFinder) for finder in sys.meta_path):
             raise
         warnings.warn(f"{error.what} They are not called.", stacklevel=4)

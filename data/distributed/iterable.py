@@ -18,7 +18,7 @@ from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_g
 from ..sharded_iterable import Collate, IterableShare, ShardedIterable
 from ..sources.base import Source
 from ..worker import WorkerInit
-from .shard import Shard
+from .shard import NO_BATCH, Shard
 
 __all__ = ["EvalIterableShard", "ShardedIterableSource", "is_sharded_iterable", "of_rank"]
 
@@ -291,8 +291,6 @@ class EvalIterableShard:
         return self._shard.numbers(count)
 
     def __iter__(self) -> Iterator[Batch]:
-        from .shard import NO_BATCH
-
         # The same in each pass, and on all ranks.
         for batch, _ in _open_share(self.loader, self._shard, b"evaluation"):
             if batch is not NO_BATCH:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ...errors import ModuleError
 from ...protocols import Loaders
 from ..combined import CombinedLoader
+from ..distributed.iterable import ShardedIterableSource, is_sharded_iterable, of_rank
+from ..distributed.shard import Shard
 from ..sharded_iterable import ShardedIterable
 from ..tree import is_collection
 from .base import Source
@@ -34,9 +36,6 @@ def make_source(loader: Loaders, *, is_placed: bool = False) -> Source:
     if is_collection(loader):
         return make_source(CombinedLoader(loader, mode="max_size_cycle"))
     if not is_placed and isinstance(getattr(loader, "dataset", None), ShardedIterable):
-        from ..distributed.iterable import ShardedIterableSource, is_sharded_iterable, of_rank
-        from ..distributed.shard import Shard
-
         if is_sharded_iterable(loader):
             return ShardedIterableSource(loader, Shard())
         loader = of_rank(loader, Shard())

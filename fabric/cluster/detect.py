@@ -8,6 +8,12 @@ import sys
 from collections.abc import Mapping
 
 from .base import ClusterEnvironment
+from .kubeflow import KubeflowEnvironment
+from .lightning import LightningEnvironment
+from .lsf import LSFEnvironment
+from .mpi import MPIEnvironment
+from .slurm import SLURMEnvironment
+from .torchelastic import TorchElasticEnvironment
 
 __all__ = ["detect_cluster"]
 
@@ -28,22 +34,12 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
     """
     found = os.environ if variables is None else variables
     if "TORCHELASTIC_RUN_ID" in found:
-        from .torchelastic import TorchElasticEnvironment
-
         return TorchElasticEnvironment(variables=variables)
-    if "SLURM_JOB_ID" in found or "SLURM_NTASKS" in found:
-        from .slurm import SLURMEnvironment
-
-        if SLURMEnvironment.detect(found):
-            return SLURMEnvironment(variables=variables)
-    if "LSB_JOBID" in found:
-        from .lsf import LSFEnvironment
-
-        if LSFEnvironment.detect(found):
-            return LSFEnvironment(variables=variables)
+    if ("SLURM_JOB_ID" in found or "SLURM_NTASKS" in found) and SLURMEnvironment.detect(found):
+        return SLURMEnvironment(variables=variables)
+    if "LSB_JOBID" in found and LSFEnvironment.detect(found):
+        return LSFEnvironment(variables=variables)
     if "mpi4py.MPI" in sys.modules or _is_started_by_mpi(found):
-        from .mpi import MPIEnvironment
-
         if MPIEnvironment.detect():
             return MPIEnvironment(variables=variables)
         if _is_started_by_mpi(found) and "LOCAL_RANK" not in found:
@@ -51,13 +47,8 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
                 "mpirun started several processes, but mpi4py is not installed or does not find an MPI library. Each "
                 "process runs independently. To connect them: pip install mpi4py"
             )
-    if "KUBERNETES_SERVICE_HOST" in found:
-        from .kubeflow import KubeflowEnvironment
-
-        if KubeflowEnvironment.detect(found):
-            return KubeflowEnvironment(variables=variables)
-    from .lightning import LightningEnvironment
-
+    if "KUBERNETES_SERVICE_HOST" in found and KubeflowEnvironment.detect(found):
+        return KubeflowEnvironment(variables=variables)
     return LightningEnvironment(variables=variables)
 
 

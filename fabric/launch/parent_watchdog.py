@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -79,8 +80,6 @@ def _set_death_signal(parent: int | None) -> None:
     """Make Linux kill this process when its parent ends, which works also during a long C call."""
     if not sys.platform.startswith("linux"):
         return
-    import ctypes
-
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it ended before the call above

@@ -31,6 +31,7 @@ from ...errors import ConfigError, LaunchError, StopBySignal
 from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from ..seed import rng_state, set_rng_state
+from ..watch.crash_file import crash_text, describe_crash
 from . import InProcessLauncher
 from .parent_watchdog import watch_parent_process
 from .script import num_threads_per_process
@@ -415,8 +416,6 @@ class _Plan:
             )
         trace = ""
         for file in Path(self.folder).glob(f"loopwright-crash-{pid}-*"):
-            from ..watch.crash_file import crash_text, describe_crash
-
             text = crash_text(str(file))
             if text:
                 crash, trace = describe_crash(text, 0)

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = ["Collective", "RankStatus", "last_collective", "phrase", "progress_of_collectives"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -47,8 +49,6 @@ def _recorder(is_brief: bool) -> Any:
     """Return the content of the flight recorder as plain values; None without one."""
     if "torch.distributed" not in sys.modules:
         return None
-    import torch
-
     # Private, torch 2.9 to 2.13. json only: the other form is a pickle.
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
     if dump is None:

@@ -45,6 +45,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from ...errors import RankFailure, StopBySignal
 from ..failure import Failure, describe_exit
 from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
@@ -114,8 +116,6 @@ class Watch:
         launcher: _Launcher | None = None,
         session: int | str = 0,
     ) -> None:
-        from torch.distributed.distributed_c10d import PrefixStore
-
         self.describe: Callable[[], dict[str, object]] | None = None
         self.run_signals: RunSignals | None = None
         self._signal_wakeup = SignalWakeup()

@@ -15,6 +15,7 @@ import torch
 from ...callbacks import Callback, Checkpoint
 from ...data.rng import capture_rng, restore_rng
 from ...protocols import StateDict
+from . import snapshot
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -34,8 +35,6 @@ def finish(trainer: Trainer, run: Run) -> None:
 
 def _end_validation(trainer: Trainer, run: Run, rng_of_ranks: list[StateDict]) -> None:
     """Bring on_validation_end, with the module and the random number generators as they are at a validation's end."""
-    from . import snapshot
-
     before = run.before_validation = snapshot.before_validation(run)
     before.is_over = True
     if len(rng_of_ranks) == trainer.world_size:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...callbacks.averaging.weights import part_of
 from ...protocols import StateDict
 from ..hooks import callback_bases, find_override, module_bases
 
@@ -69,8 +70,6 @@ def _copied(value: object) -> object:
 
 
 def _differs(now: object, then: Any) -> bool:  # Any: a tensor where `now` is one
-    from ...callbacks.averaging.weights import part_of
-
     if not isinstance(now, Tensor):
         return False
     return not torch.equal(part_of(now.detach()), part_of(then))

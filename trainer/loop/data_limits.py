@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...data.tokens import count_tokens
 from ...errors import DataError, ModuleError
 from ...fabric.global_batch import micro_batch_size
 from ...protocols import Batch, Loaders
@@ -46,10 +47,7 @@ class DataLimits:
         self._largest = (0, 0)  # samples and tokens of this rank's largest step
         self._steps_left = 1  # until counts are exchanged
         self._epoch = -1
-        count: Callable[[Batch], object] | None = getattr(run.module, "count_tokens", None)
-        if self._max_tokens is not None and count is None:
-            from ...data.tokens import count_tokens as count
-        self._count_tokens = count
+        self._count_tokens: Callable[[Batch], object] = getattr(run.module, "count_tokens", count_tokens)
 
     def counting(self, transfer: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
         """Return the function that moves a batch to the device, which then counts it, too."""
@@ -69,7 +67,6 @@ class DataLimits:
         return move
 
     def _count(self, batch: Batch) -> None:
-        assert self._count_tokens is not None
         count = self._count_tokens(batch)
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ModuleError(

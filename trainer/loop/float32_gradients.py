@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...strategies.distributed.gradients import average_tensors
 from .schedule import needs_closure, parameters_of
 
 if TYPE_CHECKING:
@@ -83,8 +84,6 @@ class Float32Gradients:
         sums = [self._sums.pop(parameter, None) for parameter in parameters]
         window, others = run.window_loss, self._others()
         if run.has_ranks:
-            from ...strategies.distributed.gradients import average_tensors
-
             average_tensors(parameters, sums, torch.float32)
             run.fabric.strategy.average_gradients(others)
         # After the reduction, where a rank without a loss may ask whether others had one; and once only.

@@ -22,7 +22,7 @@ from ...data.tree import is_collection
 from ...errors import ConfigError, DataError, ModuleError, nearest
 from ...protocols import Batch, Loaders, StepFunction
 from ...strategies import Strategy
-from ..hooks import find_override
+from ..hooks import find_override, module_bases
 from ..loop.eval_loop import EvalLoader
 from ..loop.schedule import needs_closure
 from ..loop.step import count_own_step, finish_window, step_schedules
@@ -435,8 +435,6 @@ def require_step(module: nn.Module, name: str, verb: str) -> None:
     Raises:
         ModuleError: With the nearest method that the module has.
     """
-    from ..hooks import module_bases
-
     if find_override(module, name, module_bases()) is None:
         methods = [n for n in dir(type(module)) if not n.startswith("_") and n not in dir(nn.Module)]
         raise ModuleError(
@@ -448,8 +446,6 @@ def require_step(module: nn.Module, name: str, verb: str) -> None:
 
 def has_override(module: nn.Module, name: str) -> bool:
     """Whether the module defines the hook itself."""
-    from ..hooks import module_bases
-
     return find_override(module, name, module_bases()) is not None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...callbacks import Callback
 from ...checkpoint.content import Content
+from ...data.module import DataModule
 from ...errors import CheckpointError, ConfigError, ModuleError
 from ...protocols import Loaders, StateDict
 from ..checkpointing import optimizer_record, snapshot
@@ -25,7 +26,6 @@ from ..run import Run
 from . import assemble
 
 if TYPE_CHECKING:
-    from ...data.module import DataModule
     from ...fabric import Fabric
     from ...profilers import Profiler
     from ...strategies import TrainerConfig
@@ -130,8 +130,6 @@ def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[L
         ConfigError: Both are given.
         ModuleError: `datamodule` is not a data module.
     """
-    from ...data.module import DataModule
-
     if isinstance(loaders, DataModule):
         if datamodule is not None:
             raise both_given(name)

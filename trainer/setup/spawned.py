@@ -19,6 +19,7 @@ from ...strategies import Strategy
 from ..checkpointing import snapshot
 from ..module import Module
 from . import assemble
+from .begin import unwrapped
 
 if TYPE_CHECKING:
     from ...data.module import DataModule
@@ -43,8 +44,6 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     Raises:
         RankFailure: A process failed; names it.
     """
-    from .begin import unwrapped
-
     module = model if model is not None else trainer.lightning_module
     result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if module is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .timeline import STEP_PHASES
+from .phases import STEP_PHASES
 
 if TYPE_CHECKING:
     from .timeline import Timeline

@@ -22,33 +22,27 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
+from .phases import STEP_PHASES, WHOLE_PHASES, StepRecord
+from .report import TimelineReport, make_report
+from .roofline import OperationCounter, OperationCounts
+
 if TYPE_CHECKING:
     from ...data.stream import BatchStream
     from ...protocols import Batch
     from ..lifecycle import Lifecycle
     from ..run import Run, StepPlan
-    from .report import TimelineReport
-    from .roofline import OperationCounter, OperationCounts
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 __all__ = ["STEP_PHASES", "WHOLE_PHASES", "StepRecord", "Timeline"]
-
-STEP_PHASES = (
-    "data", "transfer", "forward", "backward", "communication", "clip", "optimizer", "schedule", "hooks", "loop",
-)  # fmt: skip
-"""Phases of a step, measured in some steps: waiting for a batch, moving it, ..., and the trainer's own loop."""
-
-WHOLE_PHASES = ("first step", "epoch", "logging", "checkpoint", "validation")
-"""Phases that are measured whenever they happen; "epoch" is opening and closing one: its hooks, starting workers."""
 
 _STEP_EVENTS = (
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
@@ -59,26 +53,6 @@ _IN_A_ROW = 3  # measured right after the first step
 _EVERY_BY_NS = ((10_000_000, 1), (3_000_000, 10), (0, 100))
 _DEVICE_FACTOR = 5
 _NS_PER_S = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One measured step.
-
-    Attributes:
-        step: Number of the optimizer step, from 0.
-        start_s: Seconds from the beginning of the fit.
-        phases: Seconds of each phase that took any, in the order of STEP_PHASES.
-    """
-
-    step: int
-    start_s: float
-    phases: dict[str, float]
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds of the whole step."""
-        return sum(self.phases.values())
 
 
 class Timeline:
@@ -222,8 +196,6 @@ class Timeline:
             self._marks = []
             self._mark("")
         if self.counts_operations and number == 2:
-            from .roofline import OperationCounter
-
             self._counter = OperationCounter(run.device, lambda: self._phase)
             self._counter.start()
 
@@ -459,8 +431,6 @@ class Timeline:
 
         May be asked for during a fit, too, between two steps.
         """
-        from .report import make_report
-
         return make_report(self)
 
     def as_dict(self) -> dict[str, object]:

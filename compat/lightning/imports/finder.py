@@ -13,6 +13,11 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
+from .absent import make_absent
+from .homes import find_home, has_home
+from .metadata import find
+from .paths import PATHS
+
 if TYPE_CHECKING:
     from importlib.abc import Loader
     from importlib.metadata import Distribution, DistributionFinder
@@ -43,8 +48,6 @@ class LightningFinder:
         """Return how to load a module of the tables, None for any other."""
         if fullname.split(".", 1)[0] not in ROOTS:
             return None
-        from .paths import PATHS
-
         place = _place(fullname)
         if place not in PATHS:
             return None
@@ -59,9 +62,6 @@ class LightningFinder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its names; none of them is looked up yet."""
-        from .homes import has_home
-        from .paths import PATHS
-
         place = _place(module.__name__)
         names = PATHS[place].split()
         more = next((name[1:] for name in names if name.startswith("*")), None)
@@ -92,8 +92,6 @@ class LightningFinder:
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Give the metadata of the packages, to programs that ask for one of them by name."""
-        from .metadata import find
-
         return find(getattr(context, "name", None), VERSION)
 
 
@@ -105,12 +103,8 @@ def _place(fullname: str) -> str:
 
 def _resolve(place: str, name: str) -> object:  # whatever the name means
     """Return what a name of a module means here."""
-    from .homes import find_home
-
     home = find_home(place, name)
     if home.startswith("!"):
-        from .absent import make_absent
-
         return make_absent(name, place, home[1:])
     module, _, attribute = home.partition(":")
     package = "loopwright" if module == "" else f".{module}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import socket
 from ast import literal_eval
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from fsspec.core import url_to_fs
 
 from ....checkpoint import storage
 from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
@@ -23,8 +26,6 @@ __all__ = [
 
 def get_filesystem(path: str | Path, **kwargs: object) -> object:  # fsspec is not annotated
     """Return the fsspec file system of a path or URL."""
-    from fsspec.core import url_to_fs
-
     return url_to_fs(str(path), **kwargs)[0]
 
 
@@ -40,8 +41,6 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
         return True
     if strategy.world_size == 1:
         return True
-    import socket
-
     # Ranks on one machine see one file system; for several machines it is not tried out.
     return len(set(strategy.gather_objects(socket.gethostname()))) == 1
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .versions import package_available
+
 __all__ = ["call_register_accelerators", "cli_lightning_logo", "migrate_checkpoint", "pl_legacy_patch"]
 
 CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
@@ -69,8 +71,6 @@ def _runif_reasons(
     **others: object,
 ) -> tuple[list[str], dict[str, bool]]:
     """Return why a test cannot run here, and pytest's keywords for it."""
-    from .versions import package_available
-
     here = _numbers(torch.__version__.split("+")[0])
     mps_is_there = torch.backends.mps.is_available()
     reasons = {
