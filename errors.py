@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "CheckpointError",
@@ -123,3 +123,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of the known names, or an empty string."""
     matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return one error that names all problems, also those of errors that were joined before; a single error itself."""
+    single = [part for error in errors for part in getattr(error, "joined", (error,))]
+    if len(single) == 1:
+        return single[0]
+    whats = "".join(f"\n  {number}. {error.what}" for number, error in enumerate(single, 1))
+    fixes = "".join(f"\n  {number}. {error.fix}" for number, error in enumerate(single, 1))
+    result = ConfigError(f"{len(single)} things in this configuration cannot work:{whats}", fix=fixes)
+    result.__dict__["joined"] = tuple(single)
+    return result

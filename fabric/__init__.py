@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..errors import join_errors
 from ..lazy import attach
-from .choose import join_errors
 from .fabric import Fabric
 from .launch import InProcessLauncher, Launcher
 from .resolve import Environment, Parts, resolve

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..accelerators import Accelerator
-from ..errors import ConfigError
+from ..errors import ConfigError, join_errors
 from ..precision import Precision
 from ..strategies import Launcher, ParallelStrategy, SingleDeviceStrategy, Strategy
 from .choose import (
@@ -29,7 +29,6 @@ from .choose import (
     find_devices,
     has_several_processes,
     is_auto,
-    join_errors,
     precision_name,
     sort_plugins,
 )

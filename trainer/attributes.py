@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import callbacks as standard  # most of its names are imported when they are used
 from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import nearest
 from ..loggers import Logger
@@ -286,16 +287,12 @@ class TrainerAttributes:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """All early-stopping callbacks."""
-        from ..callbacks import EarlyStopping
-
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+        return [callback for callback in self.callbacks if isinstance(callback, standard.EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
-        from ..callbacks import ProgressBar
-
-        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, standard.ProgressBar)), None)
 
     @property
     def global_rank(self) -> int:
@@ -367,9 +364,7 @@ class TrainerAttributes:
     @property
     def has_time_limit(self) -> bool:
         """Whether a Timer limits training."""
-        from ..callbacks import Timer
-
-        return any(isinstance(callback, Timer) for callback in self.callbacks)
+        return any(isinstance(callback, standard.Timer) for callback in self.callbacks)
 
     @property
     def num_training_batches(self) -> int | float:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ConfigError
+from ...fabric.seed import isolate_rng
 from ..sharded_pass import gathered, root_around
 
 __all__ = ["LayerSummary", "Summary", "count_elements", "format_table", "human_count", "summarize"]
@@ -232,8 +233,6 @@ def _moved(example: Any, module: nn.Module) -> object:
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Run in eval mode; put modes and random generators back."""
-    from ...fabric.seed import isolate_rng
-
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:

@@ -8,12 +8,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ...checkpoint.file.remote import Remote, as_local
+from ...checkpoint.tensors import size_bytes, tensors_in
+from ...checkpoint.tools.convert import FORMATS, guess_format, rename, weights_of, without_training, write_as
+from ...checkpoint.tools.diff import Tolerance, compare
+from ...checkpoint.tools.formats import Opened, Reading, find_checkpoints, is_checkpoint_folder, open_checkpoint
+from ...checkpoint.tools.inspection import disk_bytes
+from ...checkpoint.tools.verify import check
 from ...errors import CheckpointError, ConfigError, LoopwrightError
+from .checkpoint_text import Meter, inspect_json, inspect_text, show_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ...checkpoint.tools.formats import Reading
 
 __all__ = ["checkpoint"]
 
@@ -93,8 +100,6 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def _reading(given: argparse.Namespace, *, verify: bool) -> Reading:
-    from ...checkpoint.tools.formats import Reading
-
     if given.trust:
         sys.stderr.write(
             f"loopwright checkpoint {given.command}: --trust unpickles objects in files, which can run any code "
@@ -120,9 +125,6 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _inspect(given: argparse.Namespace) -> int:
-    from ...checkpoint.tools.formats import open_checkpoint
-    from .checkpoint_text import inspect_json, inspect_text
-
     opened = open_checkpoint(given.path, _inspecting(given))
     show = inspect_json if given.json else inspect_text
     sys.stdout.write(show(opened, has_tensors=given.tensors, prefix=given.key))
@@ -150,10 +152,6 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _verify(given: argparse.Namespace) -> int:
-    from ...checkpoint.tools.inspection import disk_bytes
-    from ...checkpoint.tools.verify import check
-    from .checkpoint_text import Meter
-
     paths = [path for named in given.paths for path in _each(named)]
     if not paths:
         raise ConfigError(f"Expected a checkpoint in {', '.join(given.paths)}, got none.", fix="pass the path of one.")
@@ -177,9 +175,6 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _each(path: str) -> Sequence[str | Path]:
-    from ...checkpoint.file.remote import Remote, as_local
-    from ...checkpoint.tools.formats import find_checkpoints, is_checkpoint_folder
-
     local = as_local(path)
     if local is None:
         Remote(path)  # an invalid address is not a damaged checkpoint
@@ -208,12 +203,6 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from ...checkpoint.tensors import size_bytes, tensors_in
-    from ...checkpoint.tools.convert import weights_of
-    from ...checkpoint.tools.diff import Tolerance, compare
-    from ...checkpoint.tools.formats import open_checkpoint
-    from .checkpoint_text import Meter
-
     how = _reading(given, verify=False)
     opened = [open_checkpoint(path, how) for path in (given.first, given.second)]
     trees = [{"state_dict": weights_of(one)} if given.weights_only else one.tree for one in opened]
@@ -238,8 +227,6 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ...checkpoint.tools.convert import FORMATS
-
     parser = _add(
         commands,
         "convert",
@@ -271,9 +258,6 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _convert(given: argparse.Namespace) -> int:
-    from ...checkpoint.tools.convert import guess_format, rename, without_training
-    from ...checkpoint.tools.formats import open_checkpoint
-
     to = given.to or guess_format(given.target)
     pairs = [text.partition("=") for text in given.map]
     wrong = [text for text, pair in zip(given.map, pairs, strict=True) if not pair[1]]
@@ -290,12 +274,6 @@ def _convert(given: argparse.Namespace) -> int:
 
 
 def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: int = 1) -> int:
-    from ...checkpoint.tensors import size_bytes, tensors_in
-    from ...checkpoint.tools.convert import weights_of, write_as
-    from ...checkpoint.tools.formats import Opened
-    from ...checkpoint.tools.inspection import disk_bytes
-    from .checkpoint_text import Meter, show_bytes
-
     assert isinstance(opened, Opened)
     tree = {"state_dict": weights_of(opened)} if to in ("safetensors", "state-dict") else opened.tree
     total = sum(size_bytes(tensor) for _, tensor in tensors_in(tree))
@@ -310,8 +288,6 @@ def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: in
 
 
 def _refuse_target(given: argparse.Namespace) -> None:
-    from ...checkpoint.file.remote import Remote, as_local
-
     local, source = as_local(given.target), as_local(given.source)
     if _lies_in(given.target, given.source) or _lies_in(given.source, given.target):
         raise ConfigError(
@@ -336,8 +312,6 @@ def _refuse_target(given: argparse.Namespace) -> None:
 
 def _lies_in(path: str, folder: str) -> bool:
     """Return whether a path or URL is below another one."""
-    from ...checkpoint.file.remote import as_local
-
     local, above = as_local(path), as_local(folder)
     if local is not None and above is not None:
         return above.resolve() in local.resolve().parents
@@ -362,9 +336,6 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _consolidate(given: argparse.Namespace) -> int:
-    from ...checkpoint.tools.convert import guess_format
-    from ...checkpoint.tools.formats import open_checkpoint
-
     to = guess_format(given.target)
     _refuse_target(given)
     opened = open_checkpoint(given.source, _reading(given, verify=True))

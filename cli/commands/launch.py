@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import ConfigError, LaunchError, LoopwrightError
+from ...errors import ConfigError, LaunchError, LoopwrightError, join_errors
 from .launch_options import Request, read_request
 
 __all__ = ["Plan", "launch", "make_plan"]
@@ -86,8 +86,6 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     Raises:
         ConfigError: Options are contradictory or missing; all problems are named.
     """
-    from ...fabric import join_errors
-
     problems: list[ConfigError] = []
     nproc, local = _num_processes(request.options, num_gpus, num_cpus, problems)
     nnodes = _num_nodes(request.options, problems)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from yaml import YAMLError
 
-from ...errors import ConfigError, nearest
+from ...errors import ConfigError, join_errors, nearest
 
 __all__ = ["OPTIONS", "Option", "Request", "read_request"]
 
@@ -158,8 +158,6 @@ def read_request(arguments: Sequence[str]) -> Request:
         ConfigError: An option or key is unknown, or a value is invalid; all are named.
         SystemExit: --help was given, or an option lacks its value.
     """
-    from ...fabric import join_errors
-
     options, program, has_dashes = _split(arguments)
     given, unknown = _parser().parse_known_args(options)
     flags = _Found()

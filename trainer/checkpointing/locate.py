@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ... import callbacks as standard  # most of its names are imported when they are used
 from ...callbacks.base import from_rank_zero
 from ...checkpoint import storage
 from ...errors import CheckpointError, ConfigError
@@ -57,12 +58,10 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
 
 
 def _best(trainer: Trainer, verb: str) -> str:
-    from ...callbacks import ModelCheckpoint
-
     callback = trainer.checkpoint_callback
     if trainer.fast_dev_run:
         raise ConfigError("ckpt_path='best' with fast_dev_run, which saves nothing.", fix="pass a path.")
-    if not isinstance(callback, ModelCheckpoint):
+    if not isinstance(callback, standard.ModelCheckpoint):
         raise ConfigError(
             f"trainer.{verb}(ckpt_path='best') needs a ModelCheckpoint callback.", fix="add one, or pass a path."
         )
@@ -76,12 +75,11 @@ def _best(trainer: Trainer, verb: str) -> str:
 
 def _last(trainer: Trainer) -> str | None:
     """Return the newest checkpoint that is whole; each damaged one before it is said."""
-    from ...callbacks import ModelCheckpoint
     from ...callbacks.model_checkpoint.files import modified_ns
 
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
+        if isinstance(callback, standard.ModelCheckpoint):
             paths += [path for path in callback.find_last(trainer) if path not in paths]
 
     def skip(path: object, error: Exception) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from ... import callbacks as standard  # most of its names are imported when they are used
 from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ...data.combined import CombinedLoader
 from ...data.limit import find_length, resolve_limit
@@ -91,7 +92,6 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     Raises:
         ConfigError: An argument and a callback contradict each other.
     """
-    from ...callbacks import ModelCheckpoint, ModelSummary, ProgressBar, RichModelSummary, RichProgressBar, Timer
 
     def has(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in own)
@@ -99,7 +99,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     problems: list[str] = []
     if not arguments.enable_checkpointing and has(Checkpoint):
         problems.append("enable_checkpointing=False, and a checkpoint callback is passed")
-    bars = [type(callback).__name__ for callback in own if isinstance(callback, ProgressBar)]
+    bars = [type(callback).__name__ for callback in own if isinstance(callback, standard.ProgressBar)]
     if len(bars) > 1:
         problems.append(f"several progress bars are passed: {', '.join(bars)}")
     if bars and not arguments.enable_progress_bar:
@@ -112,13 +112,13 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
         raise ConfigError(f"Trainer: {'; '.join(problems)}.", fix="leave out one of each pair.")
     added: list[Callback] = []
     if arguments.enable_progress_bar and not bars:
-        added.append(RichProgressBar())
-    if arguments.enable_model_summary and not has(ModelSummary):
-        added.append(RichModelSummary())
-    if arguments.max_time is not None and not has(Timer):
-        added.append(Timer(duration=arguments.max_time, interval="step"))
+        added.append(standard.RichProgressBar())
+    if arguments.enable_model_summary and not has(standard.ModelSummary):
+        added.append(standard.RichModelSummary())
+    if arguments.max_time is not None and not has(standard.Timer):
+        added.append(standard.Timer(duration=arguments.max_time, interval="step"))
     if arguments.enable_checkpointing and not has(Checkpoint) and not arguments.fast_dev_run:
-        added.append(ModelCheckpoint())
+        added.append(standard.ModelCheckpoint())
     return added
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 from typing import Any
 
 import pytest
@@ -441,7 +440,7 @@ def test_installed_packages_bring_callbacks(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(group)
         return [Point()] if group.startswith("loopwright") else []
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    monkeypatch.setattr("loopwright.fabric.checks.entry_points", entry_points)
     fabric = machine(callbacks=["mine"])
     assert asked == []  # finding them takes a while, so not before somebody asks
     assert fabric.callbacks == ["mine", "one", "two"]

@@ -261,14 +261,17 @@ def test_a_bar_that_fails_changes_nothing_and_says_so_once(
     assert caplog.text.count("is disabled") == 1
 
 
-def test_the_libraries_are_imported_with_the_first_drawing() -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("name", "others"), [("TQDMProgressBar", "rich"), ("RichProgressBar", "tqdm"), ("Timer", "rich tqdm")]
+)
+def test_a_bar_imports_only_the_library_that_draws_it(name: str, others: str) -> None:
+    code = f"""
 import sys, torch
 before = set(sys.modules)
-from loopwright.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
-TQDMProgressBar(), RichProgressBar(), RichModelSummary()
-new = {name.split(".")[0] for name in set(sys.modules) - before}
-assert not {"tqdm", "rich", "fsspec", "numpy"} & new, new
+import loopwright.callbacks
+loopwright.callbacks.{name}
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+assert not {{*"{others} fsspec numpy".split()}} & new, new
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

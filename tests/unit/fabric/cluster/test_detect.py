@@ -69,14 +69,12 @@ def test_mpirun_without_mpi4py_is_told(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "pip install mpi4py" in caplog.text
 
 
-def test_finding_nothing_imports_no_scheduler() -> None:
+def test_finding_nothing_imports_no_mpi() -> None:
     program = """
 import sys
-sys.modules["mpi4py"] = None
 from loopwright.fabric import LightningEnvironment, detect_cluster
 assert type(detect_cluster({})) is LightningEnvironment
-names = sorted(name.rsplit(".", 1)[-1] for name in sys.modules if name.startswith("loopwright.fabric.cluster."))
-assert names == ["base", "detect", "lightning"], names
+assert "mpi4py" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
