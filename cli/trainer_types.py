@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..callbacks import Callback
+from ..loggers import Logger
+from ..profilers import Profiler
+
 __all__ = ["TRAINER_TYPES"]
 
 # Any in this file: annotations.
@@ -29,20 +33,14 @@ def _precision() -> Any:
 
 
 def _logger() -> object:
-    from ..loggers import Logger
-
     return bool | None | Logger | list[Logger]
 
 
 def _callbacks() -> object:
-    from ..callbacks import Callback
-
     return None | Callback | list[Callback]
 
 
 def _profiler() -> object:
-    from ..profilers import Profiler
-
     return None | str | Profiler
 
 

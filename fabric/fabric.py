@@ -22,6 +22,7 @@ from ..accelerators.matmul_precision import (
     set_matmul_precision,
 )
 from ..accelerators.matmul_precision import State as MatmulState
+from ..checkpoint import TorchCheckpointIO
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..errors import ConfigError, LaunchError
@@ -1052,8 +1053,6 @@ def _does_something(precision: Precision, name: str) -> bool:
 
 
 def _default_checkpoint_io() -> object:
-    from ..checkpoint import TorchCheckpointIO  # takes a few milliseconds that a run without files does not need
-
     return TorchCheckpointIO()
 
 

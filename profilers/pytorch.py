@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerAction, profile, record_function
 
 from ..errors import ConfigError, nearest
+from ..fabric.compiling import compiled_parts
 from .base import Profiler
 
 if TYPE_CHECKING:
@@ -305,8 +306,6 @@ class PyTorchProfiler(Profiler):
         module = self._module
         if module is None or not self.record_module_names:
             return
-        from ..fabric.compiling import compiled_parts
-
         compiled = compiled_parts(module)
         for path, child in module.named_modules():
             if path and not any(path == one or path.startswith(f"{one}.") or not one for one in compiled):

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import ConfigError
 from .base import Averaging
+from .batch_norm_pass import renew_running_statistics
 from .weights import check_fit, clean_name, clones_of, in_memory, part_of, refuse_engines, tensors_of, write
 
 if TYPE_CHECKING:
@@ -178,8 +179,6 @@ class StochasticWeightAveraging(Averaging):
         write(self._average, _parameters(pl_module), owner="StochasticWeightAveraging")
         norms = _running_norms(pl_module)
         if norms:
-            from .batch_norm_pass import renew_running_statistics  # not needed by most
-
             renew_running_statistics(trainer, pl_module, norms)
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ConfigError
+from ...fabric.compiling import compiled_parts
 from ...fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
 from ..base import Callback
 from ..summary.summary import count_elements
@@ -150,8 +152,6 @@ class TrainingEfficiency(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
         """Begin to count FLOPs, at the first micro-batch."""
         if self._counts is not None and self._is_to_count:
-            from torch.utils.flop_counter import FlopCounterMode
-
             self._is_to_count = False
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
@@ -300,8 +300,6 @@ class TrainingEfficiency(Callback):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    from ...fabric.compiling import compiled_parts
-
     return bool(compiled_parts(module))
 
 

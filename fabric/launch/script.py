@@ -16,9 +16,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from ...errors import LaunchError
 from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
+from ..watch.shared import stop_watching
 from . import InProcessLauncher
 from .command import own_command, sweep_job
 from .parent_watchdog import ParentWatchdog
@@ -154,8 +157,6 @@ class ScriptLauncher(InProcessLauncher):
         self._watchdog.close_read_end()
         # From now on this process is one of several, also for a Trainer that the script creates later.
         if "OMP_NUM_THREADS" not in os.environ:
-            import torch
-
             self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads_per_process(count))
         own = self._variables(0)
@@ -259,8 +260,6 @@ class ScriptLauncher(InProcessLauncher):
                 "start.",
                 fix="check the output of these processes, or run each job in its own process (another Hydra launcher).",
             )
-        from ..watch.shared import stop_watching
-
         stop_watching()
         rendezvous.disconnect()
         atexit.unregister(self._finish)
@@ -273,8 +272,6 @@ class ScriptLauncher(InProcessLauncher):
             else:
                 os.environ[name] = value
         if self._num_threads is not None:
-            import torch
-
             torch.set_num_threads(self._num_threads)
         self._children, self._server, _started = {}, None, None
 

@@ -19,8 +19,15 @@ import torch
 from torch import nn
 
 from ... import __version__
+from ...data.distributed.evaluation import count_eval_rounds, in_loader_order, shard_eval
+from ...data.distributed.fingerprint import SAME_DATA, fingerprint_batch, is_same_on_all
+from ...data.distributed.indexed import drawn_alike
+from ...data.distributed.shard import Shard, merge_states
 from ...data.rng import capture_rng, derive_key, restore_rng, seed_global_generators
+from ...data.sharded_iterable import ShardedIterable
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
+from ...strategies.distributed.rendezvous import store
+from ...strategies.distributed.shards import has_parts
 
 if TYPE_CHECKING:
     from ...fabric import Fabric
@@ -118,9 +125,6 @@ def _ranks(ranks: list[int]) -> str:
 
 def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: bool) -> None:
     """Let the loaders of this run be read in shares, one for each rank."""
-    from ...data.distributed.evaluation import count_eval_rounds, shard_eval
-    from ...data.distributed.shard import Shard
-
     topology = strategy.topology
     uneven = strategy.uneven
     smallest_or_largest = "min" if uneven == "stop_all" else "max"
@@ -142,8 +146,6 @@ def open_epoch(run: Run) -> None:
 
     Whatever the ranks have drawn for their own data: all use the generators of rank 0.
     """
-    from ...data.distributed.indexed import drawn_alike
-
     assert run.stream is not None
     _compare_steps(run)
     topology = run.fabric.strategy.topology
@@ -182,15 +184,11 @@ def check_first_batch(run: Run, batch: object) -> None:
     Raises:
         DataError: The ranks' samplers give different orders.
     """
-    from ...data.distributed.fingerprint import SAME_DATA, fingerprint_batch, is_same_on_all
-
     stream = run.stream
     assert stream is not None
     if stream.is_sharded:
         orders = run.fabric.strategy.gather_objects(stream.describe_order())
         if len(set(orders)) > 1:
-            from ...data.sharded_iterable import ShardedIterable
-
             data = getattr(stream.loader, "dataset", None)
             if isinstance(data, ShardedIterable):
                 raise DataError(
@@ -241,8 +239,6 @@ def restore_rng_of(states: list[dict[str, object]], rank: int, size: int) -> Cal
 
 def gather_data(strategy: Strategy, state: dict[str, object]) -> dict[str, object]:
     """Return the state of the data for a checkpoint, from those of all ranks where each has its own."""
-    from ...data.distributed.shard import merge_states
-
     return merge_states(strategy.gather_objects(state)) if state.get("is_per_rank") else state
 
 
@@ -278,8 +274,6 @@ def require_skip_everywhere(trainer: Trainer) -> None:
     Raises:
         ModuleError: Another rank trains on, or did not come at all.
     """
-    from ...strategies.distributed.rendezvous import store
-
     if store() is None or trainer.fabric.watch is None:  # processes of XLA talk by collectives only
         return
     left = _wait_for_all(trainer, _is_training_on)
@@ -306,8 +300,6 @@ def _wait_for_all(
         None when all are here; else the ranks that are not, and the seconds waited, None where they have left.
     """
     global _last_meeting
-    from ...strategies.distributed.rendezvous import store
-
     shared, watch = store(), trainer.fabric.watch
     assert shared is not None
     assert watch is not None
@@ -384,8 +376,6 @@ def require_full(checkpoint: dict[str, object], path: str | Path) -> None:
     Raises:
         CheckpointError: There are such parts.
     """
-    from ...strategies.distributed.shards import has_parts
-
     if has_parts(checkpoint):
         raise CheckpointError(
             f"{path} cannot be saved after an error of one rank: the model is spread over all ranks, and the others do "
@@ -402,8 +392,6 @@ def ordered(strategy: Strategy, outputs: list[list[object]], loaders: Sequence[o
         outputs: This rank's outputs, a list for each loader.
         loaders: What the outputs were made from; of those that are not distributed, ranks' outputs are joined in order.
     """
-    from ...data.distributed.evaluation import in_loader_order
-
     # Ranks that read the same data have the same outputs; the first one's count.
     of_rank: dict[int, list[list[object]]] = {}
     for data_rank, theirs in strategy.gather_objects((strategy.topology.data_rank, outputs)):
