@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from .monitors.xla_stats_monitor import XLAStatsMonitor
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter
-    from .progress import ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
+    from .progress.base import ProgressBar
+    from .progress.rich_bar import RichProgressBar, RichProgressBarTheme
+    from .progress.tqdm_bar import TQDMProgressBar
     from .pruning import ModelPruning
     from .stopping.early_stopping import EarlyStopping, EarlyStoppingReason
     from .stopping.preemption import Preemption
