@@ -126,12 +126,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that names all problems, also those of errors that were joined before; a single error itself."""
+    """Return one error that lists all problems, including those of joined errors; a single error is returned as is."""
     single = [part for error in errors for part in getattr(error, "joined", (error,))]
     if len(single) == 1:
         return single[0]
     whats = "".join(f"\n  {number}. {error.what}" for number, error in enumerate(single, 1))
     fixes = "".join(f"\n  {number}. {error.fix}" for number, error in enumerate(single, 1))
-    result = ConfigError(f"{len(single)} things in this configuration cannot work:{whats}", fix=fixes)
+    result = ConfigError(f"Expected a valid configuration, got {len(single)} problems:{whats}", fix=fixes)
     result.__dict__["joined"] = tuple(single)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 from torch import nn
 from torch.optim import Optimizer
@@ -70,8 +71,6 @@ def check_optimizers_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> N
 
 def installed_callbacks() -> list[object]:
     """Return callbacks from the entry points of installed packages. This reads the metadata of every package."""
-    from importlib.metadata import entry_points
-
     points = [point for group in _CALLBACK_FACTORIES for point in entry_points(group=group)]
     made = [point.load()() for point in points]
     return [one for some in made for one in (some if isinstance(some, (list, tuple)) else [some])]

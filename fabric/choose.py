@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, join_errors, nearest
 from ..precision import MixedPrecision, Precision
 from ..strategies import STRATEGY_REGISTRY, Given, Strategy
 
@@ -26,7 +26,6 @@ __all__ = [
     "find_devices",
     "has_several_processes",
     "is_auto",
-    "join_errors",
     "precision_name",
     "sort_plugins",
 ]
@@ -43,18 +42,6 @@ _PRECISION_ALIASES: dict[object, str] = {
 }
 _AMBIGUOUS = (16, "16", "bf16")
 _PLANNED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
-
-
-def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that lists all problems, including those of joined errors; a single error is returned as is."""
-    single = [part for error in errors for part in getattr(error, "joined", (error,))]
-    if len(single) == 1:
-        return single[0]
-    whats = "".join(f"\n  {number}. {error.what}" for number, error in enumerate(single, 1))
-    fixes = "".join(f"\n  {number}. {error.fix}" for number, error in enumerate(single, 1))
-    result = ConfigError(f"Expected a valid configuration, got {len(single)} problems:{whats}", fix=fixes)
-    result.__dict__["joined"] = tuple(single)
-    return result
 
 
 # -- plugins ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..data.combined import CombinedLoader
+from ..data.distributed.evaluation import shard_eval
+from ..data.distributed.indexed import drawn_alike
+from ..data.distributed.shard import Shard, merge_states
 from ..data.limit import find_length
 from ..data.move import move_to_device
 from ..data.rng import capture_rng, restore_rng
@@ -18,7 +21,6 @@ from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
 
 if TYPE_CHECKING:
-    from ..data.distributed.shard import Shard
     from .fabric import Fabric
 
 __all__ = ["UNEVEN", "EvaluationPass", "FabricDataLoader", "gather_samples"]
@@ -142,8 +144,6 @@ class FabricDataLoader:
         if self._shard is None and topology.data_size == topology.world_size:
             self._stream.open(epoch)
             return
-        from ..data.distributed.indexed import drawn_alike
-
         # Every process's sampler draws the same order, using rank 0's random state.
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
         with drawn_alike(topology.global_rank, topology.data_rank, shared):
@@ -162,8 +162,6 @@ class FabricDataLoader:
         """Return the position and the state needed to restore it. Call it on all ranks."""
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):
-            from ..data.distributed.shard import merge_states
-
             state = merge_states(self._fabric.strategy.gather_objects(state))
         return {"num_passes": self._num_passes, "stream": state}
 
@@ -189,8 +187,6 @@ class FabricDataLoader:
             for batch in _batches_of(self.loader):
                 yield fabric.to_device(batch) if self._moves else batch
             return
-        from ..data.distributed.evaluation import shard_eval
-
         strategy, count = fabric.strategy, self._count()
         if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count < shard.size):
             raise DataError(
@@ -230,8 +226,6 @@ def _shard_of(fabric: Fabric, loader: object, is_dealt: bool, uneven: str | None
     topology = fabric.strategy.topology
     if topology.data_size == 1:
         return None
-    from ..data.distributed.shard import Shard
-
     policy = uneven if uneven is not None else fabric.strategy.uneven
     if policy == "zero_weight":
         raise ConfigError(

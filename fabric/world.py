@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..accelerators import Accelerator
-from ..errors import ConfigError
+from ..errors import ConfigError, join_errors
 from ..strategies import Launcher, Strategy
-from .choose import join_errors, precision_name
-from .launch import InProcessLauncher
+from .choose import precision_name
+from .cluster import detect_cluster
+from .launch import ExternalLauncher, InProcessLauncher, ProcessLauncher, ScriptLauncher
+from .launch.processes import check_start_method
 
 if TYPE_CHECKING:
     from .cluster import ClusterEnvironment
@@ -85,8 +87,6 @@ def _plain(name: str, value: object) -> str:
 
 def detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
     """Return the cluster environment for these variables; None reads this process's variables on each access."""
-    from .cluster import detect_cluster
-
     return detect_cluster(variables)
 
 
@@ -178,19 +178,11 @@ def choose_launcher(
     if start_method is None or cluster is None:
         return InProcessLauncher()
     if start_method != "popen":
-        from .launch.processes import check_start_method
-
         check_start_method(start_method)
     if cluster.creates_processes_externally:
-        from .launch import ExternalLauncher
-
         return ExternalLauncher(cluster, num_devices, num_nodes)
     if num_devices * num_nodes == 1:
         return InProcessLauncher()
     if start_method == "popen":
-        from .launch import ScriptLauncher
-
         return ScriptLauncher(cluster, num_devices, num_nodes)
-    from .launch import ProcessLauncher
-
     return ProcessLauncher(start_method, cluster, num_devices, num_nodes)
