@@ -93,7 +93,7 @@ class MissingDependency(LoopwrightError, ImportError):
 
     Args:
         package: Name of the package on PyPI.
-        needed_for: The feature that needs it, as the user typed it.
+        needed_for: The feature or argument that needs it.
         extra: Loopwright's extra that includes the package; None without one.
     """
 

@@ -98,7 +98,7 @@ class BatchSizeFinder(Callback):
 
         Args:
             trainer: Its accumulation is set, where it keeps the global batch.
-            owners: Module and data module; None in the place of one that there is not.
+            owners: Module and data module; None for one that does not exist.
         """
         from ..tuner.setting import write_setting
 

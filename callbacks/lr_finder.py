@@ -101,7 +101,7 @@ class LearningRateFinder(Callback):
 
         Args:
             trainer: Not used.
-            owners: Module and data module; None in the place of one that there is not.
+            owners: Module and data module; None for one that does not exist.
         """
         from ..tuner.setting import write_setting
 

@@ -25,7 +25,7 @@ def resolve_limit(limit: int | float | None, length: int | float | None, name: s
         limit: None or 1.0: all; an int: that many at most; a float from 0.0 to 1.0: that fraction of the length,
             rounded down. 1 is one batch, 1.0 is all. A float above 1 that is an integer counts as that int.
         length: Number of batches of the loader; None or infinity if unknown.
-        name: The argument's name as the user typed it, for errors.
+        name: Name of the argument, for errors.
 
     Returns:
         A number of batches; `math.inf` when all of an unknown number are used.

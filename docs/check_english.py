@@ -66,6 +66,12 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"comes? out even", "be divisible"),
     (r"part(?:s|ed)? ways", "diverge"),
     (r"anew", "again, from scratch"),
+    (r"in the place of", "instead of"),
+    (r"(?:at|in) hand", "current"),
+    (r"puts? back what", "load, restore"),
+    (r"knows? (?:ranks|the ranks)", "provides ranks"),
+    (r"(?:what|as) the user (?:typed|asked for)", "the user's argument, requested"),
+    (r"cannot (?:work|be made from)", "is invalid, cannot be created"),
     (r"lest|whence|thereof|therein|wherein", "so that ... not, from, of it, in it"),
     (r"whilst|amongst", "while, among"),
     (

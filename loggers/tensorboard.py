@@ -51,7 +51,7 @@ class TensorBoardLogger(FolderLogger):
             filename_suffix.
 
     Raises:
-        ConfigError: An argument cannot work, or is not one of SummaryWriter's.
+        ConfigError: An argument is invalid, or is not an argument of SummaryWriter.
         MissingDependency: TensorBoard is not installed.
     """
 

@@ -102,14 +102,14 @@ class Precision:
         return True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise a ConfigError if this precision cannot work with the optimizer."""
+        """Raise a ConfigError if this precision does not support the optimizer."""
 
     def state_dict(self) -> StateDict:
         """Return the state as plain values; empty if there is none."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put back what `state_dict` returned."""
+        """Load a state returned by `state_dict`."""
 
     def teardown(self) -> None:
         """End the use of this precision after a run."""

@@ -41,7 +41,7 @@ class TrainerConfig(TypedDict, total=False):
         global_batch_size: Samples per optimizer step over all ranks; None if the user did not set it.
         gradient_clip_val: Threshold; None or 0 does not clip.
         gradient_clip_algorithm: "norm" or "value"; None is "norm".
-        micro_batch_size: Samples per batch of one process; None where the loader does not tell.
+        micro_batch_size: Samples per batch of one process; None if the loader does not provide it.
         is_automatic: Whether the trainer makes the optimizer steps; False in manual optimization.
         grad_accumulation_dtype: "fp32", or None for the dtype of the parameters.
     """
@@ -65,7 +65,7 @@ class Given:
         parallel_devices: The devices of this node.
         precision: The precision.
         checkpoint_io: Reads and writes checkpoints.
-        cluster_environment: Knows ranks and addresses.
+        cluster_environment: Provides ranks and addresses.
     """
 
     accelerator: Accelerator | None = None

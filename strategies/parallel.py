@@ -33,7 +33,7 @@ class ParallelStrategy(Strategy):
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        cluster_environment: Provides ranks and addresses; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         precision: Another name for `precision_plugin`.
@@ -45,7 +45,7 @@ class ParallelStrategy(Strategy):
     # On the class, so that a subclass whose __init__ does not call ours works.
     parallel_devices: list[torch.device] | None = None
     cluster_environment: Any = None  # Any: a ClusterEnvironment, whose package lies above this one
-    _topology: Topology | None = None  # known for good once the processes are connected
+    _topology: Topology | None = None  # fixed once the processes are connected
 
     def __init__(
         self,

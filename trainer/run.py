@@ -131,7 +131,7 @@ class Run:
         seconds_since_validation: Returns the seconds of training since the last validation.
         module: The user's module.
         model: The module as the strategy set it up.
-        batch_idx: Index of the training batch at hand in its epoch.
+        batch_idx: Index of the current training batch in its epoch.
         at_boundary: False between two micro-batches of one window.
         has_stepped: Whether the window that just ended stepped the optimizer.
         is_epoch_over: Whether the epoch that is being closed has seen all its data.

@@ -231,7 +231,7 @@ def check_ema_arguments(
     *,
     owner: str,
 ) -> None:
-    """Refuse arguments of an exponential moving average that cannot work.
+    """Raise an error for invalid arguments of an exponential moving average.
 
     Raises:
         ConfigError: Names all of them.

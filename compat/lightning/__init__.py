@@ -4,8 +4,8 @@
     install()
     import lightning as L  # Loopwright, under Lightning's names
 
-What stands where is two tables: paths.py says which names a module has, homes.py what a name means here. The other
-files are the adapters that homes.py points to.
+Two tables define the mapping: paths.py lists the names of each module, homes.py maps names to Loopwright's objects. The
+other files are the adapters that homes.py points to.
 """
 
 from __future__ import annotations

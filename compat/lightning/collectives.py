@@ -1,4 +1,4 @@
-"""`TorchCollective`: torch.distributed behind an object, with a process group of its own."""
+"""`TorchCollective`: An object interface to torch.distributed, with a separate process group."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Collective:
 
 
 class SingleDeviceCollective(Collective):
-    """One process: every operation gives back what it was given."""
+    """One process: every operation returns its input."""
 
     def __getattr__(self, name: str) -> Any:  # Any: an operation
         if name.startswith("_") or not hasattr(TorchCollective, name):

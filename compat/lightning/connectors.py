@@ -1,6 +1,6 @@
 """What libraries reach through a trainer: Lightning's connectors, loops and strategy, as views on Loopwright's parts.
 
-A view holds the trainer and nothing else. What has no meaning here is an error that says so.
+A view holds the trainer and nothing else. Unsupported attributes raise an error with the reason.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
     """Put other optimizers in place of a run's, before its first step.
 
     Raises:
-        ModuleError: There is no run.
+        ModuleError: No run is active.
     """
     run = trainer.latest_run()
     if run is None:
@@ -146,7 +146,7 @@ class _AcceleratorConnector:
 
     @property
     def cluster_environment(self) -> Any:  # Any: a cluster of any kind
-        """What knows the other processes."""
+        """The strategy, which provides the other processes."""
         return self._trainer.fabric.cluster_environment
 
     @property
@@ -258,7 +258,7 @@ class LoopView:
 
     @property
     def batch_idx(self) -> int:
-        """Index of the batch at hand; -1 outside of a run."""
+        """Index of the current batch; -1 outside a run."""
         run = self._trainer._run
         return run.batch_idx if run is not None else -1
 

@@ -27,7 +27,7 @@ class RegistryView:
     def register(
         self, name: str, cls: Any = None, description: str = "", override: bool = False, **init_params: object
     ) -> object:
-        """Give a class a name, at once or as a decorator."""
+        """Register a class under a name, directly or as a decorator."""
         return self._registry.register(name, cls, description, override, **init_params)
 
     def get(self, name: str, default: Any = None) -> Any:

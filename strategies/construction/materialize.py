@@ -97,7 +97,7 @@ def materialize(
     param_init_fn: Callable[[nn.Module], object] | None = None,
     empty: bool = False,
 ) -> None:
-    """Put tensors with values on the device in the place of a module's parameters and buffers on the meta device.
+    """Replace a module's parameters and buffers on the meta device with tensors that have values.
 
     - Those that were built under `DeferredInit` get the values that they would have had without it: bit for bit, as far
       as torch's own operations repeat. They are computed on the CPU. So do deferred tensors in the module's attributes,
@@ -190,7 +190,7 @@ def update_attributes(module: nn.Module) -> None:
     _put({}, list(module.modules()))
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -271,7 +271,8 @@ def _check_alike(
 
 
 def _layout(root: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return name, shape and dtype of the modules' tensors; in the place of a dtype, what one is tied to."""
+    """Return name, shape and dtype of the modules' tensors; for a tied tensor, the one it is tied to replaces the
+    dtype."""
     names = {id(module): name for name, module in root.named_modules()}
     first: dict[int, str] = {}
     layout = []
@@ -413,7 +414,7 @@ def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _replaced(value: object, new: dict[int, Tensor], seen: set[int]) -> Any:
-    """Return a value with new tensors in the place of old ones; lists and dicts are changed in place."""
+    """Return a value with old tensors replaced by new ones; lists and dicts are changed in place."""
     if isinstance(value, Tensor):
         return new.get(id(value), made_of(value))
     if not isinstance(value, (list, tuple, dict)) or id(value) in seen:

@@ -70,7 +70,7 @@ _replaying = threading.local()
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """What stands for the values of one storage on the meta device."""
+    """A placeholder for the values of one storage on the meta device."""
 
     num_bytes: int
     empty: bool  # parameters on it get no values
@@ -97,7 +97,7 @@ class Operation:
 
     time: int
     func: OpOverload
-    args: Any  # Views in the place of deferred tensors
+    args: Any  # Views replace deferred tensors
     kwargs: Kwargs
     made: tuple[tuple[int, View], ...]  # which of its results lie in new memories
     read: tuple[View, ...]

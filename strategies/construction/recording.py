@@ -208,7 +208,7 @@ _INDEXERS = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 def _index_of(index: object) -> object:
-    """Return an index with tensors in the place of lists and arrays, which torch would put on the meta device."""
+    """Return an index with lists and arrays replaced by tensors, which torch would put on the meta device."""
     if isinstance(index, tuple):
         return tuple(_index_of(one) for one in index)
     if hasattr(index, "__array__") and not isinstance(index, Tensor):

@@ -52,7 +52,7 @@ def check_policy(argument: str, policy: object) -> list[_Problem]:
     """Return the problems of a policy before there is a module, each as (what happened, what to do).
 
     Args:
-        argument: Name of the argument, as the user typed it.
+        argument: Name of the argument.
         policy: What the user passed; None is always right.
     """
     if policy is None or isinstance(policy, type) or hasattr(policy, "_run_policy"):

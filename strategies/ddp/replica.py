@@ -23,11 +23,11 @@ __all__ = ["NOTHING", "Call", "Replica", "inside_a_replica", "loss_tensor", "rep
 # Any in this file: what the user's steps take and return.
 
 NOTHING = object()
-"""In the place of an output that is None."""
+"""Replaces an output that is None."""
 
 
 class Call:
-    """What the wrapped module runs in the place of its forward.
+    """Runs in the wrapped module instead of its forward.
 
     Args:
         step: The function.
@@ -192,7 +192,7 @@ def loss_tensor(output: object) -> Tensor | None:
 
 
 def replace_loss(output: Any, loss: Tensor) -> object:
-    """Return the output with another tensor in the place of `loss_tensor(output)`."""
+    """Return the output with `loss_tensor(output)` replaced by another tensor."""
     if isinstance(output, Tensor):
         return loss
     if isinstance(output, Mapping):

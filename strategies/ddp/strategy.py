@@ -73,7 +73,7 @@ class DDPStrategy(ProcessGroupStrategy):
             bucket_cap_mb, broadcast_buffers, ...
 
     Raises:
-        ConfigError: An argument is unknown or cannot work; every problem is named.
+        ConfigError: An argument is unknown or invalid; every problem is listed.
     """
 
     strategy_name = "ddp"

@@ -1,4 +1,4 @@
-"""DeepSpeedStrategy's arguments: the configuration they make, and what cannot work in them.
+"""Arguments of DeepSpeedStrategy: conversion to a configuration, and checks.
 
 Checks return every problem as (what, fix), before any process starts.
 """
@@ -120,7 +120,7 @@ class Given:
         config: DeepSpeed's configuration.
         arguments: The arguments, with the configuration's stage.
         where: Location of the configuration, for messages.
-        problems: (what, fix) of what cannot work.
+        problems: (what, fix) of each invalid argument.
     """
 
     config: Config

@@ -108,7 +108,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         micro_batches: Number of micro-batches in a batch of a PipelineModule. None: its number of pipeline stages.
 
     Raises:
-        ConfigError: An argument cannot work, or differs from `config`; every problem is named.
+        ConfigError: An argument is invalid, or differs from `config`; every problem is listed.
     """
 
     holds_gradients = True

@@ -34,7 +34,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Knows ranks and addresses; None lets Fabric choose.
+        cluster_environment: Provides ranks and addresses; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
@@ -47,7 +47,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         problems: (what, fix) of what the subclass found wrong with its own arguments.
 
     Raises:
-        ConfigError: An argument cannot work; every problem is named.
+        ConfigError: An argument is invalid; every problem is listed.
     """
 
     uneven_choices: tuple[str, ...] = UNEVEN

@@ -21,7 +21,7 @@ __all__ = ["MixedPrecisionPlan", "ShardingPlan", "check_mesh", "sizes_of"]
 
 @dataclass(frozen=True)
 class MixedPrecisionPlan:
-    """Dtypes that the user asked for in the place of those that follow from `precision=`; None leaves them as they are.
+    """Dtypes that the user requested instead of those that follow from `precision=`; None leaves them as they are.
 
     Attributes:
         param_dtype: Of parameters in the forward and backward pass, and of gathering them.

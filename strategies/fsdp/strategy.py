@@ -70,7 +70,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
         cpu_offload: Keep parameters, gradients and optimizer state in the host's memory; True, False, or torch's
             CPUOffload or CPUOffloadPolicy.
-        mixed_precision: Torch's MixedPrecision or MixedPrecisionPolicy in the place of what follows from `precision=`.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; replaces the dtypes that follow from
+            `precision=`.
         auto_wrap_policy: Which modules are units of their own: a set of classes (or of their names), a function of a
             module, or one of torch's policies. None: repeated blocks and very large modules.
         activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,

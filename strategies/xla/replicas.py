@@ -68,7 +68,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         stall_timeout: See DDPStrategy.
 
     Raises:
-        ConfigError: An argument cannot work; every problem is named.
+        ConfigError: An argument is invalid; every problem is listed.
     """
 
     strategy_name = "xla_replicas"

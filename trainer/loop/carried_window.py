@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class CarriedWindow:
-    """The window that is under way between two epochs.
+    """An accumulation window that continues in the next epoch.
 
     Args:
         trainer: Whose accumulation and limits hold.
         run: Its plan is set up, and is bound to this object here.
 
     Attributes:
-        count: Micro-batches of the window that earlier epochs had; 0 where no window is under way.
+        count: Micro-batches of the window that earlier epochs had; 0 if no window is open.
 
     Raises:
         ConfigError: The run accumulates in a way that cannot be carried; says why.
@@ -127,7 +127,7 @@ class CarriedWindow:
         return {"window": state, "gradients": manual.waiting_gradients(run)}
 
     def load_states(self, states: StateDict, source: str) -> None:
-        """Put back what `states` returned, gradients included.
+        """Load what `states` returned, including gradients.
 
         Raises:
             CheckpointError: The window was cut over another number of ranks, or has another size.

@@ -28,8 +28,8 @@ __all__ = ["Float32Gradients"]
 class Float32Gradients:
     """The sums of one run's gradients, for parameters of fewer than 32 bits.
 
-    It takes 4 bytes for each such parameter during a window, in the place of the 2 bytes of its gradient. With several
-    ranks nothing is reduced during the backward pass: the sums are averaged after it.
+    It takes 4 bytes for each such parameter during a window, instead of the 2 bytes of its gradient. With several ranks
+    nothing is reduced during the backward pass: the sums are averaged after it.
 
     Args:
         trainer: Its arguments are checked.

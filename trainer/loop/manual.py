@@ -127,7 +127,7 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
 
 
 def restore_gradients(run: Run, waiting: list[list[Tensor | StoredTensor | None]]) -> None:
-    """Put back what `waiting_gradients` returned."""
+    """Restore the gradients that `waiting_gradients` returned."""
     strategy = run.fabric.strategy
     if strategy.holds_gradients:
         if any(waiting) and strategy.is_global_zero:

@@ -50,7 +50,7 @@ def load_metric_states(
     device: torch.device,
     place: tuple[int, int] = (0, 1),
 ) -> None:
-    """Put back what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
+    """Load what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
 
     Args:
         module: The module.

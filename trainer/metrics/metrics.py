@@ -63,9 +63,9 @@ class Metrics:
     Attributes:
         device: Where sums live.
         table: Table of the hook that is running now.
-        batch: The micro-batch at hand, which tells the weight of a value; None outside of batches.
+        batch: The current micro-batch, which determines the weight of a value; None outside batches.
         sized: The batch whose size is known; whoever sets another `batch` sets it to None, or it would live on.
-        sizes: How many samples the batches of the loader at hand have; None before there is one.
+        sizes: Numbers of samples in batches of the current loader; None before the first loader.
         window: Number of the present window (or evaluation batch); step values of older ones are not logged again.
         step: `global_step` after the present window.
         is_weighing_steps: Whether a window has several micro-batches, so that step values need weights.
@@ -423,7 +423,7 @@ class Metrics:
         return found
 
     def discard_epoch(self, stage: str) -> None:
-        """Forget what a stage logged and put back what it published over: the sanity check leaves no trace."""
+        """Discard what a stage logged and restore what it overwrote, so that the sanity check has no effect."""
         for key, (value, step) in self._replaced.items():
             if value is None:
                 del self.results[key], self.result_steps[key]
@@ -523,7 +523,7 @@ class Metrics:
     # --- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: torch.nn.Module | None = None, *, alone: bool = False) -> StateDict:
-        """Return published values and the sums of the epoch at hand: plain values and tensors.
+        """Return published values and the sums of the current epoch: plain values and tensors.
 
         Args:
             module: Where metric objects that were logged are named by their path in it.

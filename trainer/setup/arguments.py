@@ -284,4 +284,4 @@ def _combined(problems: list[LoopwrightError]) -> ConfigError:
         only = problems[0]
         return ConfigError(f"Trainer: {only.what}", fix=only.fix)
     listed = "\n".join(f"  {number}. {p.what} {p.fix}" for number, p in enumerate(problems, 1))
-    return ConfigError(f"Trainer got {len(problems)} arguments that cannot work:\n{listed}", fix="change each of them.")
+    return ConfigError(f"Trainer got {len(problems)} invalid arguments:\n{listed}", fix="change each of them.")

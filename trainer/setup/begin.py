@@ -124,7 +124,7 @@ def unwrapped(model: object) -> nn.Module:
 
 
 def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[Loaders, DataModule | None]:
-    """Let a DataModule stand in the place of the loaders.
+    """Accept a DataModule passed instead of the loaders.
 
     Raises:
         ConfigError: Both are given.

@@ -17,7 +17,7 @@ def refuse(what: str, why: str) -> NoReturn:
     """Raise the error of a use that has no meaning here.
 
     Args:
-        what: The name, as the user knows it.
+        what: The name in the user's code.
         why: What there is instead, as a sentence without a capital.
     """
     raise NotServed(f"{what} is not served by loopwright.compat.lightning.", fix=f"{why}; see docs/migrating.md.")
@@ -33,5 +33,5 @@ class _Absent(type):
 
 
 def make_absent(name: str, place: str, why: str) -> type:
-    """Return a class that stands for a name; making an instance, or calling it, raises `NotServed`."""
+    """Return a placeholder class for a name; making an instance, or calling it, raises `NotServed`."""
     return _Absent(name, (), {"__module__": f"lightning.{place}", "_why": why, "__doc__": f"Not served: {why}."})

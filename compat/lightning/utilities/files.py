@@ -33,7 +33,7 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
     """Return whether all ranks see one file system at a path: with one process, or behind a URL. On every rank.
 
     Args:
-        strategy: Knows the ranks.
+        strategy: Provides the ranks.
         path: The folder; the working directory by default.
         timeout: Accepted; nothing waits.
     """

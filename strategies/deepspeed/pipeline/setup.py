@@ -47,7 +47,7 @@ def find_pipeline(module: nn.Module) -> tuple[str, Pipeline] | None:
 
 
 def check(module: nn.Module, pipe: Pipeline, config: Config, precision: Precision, *, is_automatic: bool) -> None:
-    """Refuse what cannot work with a PipelineModule.
+    """Raise an error for options that a PipelineModule does not support.
 
     Args:
         module: The user's module, or the PipelineModule itself.

@@ -1,4 +1,4 @@
-"""`StageSplit`: a module of which one rank has some stages.
+"""`StageSplit`: a module whose stages are distributed over ranks.
 
 Parameters and buffers of other stages become attributes that tell shape and dtype; what is left keeps its name. Beside
 the stages' own ones there are shared ones: those that modules of several stages have in common (tied embeddings), and
@@ -130,7 +130,7 @@ def split_stages(
 
     Args:
         module: The user's module, the same on all ranks; with values or on the meta device.
-        options: What the user asked for.
+        options: The user's options.
         rank: This rank's place in its pipeline.
         num_ranks: Ranks of the pipeline.
         device: Where it will run; None: where the parameters are.

@@ -127,7 +127,7 @@ def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         quiet(max_epochs=-5, limit_val_batches=-1, accumulate_grad_batches=0, val_check_interval=0)
     text = str(caught.value)
-    assert "4 arguments" in text
+    assert "got 4 invalid arguments" in text
     for name in ("max_epochs=-5", "limit_val_batches=-1", "accumulate_grad_batches=0", "val_check_interval=0"):
         assert name in text
 
