@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingDependency
 
-__all__ = ["Accelerator", "parse_device_count", "parse_device_indices"]
+__all__ = ["Accelerator", "parse_device_count", "parse_device_indices", "read_machine_stats"]
 
 
 class Accelerator:
@@ -77,6 +77,23 @@ class Accelerator:
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
         """Return statistics of a device, read on the host; keys and units depend on the kind."""
         return {}
+
+
+def read_machine_stats(*, needed_for: str, memory: str, processor: str, swap: str) -> dict[str, float]:
+    """Return the use of the machine's memory, processor and swap in percent, under these names.
+
+    Raises:
+        MissingDependency: psutil is not installed.
+    """
+    try:
+        import psutil
+    except ImportError:
+        raise MissingDependency("psutil", needed_for=needed_for, extra="stats") from None
+    return {
+        memory: float(psutil.virtual_memory().percent),
+        processor: float(psutil.cpu_percent()),
+        swap: float(psutil.swap_memory().percent),
+    }
 
 
 def parse_device_count(devices: object, kind: str) -> int:

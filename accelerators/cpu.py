@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingDependency
-from .base import Accelerator, parse_device_count
+from .base import Accelerator, parse_device_count, read_machine_stats
 from .registry import ACCELERATOR_REGISTRY
 
 __all__ = ["CPUAccelerator"]
@@ -52,12 +51,9 @@ class CPUAccelerator(Accelerator):
         Raises:
             MissingDependency: psutil is not installed.
         """
-        try:
-            import psutil
-        except ImportError:
-            raise MissingDependency("psutil", needed_for="statistics of the CPU", extra="stats") from None
-        return {
-            "cpu_vm_percent": float(psutil.virtual_memory().percent),
-            "cpu_percent": float(psutil.cpu_percent()),
-            "cpu_swap_percent": float(psutil.swap_memory().percent),
-        }
+        return read_machine_stats(
+            needed_for="statistics of the CPU",
+            memory="cpu_vm_percent",
+            processor="cpu_percent",
+            swap="cpu_swap_percent",
+        )

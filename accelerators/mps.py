@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingDependency
-from .base import Accelerator, parse_device_indices
+from .base import Accelerator, parse_device_indices, read_machine_stats
 from .registry import ACCELERATOR_REGISTRY
 
 __all__ = ["MPSAccelerator"]
@@ -57,12 +56,9 @@ class MPSAccelerator(Accelerator):
         Raises:
             MissingDependency: psutil is not installed.
         """
-        try:
-            import psutil
-        except ImportError:
-            raise MissingDependency("psutil", needed_for="statistics of the MPS device", extra="stats") from None
-        return {
-            "M1_vm_percent": float(psutil.virtual_memory().percent),
-            "M1_percent": float(psutil.cpu_percent()),
-            "M1_swap_percent": float(psutil.swap_memory().percent),
-        }
+        return read_machine_stats(
+            needed_for="statistics of the MPS device",
+            memory="M1_vm_percent",
+            processor="M1_percent",
+            swap="M1_swap_percent",
+        )

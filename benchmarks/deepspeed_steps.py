@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from fsdp import BATCH_SIZE, MODES, WARM_UP, Marks, Stack, Step, make, optimizer_of, run_program, silence
+from fsdp import BATCH_SIZE, Marks, Stack, Step, make, measure_size, optimizer_of, run_program
 from torch import Tensor, nn
 
 import loopwright as lw
@@ -109,39 +107,15 @@ def main() -> None:
         "fabric": lambda stack, own, data, marks: by_fabric(fabric, stack, own, marks),
         "trainer": lambda stack, own, data, marks: by_trainer(stage, stack, data, marks),
     }
-    sizes = []
-    for width in WIDTHS[:num_sizes]:
-        found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
-        weights: dict[str, list[Tensor]] = {}
-        calls: dict[str, tuple[float, float]] = {}
-        generator = torch.Generator().manual_seed(1)
-        data = [torch.randn(BATCH_SIZE, width, generator=generator) for _ in range((num_steps + WARM_UP) * RANKS)]
-        for counts_calls in [False] * rounds + [True] * (width == WIDTHS[0]):
-            for mode in MODES:
-                marks = Marks(counts_calls=counts_calls)
-                with silence():
-                    stack = make(width)
-                    ways[mode](stack, data[fabric.global_rank :: RANKS], data, marks)
-                    weights[mode] = whole(stack)
-                if counts_calls:
-                    python, c = zip(*marks.differences(), strict=True)
-                    calls[mode] = (min(python), min(c))
-                else:
-                    found[mode] += marks.differences()
-        sizes.append(
-            {
-                "elements": width * width + width,
-                "calls": calls,
-                "modes": {
-                    mode: {
-                        "wall_us": 1e6 * statistics.median(wall for wall, _ in values),
-                        "cpu_us": 1e6 * statistics.median(cpu for _, cpu in values),
-                        "weights_equal": all(map(torch.equal, weights["hand"], weights[mode])),
-                    }
-                    for mode, values in found.items()
-                },
-            }
-        )
+
+    def run(mode: str, width: int, data: list[Tensor], marks: Marks) -> list[Tensor]:
+        stack = make(width)
+        ways[mode](stack, data[fabric.global_rank :: RANKS], data, marks)
+        return whole(stack)
+
+    sizes = [
+        measure_size(run, width, num_steps, rounds, counts_calls=width == WIDTHS[0]) for width in WIDTHS[:num_sizes]
+    ]
     if fabric.is_global_zero:
         print(json.dumps({"stage": stage, "sizes": sizes}), flush=True)
 

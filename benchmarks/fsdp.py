@@ -234,39 +234,61 @@ def time_steps(num_steps: int, rounds: int, num_sizes: int) -> None:
     """Print the time of a step hand-written, with Fabric and with the Trainer, in turns on the same processes."""
     fabric = lw.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy())
     fabric.launch()
-    sizes = []
-    for width in WIDTHS[:num_sizes]:
-        found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
-        calls: dict[str, tuple[float, float]] = {}
-        weights: dict[str, list[Tensor]] = {}
-        generator = torch.Generator().manual_seed(1)
-        data = [torch.randn(BATCH_SIZE, width, generator=generator) for _ in range((num_steps + WARM_UP) * RANKS)]
-        for counts_calls in [False] * rounds + [True] * (width == WIDTHS[0]):
-            for mode in MODES:
-                marks = Marks(counts_calls=counts_calls)
-                with silence():
-                    weights[mode] = local_parts(train(mode, fabric, width, data, marks))
-                if counts_calls:
-                    python, c = zip(*marks.differences(), strict=True)
-                    calls[mode] = (min(python), min(c))  # threads that end, and the like, add some
-                else:
-                    found[mode] += marks.differences()
-        sizes.append(
-            {
-                "elements": width * width + width,
-                "calls": calls,
-                "modes": {
-                    mode: {
-                        "wall_us": 1e6 * statistics.median(wall for wall, _ in values),
-                        "cpu_us": 1e6 * statistics.median(cpu for _, cpu in values),
-                        "weights_equal": all(map(torch.equal, weights["hand"], weights[mode])),
-                    }
-                    for mode, values in found.items()
-                },
-            }
-        )
+
+    def run(mode: str, width: int, data: list[Tensor], marks: Marks) -> list[Tensor]:
+        return local_parts(train(mode, fabric, width, data, marks))
+
+    sizes = [
+        measure_size(run, width, num_steps, rounds, counts_calls=width == WIDTHS[0]) for width in WIDTHS[:num_sizes]
+    ]
     if fabric.is_global_zero:
         print(json.dumps({"sizes": sizes}), flush=True)
+
+
+def measure_size(
+    run: Callable[[str, int, list[Tensor], Marks], list[Tensor]],
+    width: int,
+    num_steps: int,
+    rounds: int,
+    *,
+    counts_calls: bool,
+) -> dict[str, Any]:
+    """Return times and calls of a step in each of the modes, in turns, and whether the weights are equal.
+
+    Args:
+        run: Trains in a mode, with a model of a width, on the batches of all ranks, and returns copies of the weights.
+        width: Features of a layer.
+        num_steps: Steps that count.
+        rounds: How often each mode is timed.
+        counts_calls: Whether calls are counted in one more round.
+    """
+    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    calls: dict[str, tuple[float, float]] = {}
+    weights: dict[str, list[Tensor]] = {}
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(BATCH_SIZE, width, generator=generator) for _ in range((num_steps + WARM_UP) * RANKS)]
+    for is_counting in [False] * rounds + [True] * counts_calls:
+        for mode in MODES:
+            marks = Marks(counts_calls=is_counting)
+            with silence():
+                weights[mode] = run(mode, width, data, marks)
+            if is_counting:
+                python, c = zip(*marks.differences(), strict=True)
+                calls[mode] = (min(python), min(c))  # threads that end, and the like, add some
+            else:
+                found[mode] += marks.differences()
+    return {
+        "elements": width * width + width,
+        "calls": calls,
+        "modes": {
+            mode: {
+                "wall_us": 1e6 * statistics.median(wall for wall, _ in values),
+                "cpu_us": 1e6 * statistics.median(cpu for _, cpu in values),
+                "weights_equal": all(map(torch.equal, weights["hand"], weights[mode])),
+            }
+            for mode, values in found.items()
+        },
+    }
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

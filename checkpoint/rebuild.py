@@ -1,4 +1,4 @@
-"""`load_from_checkpoint`: builds a module from the hyperparameters in a checkpoint."""
+"""`load_from_checkpoint`: builds a module or data module from the hyperparameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ..protocols import MapLocation, StateDict
 from ..strategies.load_weights import load_weights
 from . import arguments_to_pass, content, storage
 
-__all__ = ["constructor_arguments", "load_module", "read_hparams_file"]
+__all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -38,14 +39,7 @@ def load_module(
     """Return a `cls` with the weights of the checkpoint; see `Module.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
     states = content.read(checkpoint, source=str(source))
-    arguments_to_pass.put_back(checkpoint)
-    # Also with a file of hyperparameters: a logger's has the object's text.
-    arguments_to_pass.require_passed(cls, checkpoint, "", overrides, source=str(source))
-    hparams = dict(checkpoint.get("hyper_parameters") or {})
-    if hparams_file is not None:
-        hparams = read_hparams_file(hparams_file)
-    arguments = constructor_arguments(cls, hparams, checkpoint.get("hparams_name"), overrides)
-    module = cls(**arguments)
+    module = _build(cls, checkpoint, "", hparams_file, overrides, source=str(source))
     configure = getattr(module, "configure_model", None)
     if configure is not None:
         configure()
@@ -68,6 +62,40 @@ def load_module(
         return module
     device = next((value.device for value in weights.values() if isinstance(value, torch.Tensor)), None)
     return module if device is None else module.to(device)
+
+
+def load_datamodule(
+    cls: type[T],
+    source: str | Path | IO[bytes],
+    map_location: MapLocation,
+    hparams_file: str | Path | None,
+    *,
+    weights_only: bool | None,
+    overrides: StateDict,
+) -> tuple[T, StateDict | None]:
+    """Return a `cls`, and its state in the checkpoint if it has one; see `DataModule.load_from_checkpoint`."""
+    checkpoint = _load(source, map_location, weights_only=weights_only is not False)
+    datamodule = _build(cls, checkpoint, "datamodule_", hparams_file, overrides, source=str(source))
+    return datamodule, checkpoint.get(cls.__qualname__)
+
+
+def _build(
+    cls: type[T],
+    checkpoint: StateDict,
+    prefix: str,
+    hparams_file: str | Path | None,
+    overrides: StateDict,
+    *,
+    source: str,
+) -> T:
+    """Return a `cls` made with the hyperparameters whose keys in the checkpoint begin with this prefix."""
+    arguments_to_pass.put_back(checkpoint)
+    # Also with a file of hyperparameters: a logger's has the object's text.
+    arguments_to_pass.require_passed(cls, checkpoint, prefix, overrides, source=source)
+    hparams = dict(checkpoint.get(f"{prefix}hyper_parameters") or {})
+    if hparams_file is not None:
+        hparams = read_hparams_file(hparams_file)
+    return cls(**constructor_arguments(cls, hparams, checkpoint.get(f"{prefix}hparams_name"), overrides))
 
 
 def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_only: bool) -> StateDict:

@@ -177,22 +177,11 @@ class DataModule:
             CheckpointError: The file is damaged.
             ConfigError: An argument of `__init__` is neither saved nor given.
         """
-        from ..checkpoint import arguments_to_pass, rebuild, storage
+        from ..checkpoint.rebuild import load_datamodule
 
-        location = "cpu" if map_location is None else map_location
-        checkpoint: StateDict
-        if isinstance(checkpoint_path, (str, Path)):
-            checkpoint = storage.load(checkpoint_path, map_location=location, weights_only=weights_only is not False)
-        else:
-            checkpoint = torch.load(checkpoint_path, map_location=location, weights_only=True)
-        arguments_to_pass.put_back(checkpoint)
-        hparams = dict(checkpoint.get("datamodule_hyper_parameters") or {})
-        arguments_to_pass.require_passed(cls, checkpoint, "datamodule_", kwargs, source=str(checkpoint_path))
-        if hparams_file is not None:
-            hparams = rebuild.read_hparams_file(hparams_file)
-        name = checkpoint.get("datamodule_hparams_name")
-        datamodule = cls(**rebuild.constructor_arguments(cls, hparams, name, kwargs))
-        state = checkpoint.get(cls.__qualname__)
+        datamodule, state = load_datamodule(
+            cls, checkpoint_path, map_location, hparams_file, weights_only=weights_only, overrides=kwargs
+        )
         if state:
             datamodule.load_state_dict(state)
         return datamodule

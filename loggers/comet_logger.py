@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +53,8 @@ class CometLogger(ServiceLogger):
         MissingDependency: comet_ml is not installed.
     """
 
+    id_bytes = 16
+
     def __init__(
         self,
         *,
@@ -97,13 +98,6 @@ class CometLogger(ServiceLogger):
     def name(self) -> str | None:
         """Name of the project; None if comet_ml's configuration defines it."""
         return self._project
-
-    @property
-    def version(self) -> str | None:
-        """The experiment's key, chosen at the first call if none was passed; None above rank zero."""
-        if self._id is None and not self.is_silent:
-            self._id = secrets.token_hex(16)  # not from the generators that a training uses
-        return self._id
 
     @property
     def experiment(self) -> CometExperiment:

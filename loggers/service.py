@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -44,6 +45,8 @@ class ServiceLogger(RunLogger):
     """
 
     writes_behind = True
+    id_bytes = 0
+    """Length of the ids that a logger of this class chooses, in bytes; 0: the service chooses them."""
 
     def __init__(
         self,
@@ -83,7 +86,12 @@ class ServiceLogger(RunLogger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before it has one."""
+        """The run's id; None before it has one.
+
+        Where the service takes ids of ours (`id_bytes`), one is chosen at the first call on rank zero.
+        """
+        if self._id is None and self.id_bytes and not self.is_silent:
+            self._id = secrets.token_hex(self.id_bytes)  # not from the generators that a training uses
         return self._id
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:

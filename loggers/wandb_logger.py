@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +53,8 @@ class WandbLogger(ServiceLogger):
         MissingDependency: wandb is not installed.
     """
 
+    id_bytes = 4
+
     def __init__(
         self,
         name: str | None = None,
@@ -101,13 +102,6 @@ class WandbLogger(ServiceLogger):
     def name(self) -> str:
         """Name of the project."""
         return self._project
-
-    @property
-    def version(self) -> str | None:
-        """The run's id, chosen at the first call if none was passed; None above rank zero."""
-        if self._id is None and not self.is_silent:
-            self._id = secrets.token_hex(4)  # not from the generators that a training uses
-        return self._id
 
     @property
     def experiment(self) -> wandb.Run:

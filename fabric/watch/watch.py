@@ -43,15 +43,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...errors import RankFailure, StopBySignal
-from ..failure import Failure, describe_exit
+from ..failure import Failure
 from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
 from .errors import is_communication_error, is_timeout
 from .failure_store import FailureStore, Record
+from .local_ranks import Launcher, LocalRanks
 from .peers import Peer, StackOnSignal
 from .rank_status import RankStatus
 from .remote_ranks import RemoteRanks
@@ -69,15 +70,8 @@ _SECOND_S = 1.0
 _GRACE_S = 3.0  # for a main thread to raise by itself after another rank's failure
 _SLOW_S = 6.0  # for another rank to find out which rank is missing
 _UNWIND_S = 60.0  # for a main thread that was notified to leave the run
-_EXIT_CODE_S = 0.5  # for a rank that knows the exit code, before "it ended without a report" is stored
 _UNKNOWN_RANK = -1
 _LINGER_S = 1.5  # for the others to read a failure from a store that ends with this process
-
-
-class _Launcher(Protocol):
-    def local_exits(self) -> dict[int, int]: ...
-
-    def kill(self, signum: int) -> None: ...
 
 
 class Watch:
@@ -113,7 +107,7 @@ class Watch:
         local_rank: int = 0,
         timeout: float | timedelta = 1800.0,
         stall_timeout: float | timedelta | None = None,
-        launcher: _Launcher | None = None,
+        launcher: Launcher | None = None,
         session: int | str = 0,
     ) -> None:
         self.describe: Callable[[], dict[str, object]] | None = None
@@ -161,8 +155,7 @@ class Watch:
         self._is_explaining = False
         # The thread's own.
         self._me: Peer | None = None
-        self._neighbors: dict[int, Peer] = {}
-        self._gone: dict[int, float] = {}
+        self._local_ranks = LocalRanks(launcher)
         self._next_second = 0.0
         self._beat = 0
         self._place: dict[str, object] = {}
@@ -491,7 +484,7 @@ class Watch:
         if now >= self._next_second:
             self._next_second = now + _SECOND_S
             self._each_second(now)
-        self._stall_reporter.advance(self._neighbors.values(), now)
+        self._stall_reporter.advance(self._local_ranks.peers(), now)
         self._look_at_deadline(now)
         return self.stop_coordinator.is_under_way or self._stall_reporter.is_open or bool(self._todo)
 
@@ -499,8 +492,7 @@ class Watch:
         self._place = self._where()
         self._beat += 1
         self._failure_store.beat(self._beat, self._place)
-        for peer in self._failure_store.new_neighbors():
-            self._neighbors[peer.rank] = peer
+        self._local_ranks.add(self._failure_store.new_neighbors())
         silent = self._remote_ranks.find_silent(self._me, now, after_s=self.stall_timeout_s)
         if silent is not None and self._record is None and not self._failure_store.is_done(silent.rank):
             self._post_for(silent, f"host {silent.host} has not answered for {self.stall_timeout_s:.0f} s")
@@ -540,35 +532,15 @@ class Watch:
 
     def _look_at_neighbors(self, now: float) -> None:
         """Detect processes of this machine that have ended."""
-        for rank, peer in list(self._neighbors.items()):
-            if rank in self._gone or peer.state() != "gone":
-                continue
-            self._gone[rank] = now
-            # Its last messages may not have been read yet.
+        if self._local_ranks.note_ended(now):
+            # Their last messages may not have been read yet.
             for record in self._failure_store.new_failures():
                 self._learn(record)
-        for rank, since in list(self._gone.items()):
-            ended = self._neighbors.get(rank)
-            if ended is None:
-                continue
-            if self._record is not None or self._failure_store.is_done(rank):
-                del self._neighbors[rank]
-                continue
-            crash, trace = read_crash(ended.crash_file, ended.thread)
-            how = self._exit_of(ended)
-            if crash:
-                how = crash if how is None else f"{how}: {crash}"
-            if how is None and now < since + _EXIT_CODE_S:
-                continue
-            del self._neighbors[rank]
-            how = how or "the process ended without a report (killed, out of memory, or os._exit)"
-            self._post_for(ended, f"{how}, before the run was over", trace)
+        for peer, how, trace in self._local_ranks.lost(now, self._is_settled):
+            self._post_for(peer, f"{how}, before the run was over", trace)
 
-    def _exit_of(self, peer: Peer) -> str | None:
-        if self._launcher is None:
-            return None
-        code = self._launcher.local_exits().get(peer.local_rank)
-        return None if code is None else describe_exit(code)
+    def _is_settled(self, peer: Peer) -> bool:
+        return self._record is not None or self._failure_store.is_done(peer.rank)
 
     def _post_for(self, peer: Peer, how: str, trace: str = "") -> None:
         """Store the failure of a rank that cannot do so any more."""
@@ -616,16 +588,11 @@ class Watch:
             return
         ends = time.monotonic() + _LINGER_S
         try:
-            while time.monotonic() < ends and self._failure_store.count_seen(what) < count - len(self._gone):
-                self._look_at_gone()
+            while time.monotonic() < ends and self._failure_store.count_seen(what) < count - self._local_ranks.num_gone:
+                self._local_ranks.note_ended(time.monotonic())
                 time.sleep(_FAST_S)
         except RuntimeError:
             logger.debug("the store is gone")
-
-    def _look_at_gone(self) -> None:
-        for rank, peer in self._neighbors.items():
-            if rank not in self._gone and peer.state() == "gone":
-                self._gone[rank] = time.monotonic()
 
     # --- the thread: the end -----------------------------------------------------------------------------------------
 
@@ -664,7 +631,7 @@ class Watch:
             self._wake.clear()
 
     def _learn_alone(self, error: RuntimeError) -> None:
-        peer = self._neighbors.get(0) or self._remote_ranks.peer(0)
+        peer = self._local_ranks.peer(0) or self._remote_ranks.peer(0)
         host, pid = (peer.host, peer.pid) if peer is not None else ("?", 0)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         how = f"it, or the process that launched it, ended or cannot be reached: the store does not answer ({first})"

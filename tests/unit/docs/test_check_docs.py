@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 
 @pytest.fixture
 def check_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    script = Path(__file__).resolve().parents[3] / "docs" / "check_docs.py"
-    spec = importlib.util.spec_from_file_location("check_docs", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("docs/check_docs.py")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     return module
 
