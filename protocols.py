@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "AnyBatch",
+    "AnyOutput",
     "Batch",
     "Gather",
     "Loader",
@@ -16,6 +18,7 @@ __all__ = [
     "MapLocation",
     "StateDict",
     "Stateful",
+    "StatefulLoader",
     "StepFunction",
     "StepOutput",
     "StorageOptions",
@@ -25,14 +28,22 @@ __all__ = [
 
 T = TypeVar("T")
 
-Batch: TypeAlias = Any  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
-StepFunction: TypeAlias = Callable[..., Any]  # a step of a module: takes what the user declared, returns a StepOutput
-StepOutput: TypeAlias = Any  # what a step returns: a loss, a mapping that holds one, predictions, or None
+Batch: TypeAlias = object  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
+StepOutput: TypeAlias = object  # what a step returns: a loss, a mapping that holds one, predictions, or None
+Tree: TypeAlias = object  # tensors and plain values, nested in dicts, lists, tuples and sets
+Loaders: TypeAlias = object  # one loader, or loaders nested in lists, tuples and dicts
+StorageOptions: TypeAlias = Mapping[str, object]  # arguments of an fsspec file system: credentials, endpoints
+MapLocation: TypeAlias = (
+    "Callable[[torch.types.Storage, str], torch.types.Storage] | torch.device | str | dict[str, str] | None"
+)
+"""Where torch.load puts tensors: a device, its name, names by name, or a function of a storage and its device."""
+
+# Any, because users declare these: an override of a hook or step may name the class of its batch, and whoever calls
+# super() gets what it passes on. torch's `state_dict` says dict[str, Any].
+AnyBatch: TypeAlias = Any
+AnyOutput: TypeAlias = Any
+StepFunction: TypeAlias = Callable[..., Any]
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
-Tree: TypeAlias = Any  # tensors and plain values, nested in dicts, lists, tuples and sets
-Loaders: TypeAlias = Any  # one loader, or loaders nested in lists, tuples and dicts
-StorageOptions: TypeAlias = dict[str, Any]  # arguments of an fsspec file system: credentials, endpoints
-MapLocation: TypeAlias = Any  # where torch.load puts tensors: a device, its name, a dict of names, or a function
 
 
 @runtime_checkable
@@ -55,6 +66,10 @@ class Loader(Protocol):
     def __iter__(self) -> Iterator[Any]:
         """Start a new pass over the data."""
         ...
+
+
+class StatefulLoader(Stateful, Loader, Protocol):
+    """A loader that saves and loads its place."""
 
 
 class Gather(Protocol):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from ..protocols import Batch, StateDict, StepOutput
+    from ..protocols import AnyBatch, AnyOutput, StateDict
     from ..trainer.trainer import Trainer
 
 __all__ = ["Callback", "Checkpoint", "from_rank_zero"]
@@ -98,11 +98,11 @@ class Callback:
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """After the last batch of an epoch and after the validation that was due there."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
         """Before a micro-batch; it is on the device."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: AnyModule, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """After a micro-batch; after the last of a window the optimizer has stepped and counters are advanced."""
 
@@ -119,7 +119,7 @@ class Callback:
         """After the last batch of a validation."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch of a validation."""
 
@@ -127,8 +127,8 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: AnyModule,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -147,7 +147,7 @@ class Callback:
         """After the last batch of a test."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch of a test."""
 
@@ -155,8 +155,8 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: AnyModule,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -175,7 +175,7 @@ class Callback:
         """After the last batch of a prediction."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: AnyModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch of a prediction."""
 
@@ -183,8 +183,8 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: AnyModule,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -135,7 +135,7 @@ def load_through(
     """
     known = inspect.signature(io.load_checkpoint).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    usual = {"map_location": map_location, "weights_only": weights_only}
+    usual: dict[str, object] = {"map_location": map_location, "weights_only": weights_only}
     options = {name: value for name, value in usual.items() if takes_any or name in known}
     options |= {name: value for name, value in optional.items() if name in known}
     return io.load_checkpoint(path, **options)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
-from ..protocols import StateDict, Tree
+from ..protocols import StateDict
 
 __all__ = ["OWN_KEY", "PARAM_NAMES", "SCHEMA_VERSION", "Content", "fit_by_name", "read", "write"]
 
@@ -84,7 +85,7 @@ def write(content: Content, *, epoch: int, global_step: int, world_size: int, ve
     return checkpoint
 
 
-def read(checkpoint: Mapping[str, Tree], *, source: str) -> Content:
+def read(checkpoint: Mapping[str, Any], *, source: str) -> Content:
     """Return the states of a checkpoint of Loopwright, or of one with the field's keys.
 
     Raises:
@@ -117,7 +118,7 @@ def read(checkpoint: Mapping[str, Tree], *, source: str) -> Content:
     return Content(states, extra)
 
 
-def _lightning_progress(checkpoint: Mapping[str, Tree]) -> StateDict:
+def _lightning_progress(checkpoint: Mapping[str, Any]) -> StateDict:
     """Return the counts in a Lightning checkpoint: the epoch counter of its loops, and its global step."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     current = loop.get("epoch_progress", {}).get("current", {})
@@ -136,7 +137,7 @@ def _lightning_progress(checkpoint: Mapping[str, Tree]) -> StateDict:
     }
 
 
-def fit_by_name(state: Mapping[str, Tree], groups: Sequence[Sequence[str]]) -> StateDict:
+def fit_by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StateDict:
     """Return a state with the parameters that an optimizer has, in its order.
 
     What does not fit, or has no names, comes as it is: the optimizer says what is wrong with it.

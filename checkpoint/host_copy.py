@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..protocols import Tree
+from ..protocols import StateDict
 from .plain import Trusted, Untrusted
 
 __all__ = ["HostCopy", "Taken"]
@@ -34,7 +34,7 @@ class Taken:
         settle: Waits until the copy is complete; must be called before it is read, in any thread.
     """
 
-    checkpoint: Tree
+    checkpoint: StateDict
     settle: Callable[[], None]
 
 
@@ -52,7 +52,7 @@ class HostCopy:
         self._keeps_memory = keeps_memory
         self._used: list[torch.UntypedStorage] = []
 
-    def take(self, checkpoint: Tree) -> Taken:
+    def take(self, checkpoint: StateDict) -> Taken:
         """Return a copy that does not change with the checkpoint; what shared memory or was one object still does.
 
         Raises:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..protocols import Tree
+from ..protocols import StateDict, Tree
 from .to_plain import MAX_INT_BITS, to_plain
 
 __all__ = ["TRUSTED_KEY", "Trusted", "Untrusted", "replace_marked", "require_plain", "tensors", "to_plain", "untrust"]
@@ -87,10 +87,11 @@ def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
         if kind in _SIMPLE or kind in _MARKED:
             continue
         if kind in _TENSORS:
+            assert isinstance(item, Tensor)
             yield path, item
             if item.__dict__:  # torch saves the attributes that a user set on a tensor
                 queue.extend((attribute, (path, _Attribute(name))) for name, attribute in item.__dict__.items())
-        elif kind is int:
+        elif type(item) is int:
             if item.bit_length() > MAX_INT_BITS:
                 yield path, f"int of {item.bit_length()} bits; at most {MAX_INT_BITS} can be read back"
         elif kind is bytes:
@@ -100,6 +101,7 @@ def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
             if id(item) in seen:
                 continue
             seen.add(id(item))
+            assert isinstance(item, dict)
             for key, entry in item.items():
                 if type(key) is not str:
                     queue.append((key, (path, key)))
@@ -110,6 +112,7 @@ def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
         elif kind in _SEQUENCES:
             if id(item) not in seen:
                 seen.add(id(item))
+                assert isinstance(item, Iterable)
                 queue.extend((entry, (path, index)) for index, entry in enumerate(item) if type(entry) not in _SIMPLE)
         else:
             yield path, _describe(item)
@@ -206,6 +209,10 @@ class Untrusted:
         )
 
 
+@overload
+def untrust(value: StateDict, allow: bool, where: str = ...) -> StateDict: ...
+@overload
+def untrust(value: Tree, allow: bool, where: str = ...) -> Tree: ...
 def untrust(value: Tree, allow: bool, where: str = "checkpoint") -> Tree:
     """Return a loaded checkpoint with `Trusted` objects put back; its dicts and lists are changed in place.
 

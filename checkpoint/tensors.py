@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, overload
 
 import torch
 from torch import Tensor
 
-from ..protocols import Tree
+from ..protocols import StateDict, Tree
 
 __all__ = [
     "AnyTensor",
@@ -160,6 +160,14 @@ def tensors_in(tree: Tree) -> Iterator[tuple[str, AnyTensor]]:
     return ((path, value) for path, value in flatten(tree) if is_tensor(value))
 
 
+@overload
+def map_tensors(
+    tree: StateDict, change: Callable[[AnyTensor, tuple[Key, ...]], object], keys: tuple[Key, ...] = ...
+) -> StateDict: ...
+@overload
+def map_tensors(
+    tree: Tree, change: Callable[[AnyTensor, tuple[Key, ...]], object], keys: tuple[Key, ...] = ...
+) -> Tree: ...
 def map_tensors(tree: Tree, change: Callable[[AnyTensor, tuple[Key, ...]], object], keys: tuple[Key, ...] = ()) -> Tree:
     """Return a copy of a tree with each tensor replaced by `change(tensor, keys)`; other leaves are the same objects.
 

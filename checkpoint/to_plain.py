@@ -8,7 +8,7 @@ import os
 import sys
 import types
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -58,8 +58,11 @@ def _convert(value: Tree, where: str, dropped: list[str], parents: tuple[int, ..
         return plain
     entries = _as_mapping(value)
     if entries is not None:
-        kind = type(value) if type(value) in (OrderedDict, Counter) else dict
-        return kind(_convert_entries(entries, where, dropped, parents))
+        converted = _convert_entries(entries, where, dropped, parents)
+        if type(value) is OrderedDict:
+            return OrderedDict(converted)
+        return Counter(converted) if type(value) is Counter else converted
+    assert isinstance(value, Iterable)
     items = [_convert(item, f"{where}[{index}]", dropped, parents) for index, item in enumerate(value)]
     if any(item is _DROPPED for item in items):
         return _DROPPED

@@ -66,15 +66,15 @@ def record_indices(loader: Loaders) -> tuple[Any, IndexRecord | None]:  # Any: w
         The loader to read from, and None where indices cannot be known: of an iterable data set, of batches in a list,
         of a DataLoader that gives batches in another order than it asked for them.
     """
-    is_ours = isinstance(loader, PersistentWorkersLoader | EvalShard)
-    read = loader._copy if is_ours else loader
-    if not isinstance(read, DataLoader) or not is_indexed(loader.loader if is_ours else read):
+    ours = loader if isinstance(loader, PersistentWorkersLoader | EvalShard) else None
+    read = loader if ours is None else ours._copy
+    if not isinstance(read, DataLoader) or not is_indexed(read if ours is None else ours.loader):
         return loader, None
     if not getattr(read, "in_order", True):
         return loader, None
     name = "sampler" if read.batch_sampler is None else "batch_sampler"
     record = IndexRecord(getattr(read, name))
-    if not is_ours:
+    if ours is None:
         loader = read = copy.copy(read)
     object.__setattr__(read, name, record)  # DataLoader refuses plain assignment
     object.__setattr__(read, "_iterator", None)

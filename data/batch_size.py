@@ -5,6 +5,7 @@ batch size of the loader.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,8 +96,13 @@ class BatchSizes:
         return full
 
     def _without_loader(self, batch: Batch, found: int | None) -> int | None:
-        is_list = type(batch) is list and len(batch) > 1 and len(batch) != found and found is not None
-        if is_list and not self._is_certain and _are_alike(batch):
+        if (
+            type(batch) is list
+            and found is not None
+            and len(batch) not in (0, 1, found)
+            and not self._is_certain
+            and _are_alike(batch)
+        ):
             self._warn(
                 f"a batch is a list of {len(batch)} tensors of one shape, whose first dimension says {found}; "
                 f"{found} count"
@@ -120,7 +126,7 @@ def _common_size(batch: Batch, dim: int) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _are_alike(batch: Batch) -> bool:
+def _are_alike(batch: Iterable[Batch]) -> bool:
     """Whether the entries are tensors of one shape, or trees of such: samples, rather than the fields of one batch."""
     shapes = [_shape(item) for item in batch]
     return all(shape == shapes[0] for shape in shapes)

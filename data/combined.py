@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, DataError, ModuleError, nearest
-from ..protocols import Batch, Loaders, StateDict
+from ..protocols import Batch, Loader, Loaders, StateDict
 from .limit import find_length
 from .sources.combined import combined_length
 from .tree import flatten_loaders, map_loaders, unflatten
@@ -47,7 +47,7 @@ class CombinedLoader:
             )
         self.mode = mode
         self._iterables = iterables
-        self._flattened = flatten_loaders(iterables)
+        self._flattened: list[Any] = flatten_loaders(iterables)  # Any: whatever can be iterated
         for loader in self._flattened:
             if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
                 raise ModuleError(
@@ -215,6 +215,6 @@ def _length(loader: Loaders) -> int | None:
         return None
 
 
-def _batches(loader: Loaders) -> Iterator[Any]:
+def _batches(loader: Loader) -> Iterator[Batch]:
     """Iterate over a loader of the collection; of one that is combined itself, without the two indices."""
     return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)

@@ -13,7 +13,7 @@ __all__ = ["find_length", "resolve_limit"]
 def find_length(loader: Loaders) -> int | None:
     """Return `len(loader)`, or None when it has none."""
     try:
-        return len(loader)
+        return len(loader)  # type: ignore[arg-type]  # a TypeError is an answer
     except (TypeError, NotImplementedError):
         return None
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import ConfigError
-from ..protocols import Batch, Loaders, MapLocation, StateDict
+from ..protocols import AnyBatch, Loaders, MapLocation, StateDict
 from .hparams import AttributeDict, save_hyperparameters
 from .move import move_to_device
 
@@ -82,15 +82,15 @@ class DataModule:
         """Return the data to predict on: one loader or several."""
         raise self._lacks("predict_dataloader")
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Return the batch that is moved to the device; called with the batch on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+    def transfer_batch_to_device(self, batch: AnyBatch, device: torch.device, dataloader_idx: int) -> AnyBatch:
         """Return the batch on the device."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_after_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Return the batch that the step receives; called with the batch on the device."""
         return batch
 
@@ -234,7 +234,7 @@ class DataModule:
 def _loader_hook(dataset: object, shuffle: bool, batch_size: int, num_workers: int) -> Callable[[], object]:
     """Return a function without arguments that makes the loaders of a data set, or of a collection of them."""
 
-    def one(part: Any) -> DataLoader[Batch]:
+    def one(part: Any) -> DataLoader[AnyBatch]:
         is_shuffled = shuffle and not isinstance(part, IterableDataset)
         return DataLoader(part, batch_size=batch_size, shuffle=is_shuffled, num_workers=num_workers)
 

@@ -32,17 +32,16 @@ def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None
 
     An error of an object's own `.to` is re-raised with a note on its place in the batch.
     """
-    kind = type(batch)
-    if kind is Tensor:
+    if type(batch) is Tensor:
         if batch.device == device:
             return batch
         return batch.to(device, non_blocking=device.type == "cuda" if non_blocking is None else non_blocking)
-    if kind is list or kind is tuple:
+    if type(batch) is list or type(batch) is tuple:
         for item in batch:
             if type(item) is not Tensor or item.device != device:
                 return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
         return batch
-    if kind is dict:
+    if type(batch) is dict:
         for item in batch.values():
             if type(item) is not Tensor or item.device != device:
                 return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
@@ -162,10 +161,9 @@ def find_batch_size(batch: Batch) -> int | None:
     Args:
         batch: A tensor or any nesting of lists, tuples, mappings and dataclasses.
     """
-    kind = type(batch)
-    if kind is Tensor:
+    if type(batch) is Tensor:
         return batch.size(0) if batch.ndim else None  # a nested tensor has no shape
-    if kind is tuple or kind is list:
+    if type(batch) is tuple or type(batch) is list:
         size = None
         for item in batch:
             if type(item) is not Tensor:

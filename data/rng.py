@@ -163,7 +163,7 @@ def moved_numpy() -> Callable[[], bool]:
     return lambda: ctypes.string_at(address, size) != before
 
 
-def _native(kind: str) -> tuple[Callable[[], Tree], Callable[[Tree], object]]:
+def _native(kind: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:  # Any: a form of the generator's own
     """Return how to read and write a generator in its own form, which is quicker than plain values."""
     if kind == "python":
         return random.getstate, random.setstate
@@ -173,13 +173,13 @@ def _native(kind: str) -> tuple[Callable[[], Tree], Callable[[Tree], object]]:
     return partial(numpy_random.get_state, legacy=False), numpy_random.set_state
 
 
-def _to_plain(kind: str, state: Tree) -> Tree:
+def _to_plain(kind: str, state: Any) -> Tree:
     if kind == "python":
         return _python_to_plain(state)
     return state if kind == "torch" else _numpy_to_plain(state)
 
 
-def _from_plain(kind: str, state: Tree) -> Tree:
+def _from_plain(kind: str, state: Any) -> Tree:
     if kind == "python":
         return _python_from_plain(state)
     return state if kind == "torch" else _numpy_from_plain(state)
@@ -208,7 +208,7 @@ def kinds_that_moved(before: StateDict, after: StateDict) -> set[str]:
     return {kind for kind in KINDS if kind in after and (kind not in before or not _same(before[kind], after[kind]))}
 
 
-def _same(left: Tree, right: Tree) -> bool:
+def _same(left: Any, right: Any) -> bool:  # Any: of one type, as a generator's states are
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -330,7 +330,7 @@ def _numpy_to_plain(state: Tree) -> Tree:
     """Turn a NumPy bit generator's state (dicts, arrays, integers of any size) into plain values and tensors."""
     if isinstance(state, dict):
         return {key: _numpy_to_plain(value) for key, value in state.items()}
-    if hasattr(state, "dtype") and hasattr(state, "tobytes"):
+    if hasattr(state, "dtype") and hasattr(state, "shape") and hasattr(state, "tobytes"):
         data = torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8)
         return {"dtype": str(state.dtype), "shape": list(state.shape), "data": data}
     if isinstance(state, int) and state.bit_length() > 63:
@@ -338,7 +338,7 @@ def _numpy_to_plain(state: Tree) -> Tree:
     return state
 
 
-def _numpy_from_plain(state: Tree) -> Tree:
+def _numpy_from_plain(state: Tree) -> Any:
     if not isinstance(state, dict):
         return state
     if set(state) == {"big_int"}:

@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_convert
 
 from ..errors import ConfigError, DataError
-from ..protocols import Batch, Loaders
+from ..protocols import Batch
 from .distributed.fingerprint import fingerprint_batch
 from .distributed.shard import NO_BATCH
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
@@ -79,9 +79,10 @@ class ShardedIterable(IterableDataset[Any]):
         """
         self._place = (rank, size)
 
-    def of_rank(self, rank: int, size: int) -> Loaders:
+    def of_rank(self, rank: int, size: int) -> Iterable[Any]:
         """Return the data set of one rank, as `split` makes it; with one rank, the data set."""
-        return self.dataset if self.split is None or size == 1 else self.split(self.dataset, rank, size)
+        own: Iterable[Any] = self.dataset if self.split is None or size == 1 else self.split(self.dataset, rank, size)
+        return own
 
     def __iter__(self) -> Iterator[Batch]:
         rank, size = self._place or _own_place()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..protocols import Batch, StateDict
+from ..protocols import AnyBatch, StateDict
 
 __all__ = ["DefaultDtype", "Precision", "PrecisionPolicy", "cast_floats"]
 
@@ -70,11 +70,11 @@ class Precision:
         """Return the context in which the user's steps run: a new one for every use."""
         return nullcontext()
 
-    def convert_input(self, data: Batch) -> Batch:
+    def convert_input(self, data: AnyBatch) -> AnyBatch:
         """Return the data with floating point tensors in the dtype that the forward pass takes."""
         return data
 
-    def convert_output(self, data: Batch) -> Batch:
+    def convert_output(self, data: AnyBatch) -> AnyBatch:
         """Return the data with floating point tensors in `policy.output_dtype`; gradients flow through."""
         return data
 
@@ -141,7 +141,7 @@ class DefaultDtype:
         torch.set_default_dtype(self._before.pop())
 
 
-def cast_floats(data: Batch, dtype: torch.dtype) -> Batch:
+def cast_floats(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
     """Return the data with each real floating point tensor cast to `dtype`.
 
     Mappings, lists, tuples, named tuples and dataclass instances are walked and keep their type; a container in
@@ -161,7 +161,7 @@ def cast_floats(data: Batch, dtype: torch.dtype) -> Batch:
     return data
 
 
-def _cast_mapping(data: Mapping[object, Batch], dtype: torch.dtype) -> Batch:
+def _cast_mapping(data: Mapping[object, AnyBatch], dtype: torch.dtype) -> AnyBatch:
     changed = {key: new for key, value in data.items() if (new := cast_floats(value, dtype)) is not value}
     if not changed:
         return data
@@ -174,7 +174,7 @@ def _cast_mapping(data: Mapping[object, Batch], dtype: torch.dtype) -> Batch:
     return result
 
 
-def _cast_dataclass(data: Batch, dtype: torch.dtype) -> Batch:
+def _cast_dataclass(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
     changed = {}
     for field in dataclasses.fields(data):
         old = getattr(data, field.name)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..callbacks import Callback
     from ..fabric import Fabric
     from ..loggers import Logger
-    from ..protocols import Batch, Loaders, MapLocation, StateDict, StepOutput, Tree
+    from ..protocols import AnyBatch, AnyOutput, Loaders, MapLocation, StateDict, Tree
     from .trainer import Trainer
 
 __all__ = ["Module"]
@@ -55,7 +55,7 @@ class Module(nn.Module):
 
     automatic_optimization: bool = True
     strict_loading: bool = True
-    example_input_array: Batch = None
+    example_input_array: AnyBatch = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
     compile_blocks: object = None
@@ -107,11 +107,11 @@ class Module(nn.Module):
     # --- steps and configuration: override these -------------------------------------------------------------------
 
     # Any: steps and forward take what the user declares; with it, type checkers accept every signature in a subclass.
-    def forward(self, *args: Any, **kwargs: Any) -> StepOutput:
+    def forward(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Compute the output of the module. `predict_step` calls it by default."""
         return super().forward(*args, **kwargs)  # nn.Module's own error
 
-    def training_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+    def training_step(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Compute the loss of a micro-batch: `training_step(batch, batch_idx)`.
 
         Returns:
@@ -120,15 +120,15 @@ class Module(nn.Module):
         """
         raise NotImplementedError
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+    def validation_step(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Evaluate a batch: `validation_step(batch, batch_idx[, dataloader_idx])`."""
         raise NotImplementedError
 
-    def test_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+    def test_step(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Evaluate a test batch: `test_step(batch, batch_idx[, dataloader_idx])`."""
         raise NotImplementedError
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+    def predict_step(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Predict a batch: `predict_step(batch, batch_idx[, dataloader_idx])`; the default is `self(batch)`."""
         batch = args[0] if args else kwargs.get("batch")
         return self(batch)
@@ -197,10 +197,10 @@ class Module(nn.Module):
     def on_train_epoch_end(self) -> None:
         """Called at the end of each epoch, after its validation."""
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: AnyBatch, batch_idx: int) -> int | None:
         """Called before each micro-batch; returning -1 skips the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int) -> None:
         """Called after each micro-batch; `outputs` is a dict with the detached, undivided `loss`."""
 
     def on_validation_start(self) -> None:
@@ -215,11 +215,11 @@ class Module(nn.Module):
     def on_validation_epoch_end(self) -> None:
         """Called after the last validation batch."""
 
-    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each validation batch."""
 
     def on_validation_batch_end(
-        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after each validation batch."""
 
@@ -235,10 +235,10 @@ class Module(nn.Module):
     def on_test_epoch_end(self) -> None:
         """Called after the last test batch."""
 
-    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each test batch."""
 
-    def on_test_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after each test batch."""
 
     def on_predict_start(self) -> None:
@@ -253,10 +253,12 @@ class Module(nn.Module):
     def on_predict_epoch_end(self) -> None:
         """Called after the last batch to predict."""
 
-    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each batch to predict."""
 
-    def on_predict_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after each batch to predict."""
 
     def on_validation_model_zero_grad(self) -> None:
@@ -301,15 +303,15 @@ class Module(nn.Module):
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Read entries of a checkpoint, before its states are restored."""
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Change a batch on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+    def transfer_batch_to_device(self, batch: AnyBatch, device: torch.device, dataloader_idx: int) -> AnyBatch:
         """Move a batch to the device."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_after_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Change a batch on the device."""
         return batch
 
@@ -349,7 +351,7 @@ class Module(nn.Module):
         """Clip gradients before the optimizer step; an override calls `self.clip_gradients`."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def count_tokens(self, batch: Batch) -> int:
+    def count_tokens(self, batch: AnyBatch) -> int:
         """Return the number of tokens in a training batch, for `Trainer(max_tokens=)`. Called on the host.
 
         The default counts the positions of `batch["input_ids"]`, or of the first integer tensor, padding included.
@@ -604,7 +606,7 @@ class Module(nn.Module):
             cls, checkpoint_path, map_location, hparams_file, strict=strict, weights_only=weights_only, overrides=kwargs
         )  # fmt: skip
 
-    def to_onnx(self, file_path: str | Path | None = None, input_sample: Batch = None, **kwargs: Any) -> Any:
+    def to_onnx(self, file_path: str | Path | None = None, input_sample: AnyBatch = None, **kwargs: Any) -> Any:
         """Export `forward` as it is in evaluation with torch.onnx; needs `pip install 'loopwright[onnx]'`.
 
         Args:
@@ -628,7 +630,7 @@ class Module(nn.Module):
         self,
         file_path: str | Path | None = None,
         method: str = "script",
-        example_inputs: Batch = None,
+        example_inputs: AnyBatch = None,
         **kwargs: object,
     ) -> torch.jit.ScriptModule:
         """Return `forward` as it is in evaluation as TorchScript.
@@ -648,7 +650,7 @@ class Module(nn.Module):
         return export_script(self, file_path, method, example_inputs, kwargs)
 
     def to_export(
-        self, file_path: str | Path | None = None, example_inputs: Batch = None, **kwargs: Any
+        self, file_path: str | Path | None = None, example_inputs: AnyBatch = None, **kwargs: Any
     ) -> ExportedProgram:
         """Return `forward` as it is in evaluation as a torch.export.ExportedProgram.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
-    from ..protocols import Batch, StateDict, StepFunction, Tree
+    from ..protocols import Batch, StateDict, StepFunction
     from ..strategies.base import RunWindow
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
@@ -187,7 +187,7 @@ class Run:
     skips_bad_steps: bool = False
     before_validation: BeforeValidation | None = None
     unfinished: StateDict = field(default_factory=dict)
-    configured: dict[str, list[Tree]] = field(default_factory=dict)
+    configured: dict[str, list[StateDict]] = field(default_factory=dict)
     validated: ValidatedWeights | None = None
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
     has_ranks: bool = False

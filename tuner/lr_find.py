@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +109,7 @@ class RisingRate(Callback):
         if self._is_over:
             return
         assert self._total is not None
-        if outputs is not None and "loss" in outputs:
+        if isinstance(outputs, Mapping) and "loss" in outputs:
             self._total += torch.stack([outputs["loss"].float(), torch.ones_like(self._total[0])])
         if not trainer.at_step_boundary:
             return

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -204,7 +205,7 @@ class SpikeDetection(Callback):
         self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Keep the loss, without reading it; judge all that were kept when it is time."""
-        loss = None if outputs is None else outputs.get("loss")
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if loss is not None:
             self._own.append((batch_idx, loss))
         # Windows are counted, not steps: their number is the same on all ranks and grows with each.

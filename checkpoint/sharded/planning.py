@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
-from ...protocols import Tree
+from ...protocols import StateDict
 from .tree import PLACEHOLDER_KEY, Split, put_back
 
 __all__ = ["Planner", "first_names", "path_of", "unfit", "with_first_names"]
@@ -72,7 +72,7 @@ def first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
     return names
 
 
-def with_first_names(split: Split) -> Tree:
+def with_first_names(split: Split) -> StateDict:
     """Return the state with every placeholder naming the path that its tensor is saved under."""
     placeholders = {path: {PLACEHOLDER_KEY: name} for path, name in first_names(split.tensors).items()}
     return put_back(split.rest, placeholders, set(), [])

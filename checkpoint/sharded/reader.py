@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .manifest import MANIFEST, Manifest, damaged, decode
 from .shard_files import ShardFiles, call_in_threads
 from .stored import ShardedTensor
 from .tree import put_back
+
+if TYPE_CHECKING:
+    from torch.types import Storage
 
 __all__ = ["load", "read_manifest", "read_to", "verify", "verify_share"]
 
@@ -271,7 +274,7 @@ def read_to(stored: StoredTensor, map_location: MapLocation) -> Tensor:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         return stored.read().to(map_location)
     tensor = stored.read()
-    moved = map_location(tensor.untyped_storage(), "cpu")
+    moved = map_location(cast("Storage", tensor.untyped_storage()), "cpu")
     if moved is None:
         return tensor
     placed = torch.empty(0, dtype=tensor.dtype, device=moved.device)

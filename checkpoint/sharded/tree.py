@@ -12,7 +12,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from ...protocols import StateDict, Tree
 from ..plain import replace_marked
@@ -39,7 +39,7 @@ class Split:
         clashes: Paths of dicts of the user that look like placeholders, so that the checkpoint cannot be saved.
     """
 
-    rest: Tree = None
+    rest: StateDict = field(default_factory=dict)
     tensors: dict[str, DTensor] = field(default_factory=dict)
     clashes: list[str] = field(default_factory=list)
 
@@ -63,10 +63,16 @@ def holds_sharded(tree: Tree) -> bool:
 def take_out(checkpoint: StateDict) -> Split:
     """Return the checkpoint without its sharded tensors, and these by path; the checkpoint is not changed."""
     split = Split()
-    split.rest = _copy(checkpoint, "", _sharded_type(), split, {})
+    rest = _copy(checkpoint, "", _sharded_type(), split, {})
+    assert isinstance(rest, dict)
+    split.rest = rest
     return split
 
 
+@overload
+def put_back(tree: StateDict, tensors: Mapping[str, object], used: set[str], unknown: list[str]) -> StateDict: ...
+@overload
+def put_back(tree: Tree, tensors: Mapping[str, object], used: set[str], unknown: list[str]) -> Tree: ...
 def put_back(tree: Tree, tensors: Mapping[str, object], used: set[str], unknown: list[str]) -> Tree:
     """Replace placeholders by what `tensors` has for them, in place; return the tree, new where it is a tuple.
 
@@ -115,18 +121,20 @@ def _copy(value: Tree, path: str, kind: type[DTensor] | None, split: Split, copi
         return copies[id(value)]
     new: Tree
     if type(value) in _DICTS:
+        assert isinstance(value, dict)
         if len(value) == 1 and PLACEHOLDER_KEY in value:
             split.clashes.append(path)
-        new = copies[id(value)] = type(value)()
+        entries = copies[id(value)] = type(value)()
         for key, item in value.items():
-            new[key] = _copy(item, _join(path, key), kind, split, copies)
+            entries[key] = _copy(item, _join(path, key), kind, split, copies)
         if type(value) is not dict:  # state_dict()._metadata
-            new.__dict__.update(value.__dict__)
-        return new
+            entries.__dict__.update(value.__dict__)
+        return entries
     if type(value) is list:
-        new = copies[id(value)] = []
-        new.extend(_copy(item, _join(path, index), kind, split, copies) for index, item in enumerate(value))
-        return new
+        items: list[Tree] = []
+        copies[id(value)] = items
+        items.extend(_copy(item, _join(path, index), kind, split, copies) for index, item in enumerate(value))
+        return items
     if type(value) is tuple:
         new = tuple(_copy(item, _join(path, index), kind, split, copies) for index, item in enumerate(value))
         copies[id(value)] = new

@@ -199,8 +199,7 @@ class DcpFolder:
             if not isinstance(steps, tuple) or not steps or not all(isinstance(step, str | int) for step in steps):
                 raise self.damaged(f"{name!r} has no place in the tree")
             _put(root, steps, value)
-        tree: StateDict = _with_lists(root)
-        return tree
+        return {key: _with_lists(value) for key, value in root.items()}
 
     def read_record(self, name: str, offset: tuple[int, ...]) -> Any:  # Any: a tensor, if the folder is intact
         """Return a chunk of a tensor."""

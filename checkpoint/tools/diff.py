@@ -17,6 +17,7 @@ from ..tensors import flatten, is_tensor, read_tensor, size_bytes
 
 __all__ = ["Difference", "Tolerance", "compare"]
 
+_ORDERED = (list, tuple)
 _MISSING = object()
 _LONGEST = 80
 
@@ -87,7 +88,7 @@ def _pairs(first: Tree, second: Tree, path: str) -> Iterator[tuple[str, object, 
     """Yield path and both values of every leaf, and of every branch that one of the two lacks."""
     if isinstance(first, dict) and isinstance(second, dict):
         ours, theirs = first, second
-    elif type(first) is type(second) and type(first) in (list, tuple):
+    elif type(first) is type(second) and isinstance(first, _ORDERED) and isinstance(second, _ORDERED):
         ours, theirs = dict(enumerate(first)), dict(enumerate(second))
     else:
         yield path, first, second

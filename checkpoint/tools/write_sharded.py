@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...protocols import Tree
+from ...protocols import StateDict
 from .. import storage
 from ..plain import require_plain
 from ..sharded.backends import state_entry
@@ -23,7 +23,7 @@ __all__ = ["save_split"]
 
 
 def save_split(
-    checkpoint: Tree,
+    checkpoint: StateDict,
     path: str | Path,
     *,
     num_shards: int,

@@ -332,6 +332,7 @@ class ShardedListSource(Source):
     """
 
     kind = "replay"  # its states fit those of one process
+    loader: list[Any] | tuple[Any, ...]
 
     def __init__(self, loader: list[Any] | tuple[Any, ...], shard: Shard) -> None:
         super().__init__(loader)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _END: Any = object()
 
 
-def is_sharded_iterable(loader: object) -> bool:
+def is_sharded_iterable(loader: object) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader with a `ShardedIterable` whose batches can be distributed."""
     return (
         isinstance(loader, DataLoader)
@@ -107,11 +107,12 @@ class ShardedIterableSource(Source):
     """
 
     kind = "iterable"
+    loader: DataLoader[Batch]
 
     def __init__(self, loader: DataLoader[Batch], shard: Shard) -> None:
         super().__init__(loader)
         self._shard = shard
-        self._iterator: Iterator[Batch] = iter(())
+        self._iterator: Iterator[tuple[Batch, int | None]] = iter(())
         self._ahead: deque[Batch] = deque()
         self._order: int | None = None
         self._is_open = self._has_ended = False
@@ -120,6 +121,8 @@ class ShardedIterableSource(Source):
         self._key = b""
         self._opening: StateDict = {}
         self._loaded: StateDict | None = None
+        assert isinstance(loader.dataset, ShardedIterable)  # see `is_sharded_iterable`
+        self._data = loader.dataset
         self._find_lengths()
 
     @property
@@ -164,7 +167,7 @@ class ShardedIterableSource(Source):
         if state["samples"] and self._shard.rank == 0:
             log.warning(
                 "%s cannot begin in the middle of an epoch: reading %d samples again.",
-                type(self.loader.dataset.dataset).__name__,
+                type(self._data.dataset).__name__,
                 state["samples"],
             )
         self._start(epoch, bytes.fromhex(state["key"]), samples=state["samples"], global_batches=state["rounds"])
@@ -251,7 +254,7 @@ class ShardedIterableSource(Source):
 
     def _find_generators(self) -> StateDict:
         # Workers have copies of their own, which start again in each pass.
-        return {} if self.loader.num_workers else find_generators(dataset=self.loader.dataset.dataset)
+        return {} if self.loader.num_workers else find_generators(dataset=self._data.dataset)
 
     @override
     def describe_order(self) -> int | None:

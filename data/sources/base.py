@@ -172,10 +172,7 @@ def announce_epoch(loader: Loaders, epoch: int) -> None:
     ]
     announced: list[object] = []
     for part in parts:
-        if (
-            part is not None
-            and callable(getattr(part, "set_epoch", None))
-            and not any(part is one for one in announced)
-        ):
-            part.set_epoch(epoch)
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch) and not any(part is one for one in announced):
+            set_epoch(epoch)
             announced.append(part)

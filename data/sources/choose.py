@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from ...errors import ModuleError
-from ...protocols import Loaders
+from ...protocols import Loader, Loaders, Stateful
 from ..combined import CombinedLoader
 from ..distributed.iterable import ShardedIterableSource, is_sharded_iterable, of_rank
 from ..distributed.shard import Shard
@@ -44,10 +46,10 @@ def make_source(loader: Loaders, *, is_placed: bool = False) -> Source:
     if is_indexed(loader):
         return IndexedSource(loader)
     if has_stateful_data(loader):
-        return StatefulSource(loader, loader.dataset)
+        return StatefulSource(loader, cast(Stateful, loader.dataset))
     if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise ModuleError(
             f"The training data is a {type(loader).__name__}, which cannot be iterated.",
             fix="pass a DataLoader, another iterable of batches, or a list, tuple or dict of these.",
         )
-    return RereadSource(loader)
+    return RereadSource(cast(Loader, loader))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import TypeVar
 
 from torch.utils.data import DataLoader
-
-from ...protocols import Loaders
 
 __all__ = ["gives_any_order", "in_order"]
 
@@ -17,7 +16,10 @@ def gives_any_order(loader: object) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
 
 
-def in_order(loader: Loaders) -> Loaders:
+L = TypeVar("L")
+
+
+def in_order(loader: L) -> L:
     """Return the loader; of one that yields batches in any order, a copy that yields them in order, with a warning."""
     if not gives_any_order(loader):
         return loader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
 from typing_extensions import override
@@ -20,7 +20,7 @@ from .index_stream import IndexStream
 __all__ = ["IndexedSource", "is_indexed"]
 
 
-def is_indexed(loader: object) -> bool:
+def is_indexed(loader: object) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that yields one batch for each batch of indices of its sampler."""
     return (
         isinstance(loader, DataLoader)
@@ -43,6 +43,7 @@ class IndexedSource(Source):
     """
 
     kind = "indexed"
+    loader: DataLoader[Batch]
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         super().__init__(loader)

@@ -7,13 +7,13 @@ import itertools
 import logging
 from collections.abc import Iterator
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, Loaders, StateDict
+from ...protocols import Batch, Loader, Loaders, StateDict
 from ..limit import find_length
 from ..rng import (
     RngStream,
@@ -34,6 +34,8 @@ __all__ = ["RereadSource"]
 log = logging.getLogger(__name__)
 _NOTHING: object = object()
 
+L = TypeVar("L")
+
 
 class RereadSource(Source):
     """An iterable without indices and without a state of its own: generators, iterable data sets, lists of batches.
@@ -46,8 +48,9 @@ class RereadSource(Source):
     """
 
     kind = "replay"
+    loader: Loader
 
-    def __init__(self, loader: Loaders) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
         from .in_order import in_order  # a program that only makes a Trainer reads no data
 
@@ -99,7 +102,9 @@ class RereadSource(Source):
             self._iterator = itertools.islice(self.loader, state["position"], None)
             self.first = position_of(state)
             self.shift = state["position"] - self.first
-            self.length = len(self.loader) - self.shift
+            self.length = find_length(self.loader)
+            assert self.length is not None
+            self.length -= self.shift
             self.position = self.first
         else:
             restore_rng(self._opening["rng"])
@@ -207,7 +212,7 @@ class RereadSource(Source):
         if len(seen) == self._num_workers or len(set(seen)) > 1:
             self._first_batches = None
             if is_same_on_all(seen):
-                data = type(self.loader.dataset).__name__
+                data = type(getattr(self.loader, "dataset", None)).__name__
                 log.warning(SAME_IN_WORKERS, self._num_workers, type(self.loader).__name__, data, self._num_workers)
 
     @override
@@ -253,13 +258,13 @@ def _num_workers(loader: Loaders) -> int:
     return loader.num_workers
 
 
-def without_persistent_workers(loader: Loaders) -> Loaders:
+def without_persistent_workers(loader: L) -> L:
     """Return the loader, or a copy whose workers start again in each epoch.
 
     A persistent worker continues with random numbers that depend on all its work before, which a resume could not
     restore.
     """
-    if not _num_workers(loader) or not loader.persistent_workers:
+    if not isinstance(loader, DataLoader) or not _num_workers(loader) or not loader.persistent_workers:
         return loader
     changed = copy.copy(loader)
     for name, value in {"persistent_workers": False, "_iterator": None}.items():

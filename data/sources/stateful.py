@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, Loaders, StateDict
+from ...protocols import Batch, Loader, StateDict, Stateful, StatefulLoader
 from ..limit import find_length
 from ..rng import RngStream, capture_rng, derive_key
 from .base import Source
@@ -19,12 +19,12 @@ __all__ = ["StatefulSource", "has_stateful_data", "is_stateful"]
 _NOTHING: object = object()
 
 
-def is_stateful(loader: object) -> bool:
+def is_stateful(loader: object) -> TypeGuard[StatefulLoader]:
     """Return whether the loader has both `state_dict` and `load_state_dict`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def has_stateful_data(loader: object) -> bool:
+def has_stateful_data(loader: object) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
 
     With workers, each of them has a data set of its own, whose place the loader does not tell.
@@ -55,10 +55,12 @@ class StatefulSource(Source):
     """
 
     kind = "stateful"
+    loader: Loader
 
-    def __init__(self, loader: Loaders, keeper: Any = None) -> None:
+    def __init__(self, loader: Loader, keeper: Stateful | None = None) -> None:
         super().__init__(loader)
-        self._keeper = loader if keeper is None else keeper
+        self._keeps_own_state = keeper is None
+        self._keeper = cast(Stateful, loader) if keeper is None else keeper
         self._iterator: Iterator[Batch] = iter(())
         self._ahead: Any = _NOTHING
         self._before_ahead: StateDict = {}
@@ -103,7 +105,7 @@ class StatefulSource(Source):
         """Bring the loader to where it was when the loaded epoch was left, so that iterating begins another one."""
         self._keeper.load_state_dict(state["loader"])
         self._may_be_rest = state["is_at_end"]
-        if state["is_at_end"] and self._keeper is self.loader and isinstance(self.loader, DataLoader):
+        if state["is_at_end"] and self._keeps_own_state and isinstance(self.loader, DataLoader):
             with RngStream(b""):
                 self.loader._get_iterator()  # torchdata's; its `__iter__` would make this one too, and draw for both
         elif state["position"] and not state["is_at_end"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...data.tokens import count_tokens
 from ...errors import DataError, ModuleError
@@ -173,8 +173,9 @@ def steps_until_max_samples(trainer: Trainer, num_batches: int | float, epochs: 
 
 
 def _size_of_data(loader: Loaders) -> int | float:
+    dataset: Any = getattr(loader, "dataset", None)
     try:
-        return len(loader.dataset)
+        return len(dataset)
     except (AttributeError, TypeError, NotImplementedError):
         return math.inf
 

@@ -8,6 +8,7 @@ another number of tensors in a list, would leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ def metric_states(module: nn.Module, *, copy: bool = False) -> dict[str, StateDi
     def kept(state: Tree) -> Tree:
         if isinstance(state, list):
             return [kept(item) for item in state]
-        return state.clone() if copy else state
+        return state.clone() if copy and isinstance(state, Tensor) else state
 
     return {
         path: {
@@ -71,7 +72,7 @@ def load_metric_states(
                 setattr(child, name, moved)
 
 
-def to_cpu(value: Tree) -> Tree:
+def to_cpu(value: Tree) -> Any:  # Any: of the kind that it is given
     """Return nested containers with their tensors on the CPU, detached, so that they can travel between processes."""
     if isinstance(value, Tensor):
         return value.detach().cpu()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModuleError
-from ...protocols import Gather, StateDict, Tree
+from ...protocols import Gather, StateDict
 from .accumulators import MetricAccumulator, ScalarAccumulator, TorchMetric, is_metric
 from .metric_objects import compute_joined, metric_states, to_cpu
 
@@ -242,10 +242,10 @@ class RanksMetrics:
         if not shares:
             return {}
         metrics = {name: self._object(name, share.path, accumulators) for name, share in shares.items()}
-        states: Tree = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
+        states: Any = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
         everywhere = self.gather(states)
         values: dict[str, Tensor] = {}
-        of_path: dict[str, Tree] = {}
+        of_path: dict[str, Any] = {}  # Any: a tensor or a number, as the metric computes
         for name, share in shares.items():
             theirs = [states[name] for states in everywhere]
             if None in theirs:
@@ -334,7 +334,7 @@ class RanksMetrics:
 
     def joined_state(self, state: StateDict) -> StateDict:
         """Return a state that holds the sums of every rank; `state_of_rank` takes it apart again."""
-        everywhere = self.gather(to_cpu((state["slots"], state["metric_slots"])))
+        everywhere = self.gather((to_cpu(state["slots"]), to_cpu(state["metric_slots"])))
         metric_accumulators = {
             (accumulator["hook"], accumulator["key"]): accumulator
             for _, accumulators in reversed(everywhere)

@@ -149,7 +149,7 @@ def make_eval_loader(
     *,
     name: str,
     mode_error: str | None = None,
-    share: Callable[[Loaders], Loaders] = with_persistent_workers,
+    share: Callable[[Loaders], Any] = with_persistent_workers,  # Any: a loader of the given kind
     count: Callable[[Loaders], int | None] = find_length,
 ) -> EvalLoader:
     """Return loaders of an evaluation stage with their limits.

@@ -210,7 +210,7 @@ class PipelineRoot(EngineRoot):
         source, group = self.pipeline_engine._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
         if dist.get_world_size(group) == 1:
             return outputs
-        tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
+        tensors: list[Any] = list(outputs) if isinstance(outputs, tuple) else [outputs]
         shapes = [(one.shape, one.dtype) for one in tensors if one is not None]
         kinds: list[Any] = [isinstance(outputs, tuple), shapes]
         device = torch.device("cpu") if "gloo" in dist.get_backend(group) else self.pipe_device

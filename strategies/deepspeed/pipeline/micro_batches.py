@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from torch import Tensor
@@ -77,6 +77,7 @@ def _tensors(data: Batch) -> list[Tensor]:
 def _narrow(data: Batch, begin: int, size: int) -> Batch:
     if isinstance(data, Tensor):
         return data.narrow(0, begin, size) if data.ndim else data
+    assert isinstance(data, Iterable)  # see `_tensors`
     return tuple(_narrow(one, begin, size) for one in data)
 
 
