@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnyBatch",
+    "AnyLoaders",
     "AnyOutput",
     "Batch",
     "Gather",
@@ -42,6 +43,7 @@ MapLocation: TypeAlias = (
 # super() gets what it passes on. torch's `state_dict` says dict[str, Any].
 AnyBatch: TypeAlias = Any
 AnyOutput: TypeAlias = Any
+AnyLoaders: TypeAlias = Any
 StepFunction: TypeAlias = Callable[..., Any]
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
 

@@ -14,7 +14,7 @@ from .base import AnyModule, Callback
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..protocols import Batch, StepOutput
+    from ..protocols import AnyBatch, AnyOutput
     from ..trainer.trainer import Trainer
 
 __all__ = ["BasePredictionWriter"]
@@ -54,9 +54,9 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: AnyModule,
-        prediction: StepOutput,
+        prediction: AnyOutput,
         batch_indices: list[Any] | None,
-        batch: Batch,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -78,7 +78,7 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: AnyModule,
-        predictions: list[StepOutput],
+        predictions: list[AnyOutput],
         batch_indices: list[list[list[Any] | None]],
     ) -> None:
         """Write the predictions of all batches of this rank.
@@ -122,8 +122,8 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -23,7 +23,7 @@ from .base import Callback, from_rank_zero
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..protocols import Batch, StateDict
+    from ..protocols import AnyBatch, StateDict
     from ..trainer.trainer import Trainer
 
 __all__ = ["ModelPruning"]
@@ -291,7 +291,7 @@ class ModelPruning(Callback):
         if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._is_due = True
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Prune, if it is due since the latest validation."""
         if self._is_due:
             self._prune(trainer)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, DataError, ModuleError, nearest
-from ..protocols import Batch, Loader, Loaders, StateDict
+from ..protocols import AnyLoaders, Batch, Loader, Loaders, StateDict
 from .limit import find_length
 from .sources.combined import combined_length
 from .tree import flatten_loaders, map_loaders, unflatten
@@ -59,7 +59,7 @@ class CombinedLoader:
         self._iterators: list[Iterator[Any]] = []
 
     @property
-    def iterables(self) -> Loaders:
+    def iterables(self) -> AnyLoaders:
         """The collection, in the shape it was given in."""
         return self._iterables
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import ConfigError
-from ..protocols import AnyBatch, Loaders, MapLocation, StateDict
+from ..protocols import AnyBatch, AnyLoaders, MapLocation, StateDict
 from .hparams import AttributeDict, save_hyperparameters
 from .move import move_to_device
 
@@ -66,19 +66,19 @@ class DataModule:
     def teardown(self, stage: str) -> None:
         """Undo `setup`. Called in every process when the stage ends."""
 
-    def train_dataloader(self) -> Loaders:
+    def train_dataloader(self) -> AnyLoaders:
         """Return the training data: a loader, or nested lists, tuples and dicts of loaders."""
         raise self._lacks("train_dataloader")
 
-    def val_dataloader(self) -> Loaders:
+    def val_dataloader(self) -> AnyLoaders:
         """Return the validation data: one loader or several."""
         raise self._lacks("val_dataloader")
 
-    def test_dataloader(self) -> Loaders:
+    def test_dataloader(self) -> AnyLoaders:
         """Return the test data: one loader or several."""
         raise self._lacks("test_dataloader")
 
-    def predict_dataloader(self) -> Loaders:
+    def predict_dataloader(self) -> AnyLoaders:
         """Return the data to predict on: one loader or several."""
         raise self._lacks("predict_dataloader")
 
@@ -238,7 +238,7 @@ def _loader_hook(dataset: object, shuffle: bool, batch_size: int, num_workers: i
         is_shuffled = shuffle and not isinstance(part, IterableDataset)
         return DataLoader(part, batch_size=batch_size, shuffle=is_shuffled, num_workers=num_workers)
 
-    def loaders() -> Loaders:
+    def loaders() -> AnyLoaders:
         if isinstance(dataset, Mapping):
             return {name: one(part) for name, part in dataset.items()}
         if isinstance(dataset, Sequence) and not isinstance(dataset, Dataset) and _holds_sets(dataset):

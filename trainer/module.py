@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..callbacks import Callback
     from ..fabric import Fabric
     from ..loggers import Logger
-    from ..protocols import AnyBatch, AnyOutput, Loaders, MapLocation, StateDict, Tree
+    from ..protocols import AnyBatch, AnyLoaders, AnyOutput, MapLocation, StateDict, Tree
     from .trainer import Trainer
 
 __all__ = ["Module"]
@@ -163,19 +163,19 @@ class Module(nn.Module):
     def teardown(self, stage: str) -> None:
         """Called at the end of "fit", "validate", "test" or "predict"."""
 
-    def train_dataloader(self) -> Loaders:
+    def train_dataloader(self) -> AnyLoaders:
         """Return the loader of training batches."""
         raise NotImplementedError
 
-    def val_dataloader(self) -> Loaders:
+    def val_dataloader(self) -> AnyLoaders:
         """Return the loader, or loaders, of validation batches."""
         raise NotImplementedError
 
-    def test_dataloader(self) -> Loaders:
+    def test_dataloader(self) -> AnyLoaders:
         """Return the loader, or loaders, of test batches."""
         raise NotImplementedError
 
-    def predict_dataloader(self) -> Loaders:
+    def predict_dataloader(self) -> AnyLoaders:
         """Return the loader, or loaders, of batches to predict."""
         raise NotImplementedError
 
@@ -454,7 +454,7 @@ class Module(nn.Module):
         else:
             _warn_detached()
 
-    def all_gather(self, data: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Tree:
+    def all_gather(self, data: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks; leaves get a leading dimension when there are several ranks."""
         fabric = self._fabric if self._fabric is not None else self.trainer.fabric
         return fabric.all_gather(data, group=group, sync_grads=sync_grads)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from ..data.module import DataModule
     from ..fabric.compiling import Compiler
-    from ..protocols import Batch, Loaders, StateDict, StepOutput
+    from ..protocols import AnyOutput, Batch, Loaders, StateDict
     from .loop.stop_coordination import StopCoordination
     from .loop.training_rng import TrainingRng
     from .timeline.timeline import Timeline
@@ -379,7 +379,7 @@ class Trainer(TrainerAttributes):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
-    ) -> list[StepOutput] | list[list[StepOutput]] | None:
+    ) -> list[AnyOutput] | list[list[AnyOutput]] | None:
         """Predict each batch of the loaders.
 
         Args:
@@ -397,12 +397,12 @@ class Trainer(TrainerAttributes):
         keep = return_predictions is not False
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
         if self._starts_processes:
-            predictions: list[StepOutput] | None = self._launch(
+            predictions: list[AnyOutput] | None = self._launch(
                 "predict", model, dataloaders=dataloaders, datamodule=datamodule,
                 return_predictions=return_predictions, ckpt_path=ckpt_path, weights_only=weights_only,
             )  # fmt: skip
             return predictions
-        outputs: list[list[StepOutput]] = []
+        outputs: list[list[AnyOutput]] = []
         with self._running("predict"):
             run, data = self._begin_evaluation(
                 "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False

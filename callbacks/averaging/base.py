@@ -28,7 +28,7 @@ from .weights import (
 )
 
 if TYPE_CHECKING:
-    from ...protocols import Batch, StateDict, StepOutput
+    from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["Averaging", "StepAveraging", "check_ema_arguments"]
@@ -138,7 +138,7 @@ class StepAveraging(Averaging):
         self._seen_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Request an update after a step that was not skipped."""
         if trainer.global_step != self._seen_step:

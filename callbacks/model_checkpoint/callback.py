@@ -31,7 +31,7 @@ from .top_k import TopK
 from .writing import link_or_copy, link_or_warn, make_way, notify_loggers
 
 if TYPE_CHECKING:
-    from ...protocols import Batch, StateDict, StepOutput
+    from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["ModelCheckpoint"]
@@ -310,7 +310,7 @@ class ModelCheckpoint(Checkpoint):
         return removal.find_passed_over(self.FILE_EXTENSION)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Save if a step or time interval has passed."""
         interval = self._interval

@@ -13,7 +13,7 @@ from .measuring import is_evaluation_due, require_logger
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["DeviceStatsMonitor"]
@@ -58,7 +58,7 @@ class DeviceStatsMonitor(Callback):
         separator = getattr(trainer.logger, "group_separator", "/")
         return {f"{type(self).__qualname__}.{hook}{separator}{name}": value for name, value in stats.items()}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Note the statistics before the first batch of a step that is logged."""
         if self._is_on and trainer.should_log and self._noted_step != trainer.global_step:
             # Sent when the step is done: one that is skipped is tried again under the same number.
@@ -66,7 +66,7 @@ class DeviceStatsMonitor(Callback):
             self._noted_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Send what was noted, and the statistics after the step."""
         if not self._noted or not trainer.at_step_boundary:
@@ -84,7 +84,7 @@ class DeviceStatsMonitor(Callback):
             trainer.log_metrics(self._read(trainer, hook), trainer.progress.eval_batches)
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log the statistics before a batch."""
         self._evaluated(trainer, "on_validation_batch_start")
@@ -93,8 +93,8 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -102,7 +102,7 @@ class DeviceStatsMonitor(Callback):
         self._evaluated(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log the statistics before a batch."""
         self._evaluated(trainer, "on_test_batch_start")
@@ -111,8 +111,8 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -15,7 +15,7 @@ from .measuring import require_logger
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["LearningRateMonitor"]
@@ -86,14 +86,14 @@ class LearningRateMonitor(Callback):
         if self._watched["epoch"]:
             self._send(trainer, self._values(self._watched["epoch"]), trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Note the rates before the step, if this step is logged."""
         if trainer.should_log and self._watched["step"]:
             self._noted = self._values(self._watched["step"])
             self._noted_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Log what was noted, once the step has been taken."""
         if self._noted and trainer.at_step_boundary:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...protocols import Batch
+    from ...protocols import AnyBatch
     from ...trainer.trainer import Trainer
     from ..base import Callback
 
@@ -105,7 +105,7 @@ class Counts:
     """
 
     def __init__(
-        self, samples_of: Callable[[Batch], int | None], items_of: Callable[[Batch], int | Tensor] | None = None
+        self, samples_of: Callable[[object], int | None], items_of: Callable[[object], int | Tensor] | None = None
     ) -> None:
         self.clock = Clock()
         self.batches = self.samples = 0
@@ -117,7 +117,7 @@ class Counts:
         self.batches = self.samples = self.items = 0
         self.clock.start()
 
-    def add(self, batch: Batch) -> int:
+    def add(self, batch: AnyBatch) -> int:
         """Count a batch; return its number of samples."""
         size = self._samples_of(batch) or 0
         self.batches += 1

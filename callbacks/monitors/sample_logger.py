@@ -16,7 +16,7 @@ from .measuring import LogSteps
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["SampleLogger"]
@@ -78,7 +78,7 @@ class SampleLogger(Callback):
         self._log_steps.start(trainer)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Make samples of a step that is due."""
         every = self.every_n_steps or trainer.log_every_n_steps
@@ -89,8 +89,8 @@ class SampleLogger(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -102,8 +102,8 @@ class SampleLogger(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -111,7 +111,7 @@ class SampleLogger(Callback):
         if self.stage == "test" and batch_idx == dataloader_idx == 0:
             self._log(trainer, pl_module, outputs, batch)
 
-    def _log(self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch) -> None:
+    def _log(self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch) -> None:
         with _undisturbed(pl_module):
             images = self.images(pl_module, outputs, batch) if self.images is not None else None
             text = self.text(pl_module, outputs, batch) if self.text is not None else None

@@ -18,7 +18,7 @@ from ...errors import ConfigError, LoopwrightError
 from ..base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
-    from ...protocols import Batch, StateDict, StepOutput
+    from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["SpikeDetection", "SpikeDetector", "TrainingSpikeException"]
@@ -202,7 +202,7 @@ class SpikeDetection(Callback):
         return path if path.suffix == ".json" else path / "skip_batches.json"
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Keep the loss, without reading it; judge all that were kept when it is time."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None

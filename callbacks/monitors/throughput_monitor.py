@@ -15,7 +15,7 @@ from .measuring import Counts, LogSteps, is_evaluation_due, require_logger
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StateDict, StepOutput
+    from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
@@ -82,14 +82,14 @@ class ThroughputMonitor(Callback):
             self._stages[stage] = throughput, counts
             counts.clock.start(elapsed_s)
 
-    def _samples_of(self, batch: Batch) -> int:
+    def _samples_of(self, batch: AnyBatch) -> int:
         return _checked("batch_size_fn", self.batch_size_fn(batch))
 
-    def _length_of(self, batch: Batch) -> int:
+    def _length_of(self, batch: AnyBatch) -> int:
         assert self.length_fn is not None
         return _checked("length_fn", self.length_fn(batch))
 
-    def _count(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: Batch, *, is_logged: bool) -> None:
+    def _count(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch, *, is_logged: bool) -> None:
         throughput, counts = self._stages[stage]
         counts.add(batch)
         throughput.update(
@@ -127,7 +127,7 @@ class ThroughputMonitor(Callback):
         self._resumed = {}
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count the batch; log where the trainer logs."""
         if not self._is_on:
@@ -170,8 +170,8 @@ class ThroughputMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -187,8 +187,8 @@ class ThroughputMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -203,15 +203,15 @@ class ThroughputMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
         self._evaluated(trainer, pl_module, "predict", batch)
 
-    def _evaluated(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: Batch) -> None:
+    def _evaluated(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch) -> None:
         if not self._is_on:
             return
         # The x axis is that of step values of an evaluation: batches ever evaluated.

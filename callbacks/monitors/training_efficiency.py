@@ -18,7 +18,7 @@ from ..summary.summary import count_elements
 from .measuring import Counts, LogSteps
 
 if TYPE_CHECKING:
-    from ...protocols import Batch, StateDict, StepOutput
+    from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["TrainingEfficiency", "chinchilla_tokens", "dense_flops_per_token"]
@@ -149,7 +149,7 @@ class TrainingEfficiency(Callback):
             return measure_peak_flops(trainer.fabric.device, dtype)
         return get_available_flops(trainer.fabric.device, dtype)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Begin to count FLOPs, at the first micro-batch."""
         if self._counts is not None and self._is_to_count:
             self._is_to_count = False
@@ -164,7 +164,7 @@ class TrainingEfficiency(Callback):
             self._counter.__exit__(None, None, None)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count samples and tokens; log where the trainer logs."""
         if self._counts is None:

@@ -19,7 +19,7 @@ from .measuring import require_logger
 
 if TYPE_CHECKING:
     from ...loggers import Logger
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["WeightStatistics"]
@@ -108,7 +108,7 @@ class WeightStatistics(Callback):
             self._histograms += [(kind, name, row) for name, row in _histograms(named, self.histogram_bins)]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Read everything with one copy and log it, once the step has been taken."""
         if not (self._norms or self._before) or not trainer.at_step_boundary:

@@ -13,7 +13,7 @@ from ..base import Callback
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["XLAStatsMonitor"]
@@ -80,7 +80,7 @@ class XLAStatsMonitor(Callback):
         self._compiled = self.read()["compiled_graphs"]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Send the counters after a step that is logged."""
         if not (trainer.is_global_zero and trainer.at_step_boundary and trainer.log_every_n_steps):

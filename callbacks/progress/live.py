@@ -21,7 +21,7 @@ from .terminal import can_draw
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["LiveProgressBar"]
@@ -141,7 +141,7 @@ class LiveProgressBar(ProgressBar):
             self._finish("train", keep=True)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._next_draw_s:
@@ -166,8 +166,8 @@ class LiveProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -200,8 +200,8 @@ class LiveProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -221,8 +221,8 @@ class LiveProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: nn.Module,
-        outputs: StepOutput,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -14,7 +14,7 @@ from ..base import Callback
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StepOutput
+    from ...protocols import AnyBatch, AnyOutput
     from ...trainer.trainer import Trainer
 
 __all__ = ["StopFile"]
@@ -58,7 +58,7 @@ class StopFile(Callback):
         self._look_at_s = time.monotonic()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Check for the file."""
         now_s = time.monotonic()

@@ -15,7 +15,7 @@ from ..rank_zero import SharedDeadline
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...protocols import Batch, StateDict, StepOutput
+    from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["Timer"]
@@ -124,7 +124,7 @@ class Timer(Callback):
                 self._shared = SharedDeadline(lambda: self._deadline_s - time.monotonic())
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Check the clock; with several ranks, rank 0's, at some steps (see `SharedDeadline`)."""
         if self._shared is not None:
