@@ -1,0 +1,156 @@
+"""Application of a tensor plan to modules: parameters become DTensors, and hooks run each module in its style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ....errors import ModuleError
+from .parameters import PARTIAL, distribute, put_back, swap_in
+from .styles import Replicated, Style
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .plan import TensorPlan
+
+__all__ = ["apply", "finish", "running"]
+
+# Any in this file: arguments and results of the user's modules.
+
+_APPLIED = "_loopwright_tensor_mesh"
+_STYLED = "_loopwright_styled"
+_OWNERS = "_loopwright_owners"
+_STACK = "_loopwright_localized"
+
+
+def apply(plan: TensorPlan, modules: Iterable[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
+    """Distribute the parameters of these modules and install their hooks; see `TensorPlan.apply`."""
+    names = {id(one): name for name, one in root.named_modules()}
+    plan.mesh = mesh
+    new = [one for one in modules if _APPLIED not in one.__dict__ and id(one) in names]
+    for one in new:
+        one.__dict__[_APPLIED] = True
+        _style(plan, one, names[id(one)], mesh)
+    first: dict[str, nn.Parameter] = {}
+    for one in new:
+        _distribute(plan, one, names[id(one)], root, mesh, first)
+        for count, (_, local) in plan.counts.get(names[id(one)], {}).items():
+            setattr(one, count, local)
+    for one in new:
+        if not isinstance(one, nn.ModuleList | nn.ModuleDict) and _owners(one):
+            localized = _Localized(mesh)
+            one.register_forward_pre_hook(localized.before)
+            one.register_forward_hook(localized.finally_, always_call=True)
+        one.__dict__.pop(_OWNERS, None)  # others may be styled later
+
+
+def _style(plan: TensorPlan, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    style = plan.styles.get(name)
+    if style is None:
+        return
+    if isinstance(style, Replicated):
+        if style.is_partial:
+            for one in module.modules():
+                one.__dict__[PARTIAL] = frozenset(one._parameters)
+        return
+    if isinstance(style, Style):
+        module.__dict__[_STYLED] = True
+        style.install(module, mesh)
+        return
+    _apply_of_torch(style, module, mesh)
+
+
+def _apply_of_torch(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply a style of torch, which computes with DTensors; keep buffers plain, and attributes of parameters."""
+    buffers = [(one, dict(one._buffers)) for one in module.modules()]
+    before = dict(module.named_parameters(remove_duplicate=False))
+    style.src_data_rank = None
+    style._apply(module, mesh)
+    for one, kept in buffers:
+        one._buffers.update(kept)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter is not before[name]:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.__dict__[_STYLED] = True
+            parameter.requires_grad_(before[name].requires_grad)
+            parameter.__dict__.update(before[name].__dict__)
+
+
+def _distribute(
+    plan: TensorPlan, module: nn.Module, name: str, root: nn.Module, mesh: DeviceMesh, first: dict[str, nn.Parameter]
+) -> None:
+    for short, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        full = f"{name}.{short}".lstrip(".")
+        key = plan.tied.first.get(full, full)
+        if key not in first or isinstance(parameter, DTensor):
+            first[key] = distribute(parameter, mesh, plan.placement(root, full))
+        module._parameters[short] = first[key]
+
+
+def finish(plan: TensorPlan, root: nn.Module) -> None:
+    """Tie tied parameters again; see `TensorPlan.finish`."""
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    plain = [name for name, one in parameters.items() if not isinstance(one, DTensor)]
+    if plain:
+        raise ModuleError(
+            f"{type(root).__name__} has got parameters that tensor parallelism does not know: {', '.join(plain[:5])}"
+            f"{' ...' if len(plain) > 5 else ''}.",
+            fix="build all of the module in configure_model or __init__, before it is set up.",
+        )
+    for group in plan.tied.groups():
+        there = [name for name in group if name in parameters]  # a pipeline stage has some
+        for name in there[1:]:
+            owner, _, short = name.rpartition(".")
+            if parameters[name].placements != parameters[there[0]].placements:
+                raise ModuleError(
+                    f"the tied parameters {there[0]} and {name} are split differently: "
+                    f"{parameters[there[0]].placements} and {parameters[name].placements}.",
+                    fix="give both modules styles that split the weight along one dimension.",
+                )
+            root.get_submodule(owner)._parameters[short] = parameters[there[0]]
+
+
+def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the parameters at and below a module that its code reads as plain tensors. Copied with the module."""
+    owners: list[tuple[nn.Module, str]] | None = module.__dict__.get(_OWNERS)
+    if owners is None:
+        below = [one for one in module.modules() if _STYLED not in one.__dict__]
+        owners = [(one, name) for one in below for name in one._parameters]
+        module.__dict__[_OWNERS] = owners
+    return owners
+
+
+class _Localized:
+    """The hooks of a module whose code, or that of modules below it, reads parameters that all ranks have."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: object) -> _Localized:
+        return self  # process groups cannot be copied
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        module.__dict__.setdefault(_STACK, []).append(swap_in(_owners(module), self.mesh))
+
+    def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
+        stack = module.__dict__.get(_STACK)
+        if stack:
+            put_back(stack.pop())
+
+
+@contextmanager
+def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
+    """Let a method of the root read its parameters as plain tensors; see `TensorPlan.running`."""
+    assert plan.mesh is not None, "the plan is applied first"
+    swapped = swap_in(_owners(root), plan.mesh)
+    try:
+        yield
+    finally:
+        put_back(swapped)

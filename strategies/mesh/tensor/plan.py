@@ -1,0 +1,218 @@
+"""`TensorPlan`: which module is computed in which style on the ranks of tensor parallelism."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ....errors import ConfigError
+from .heads import head_problem, local_counts
+from .names import Problems
+from .sources import find_styles
+from .styles import Colwise, Embedding, Style, features, is_linear
+from .tied import Tied, find_tied
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["TensorPlan", "resolve_plan"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TensorPlan:
+    """What `resolve_plan` found. Names are those of the modules and parameters of the root.
+
+    Attributes:
+        tp: Number of ranks.
+        source: Where the styles come from, for messages.
+        styles: The style of each module that has one.
+        tied: Parameters with several names.
+        counts: By module: attributes that count heads, each as (full number, number on a rank).
+        groups: Modules whose outputs must be those of one process: each holds layers that are split by output features
+            and the one that sums them; or it is a layer whose output is full.
+        loss_parallel: Whether the loss is computed from a part of the logits on each rank.
+        notes: What the user should know, as sentences.
+        mesh: The ranks, after `apply`.
+    """
+
+    tp: int
+    source: str = "tensor_plan"
+    styles: dict[str, ParallelStyle] = field(default_factory=dict)
+    tied: Tied = field(default_factory=Tied)
+    counts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+    loss_parallel: bool = False
+    notes: list[str] = field(default_factory=list)
+    mesh: DeviceMesh | None = None
+
+    def placement(self, root: nn.Module, name: str) -> Placement:
+        """Return the placement of a parameter, by its full name, over the ranks of this plan."""
+        owner, _, short = name.rpartition(".")
+        style = self.styles.get(owner)
+        if not isinstance(style, Style):
+            return Replicate()
+        return style.placements(root.get_submodule(owner)).get(short, Replicate())
+
+    def apply(self, modules: Iterable[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
+        """Distribute the parameters of exactly these modules, in place, and install their hooks.
+
+        Does not communicate: all ranks have the same values.
+
+        Args:
+            modules: Of the root, with values; none of them sharded over other axes yet. Children before parents, or in
+                one call.
+            root: The module that the plan was made for.
+            mesh: The axis "tp".
+        """
+        from .apply import apply
+
+        apply(self, modules, root, mesh)
+
+    def finish(self, root: nn.Module) -> None:
+        """Tie tied parameters again, when all modules of the root are applied.
+
+        Raises:
+            ModuleError: A parameter was not applied; names it.
+        """
+        from .apply import finish
+
+        finish(self, root)
+
+    def running(self, root: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for a method of the root, such as `training_step`, that is not its forward."""
+        from .apply import running
+
+        return running(self, root)
+
+    def __str__(self) -> str:
+        lines = [f"  {name}: {_shown(style)}" for name, style in self.styles.items()]
+        return "\n".join([f"tensor plan of {self.source}, tp={self.tp}:", *lines])
+
+
+def resolve_plan(
+    module: nn.Module,
+    wanted: object = "auto",
+    *,
+    tp: int,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> TensorPlan:
+    """Return the plan of a module, from names and shapes. Does not communicate; equal on all ranks.
+
+    Args:
+        module: The user's module, on any device.
+        wanted: `tensor_plan=`: a dict of patterns and styles, or "auto".
+        tp: Number of ranks.
+        sequence_parallel: Whether norms and sums between blocks are computed on a part of the sequence.
+        loss_parallel: Whether the loss is computed from a part of the logits.
+
+    Raises:
+        ConfigError: The plan does not fit the module; names every problem.
+    """
+    found = find_styles(module, wanted, tp)
+    plan = TensorPlan(tp, found.source, found.styles, notes=found.notes)
+    problems = list(found.problems)
+    plan.tied = find_tied(module, plan.styles, plan.notes, problems, tp)
+    problems += _misfits(module, plan)
+    problems += _set_heads(module, plan)
+    plan.groups = tuple(_groups(plan, problems))
+    if loss_parallel:
+        problems += _keep_parts_of_logits(plan)
+    if problems:
+        raise ConfigError(
+            "; ".join(dict.fromkeys(what for what, _ in problems)) + ".",
+            fix="; ".join(dict.fromkeys(fix for _, fix in problems)) + ".",
+        )
+    return plan
+
+
+def _misfits(module: nn.Module, plan: TensorPlan) -> Problems:
+    problems: Problems = []
+    for name, style in plan.styles.items():
+        problem = style.problem(module.get_submodule(name), plan.tp) if isinstance(style, Style) else None
+        if problem is not None:
+            problems.append((f"{name} {problem}", "choose another tp, or another style for it"))
+    return problems
+
+
+def _set_heads(module: nn.Module, plan: TensorPlan) -> Problems:
+    """Note attributes that count heads, and return layers whose heads cannot be divided."""
+    problems: Problems = []
+    for name, style in plan.styles.items():
+        layer, above = module.get_submodule(name), name.rpartition(".")[0]
+        if not (isinstance(style, Style) and style.has_sharded_output and is_linear(layer)):
+            continue
+        owner = module.get_submodule(above)
+        problem = head_problem(owner, name, features(layer)[0], plan.tp)
+        if problem is not None:
+            problems.append((problem, "choose one of these for tp"))
+        counts = local_counts(owner, plan.tp)
+        if counts:
+            plan.counts[above] = {one: (getattr(owner, one), local) for one, local in counts.items()}
+    return problems
+
+
+def _groups(plan: TensorPlan, problems: Problems) -> list[str]:
+    """Return the names of the modules that hold layers which belong together, and note layers without a partner."""
+    styles = {name: style for name, style in plan.styles.items() if isinstance(style, Style)}
+    gives = [name for name, style in styles.items() if style.has_sharded_output]
+    takes = [name for name, style in styles.items() if style.takes_sharded_input]
+    alone = [name for name, style in styles.items() if isinstance(style, Colwise | Embedding)]
+    foreign = len(styles) < len(plan.styles)  # torch's styles: whatever they give or take
+    above_gives = {name: _above_both(name, takes) for name in gives}
+    above_takes = {name: _above_both(name, gives) for name in takes}
+    groups: dict[str, None] = {}
+    for own, others, says in ((above_gives, above_takes, "rowwise"), (above_takes, above_gives, "colwise")):
+        for name, group in own.items():
+            # A partner that is nearer to another layer belongs to that one.
+            if group is not None and any(_is_in(one, group) and above == group for one, above in others.items()):
+                groups[group] = None
+            elif not foreign:
+                what = f"{name} has {_shown(styles[name])!r}, and no layer of the plan has {says!r} to go with it"
+                problems.append((what, "name both, or write 'colwise_gather_output' or 'rowwise_split_input'"))
+    groups.update(dict.fromkeys(name for name in alone if name not in gives))
+    return list(groups)
+
+
+def _above_both(name: str, partners: list[str]) -> str | None:
+    """Return the nearest module above `name` that one of the partners is below, too."""
+    above = name
+    while above:
+        above = above.rpartition(".")[0]
+        if any(_is_in(one, above) for one in partners):
+            return above
+    return None
+
+
+def _is_in(name: str, above: str) -> bool:
+    return not above or name.startswith(f"{above}.")
+
+
+def _keep_parts_of_logits(plan: TensorPlan) -> Problems:
+    heads = [name for name, one in plan.styles.items() if isinstance(one, Colwise) and one.is_gathered]
+    if not heads:
+        what = "loss_parallel=True needs a last layer with the style 'colwise_gather_output', and the plan has none"
+        return [(what, "give it to the layer that computes the logits, or leave out loss_parallel=True")]
+    plan.loss_parallel = True
+    plan.styles[heads[-1]] = Colwise(keeps_dtensor=True)
+    return []
+
+
+def _shown(style: ParallelStyle) -> str:
+    from .names import STYLES
+
+    for name, make in STYLES.items():
+        one = make()
+        if type(one) is type(style) and vars(one) == vars(style):
+            return name
+    return repr(style)

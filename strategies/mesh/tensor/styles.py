@@ -1,0 +1,370 @@
+"""Styles: how one module computes when its weight is split over ranks.
+
+Each is a `ParallelStyle` of torch, so that it can also be given to `parallelize_module`. Between modules there are
+plain tensors: this rank's part of them, or the full ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ....errors import ConfigError
+from .layouts import convert, enter, gather
+from .parameters import PARTIAL, Swapped, distribute, put_back, replace_parameter, swap_in
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["Colwise", "Embedding", "PackedColwise", "Replicated", "Rowwise", "Style", "features", "is_linear"]
+
+# Any in this file: arguments and results of the user's modules.
+
+_FRAMES = "_loopwright_frames"
+
+
+@dataclass
+class Frame:
+    """What a call of a module keeps from its beginning to its end."""
+
+    swapped: Swapped = field(default_factory=list)
+    mask: Tensor | None = None
+    padding_idx: tuple[int] | None = None
+
+    def restore(self, module: nn.Module) -> None:
+        """Put back what the call replaced."""
+        put_back(self.swapped)
+        if self.padding_idx is not None:
+            module.padding_idx = self.padding_idx[0]  # type: ignore[assignment]
+            self.padding_idx = None
+
+
+class Style(ParallelStyle):
+    """A way to compute one module on several ranks."""
+
+    has_sharded_output = False
+    """Whether the module's output is this rank's part, which another style has to take."""
+    takes_sharded_input = False
+    """Whether the module's input is this rank's part, as another style gives it."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return the placement of each of the module's own parameters."""
+        return {name: Replicate() for name in module._parameters}
+
+    def problem(self, module: nn.Module, tp: int) -> str | None:
+        """Return why the module cannot have this style on `tp` ranks, as the end of a sentence; None if it can."""
+        return None
+
+    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """Replace parameters for a call, and return its arguments as (args, kwargs)."""
+        frame.swapped += swap_in([(module, name) for name in module._parameters], mesh)
+        return args, kwargs
+
+    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        """Return the output of a call."""
+        return output
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Register the hooks that run the module in this style."""
+        around = _Around(self, mesh)
+        module.register_forward_pre_hook(around.before, with_kwargs=True)
+        module.register_forward_hook(around.after)
+        module.register_forward_hook(around.finally_, always_call=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problem = self.problem(module, device_mesh.size())
+        if problem is not None:
+            raise ConfigError(f"{type(module).__name__} {problem}.", fix="give it another style.")
+        for name, placement in self.placements(module).items():
+            parameter = module._parameters[name]
+            if parameter is not None:
+                module.register_parameter(name, distribute(parameter, device_mesh, placement))
+        self.install(module, device_mesh)
+        return module
+
+
+class _Around:
+    """The hooks of a styled module. They hold nothing of it, so that a copy of the module has hooks of its own."""
+
+    def __init__(self, style: Style, mesh: DeviceMesh) -> None:
+        self.style = style
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: object) -> _Around:
+        return self  # process groups cannot be copied
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        frame = Frame()
+        module.__dict__.setdefault(_FRAMES, []).append(frame)
+        return self.style.enter(frame, module, args, kwargs, self.mesh)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        frame = module.__dict__[_FRAMES][-1]
+        frame.restore(module)
+        return self.style.leave(frame, module, output, self.mesh)
+
+    def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
+        frames = module.__dict__.get(_FRAMES)
+        if frames:
+            frames.pop().restore(module)
+
+
+@dataclass(frozen=True, eq=False)
+class Colwise(Style):
+    """Each rank computes a part of the output features.
+
+    Attributes:
+        is_gathered: Whether the parts are gathered into the full output.
+        keeps_dtensor: Whether the output is a DTensor of parts, for a loss that is computed in parts.
+    """
+
+    is_gathered: bool = False
+    keeps_dtensor: bool = False
+
+    @property
+    def has_sharded_output(self) -> bool:  # type: ignore[override]
+        """Whether another style has to take this rank's part."""
+        return not (self.is_gathered or self.keeps_dtensor)
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard weight and bias by output features."""
+        dim = 1 if isinstance(module, nn.Embedding) else _dims(module)[0]
+        return {name: Shard(dim if name == "weight" else 0) for name in module._parameters}
+
+    def problem(self, module: nn.Module, tp: int) -> str | None:
+        """Return what is wrong with class or number of output features."""
+        if isinstance(module, nn.Embedding):
+            return _uneven("embedding_dim", module.embedding_dim, tp)
+        return _not_linear(module) or _uneven("out_features", features(module)[0], tp)
+
+    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """Take a full input."""
+        super().enter(frame, module, args, kwargs, mesh)
+        if isinstance(module, nn.Embedding):
+            return args, kwargs
+        return map_first(args, kwargs, lambda x: convert(x, mesh, Replicate(), Replicate(), gradient=Partial()))
+
+    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        """Return this rank's part, a DTensor of it, or all of them."""
+        if self.keeps_dtensor:
+            return DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False)
+        return gather(output, mesh, -1) if self.is_gathered else output
+
+
+@dataclass(frozen=True, eq=False)
+class Rowwise(Style):
+    """Each rank computes with a part of the input features; the results are summed.
+
+    Attributes:
+        splits_input: Whether the input is full, and this rank takes its part.
+        scatters: Whether each rank gets a part of the sum along dimension 1 (the sequence), and not all of it.
+    """
+
+    splits_input: bool = False
+    scatters: bool = False
+
+    @property
+    def takes_sharded_input(self) -> bool:  # type: ignore[override]
+        """Whether the input is this rank's part."""
+        return not self.splits_input
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard the weight by input features; each rank has the bias."""
+        return {name: Shard(_dims(module)[1]) if name == "weight" else Replicate() for name in module._parameters}
+
+    def problem(self, module: nn.Module, tp: int) -> str | None:
+        """Return what is wrong with class or number of input features."""
+        return _not_linear(module) or _uneven("in_features", features(module)[1], tp)
+
+    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """Take this rank's part of the input, and leave out the bias: it is added to the sum."""
+        frame.swapped += swap_in([(module, "weight")], mesh)
+        bias = module._parameters.get("bias")
+        if bias is not None:
+            # Conv1D of transformers adds one without looking.
+            absent = None if isinstance(module, nn.Linear) else torch.zeros_like(_local(bias)).detach()
+            replace_parameter(module, "bias", absent)
+            frame.swapped.append((module, "bias", bias, absent))
+        have = Replicate() if self.splits_input else None
+        return map_first(args, kwargs, lambda x: convert(x, mesh, have or Shard(x.ndim - 1), Shard(x.ndim - 1)))
+
+    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        """Return the sum over ranks, with the bias."""
+        total = convert(output, mesh, Partial(), Shard(1) if self.scatters else Replicate())
+        bias = module._parameters.get("bias")
+        if bias is None:
+            return total
+        local = _local(bias)
+        return total + (enter(local, mesh) if self.scatters else local).to(total.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding(Style):
+    """Each rank has the vectors of a part of the indices; those that another rank has are added."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard the weight by indices."""
+        return {name: Shard(0) if name == "weight" else Replicate() for name in module._parameters}
+
+    def problem(self, module: nn.Module, tp: int) -> str | None:
+        """Return what is wrong with class, options or number of indices."""
+        if not isinstance(module, nn.Embedding):
+            return f"is a {type(module).__name__}, and the style is for nn.Embedding"
+        odd = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
+        if odd:
+            return f"has {', '.join(odd)}, which need all vectors"
+        return _uneven("num_embeddings", module.num_embeddings, tp)
+
+    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """Look up this rank's indices; others as its first, which is then masked."""
+        super().enter(frame, module, args, kwargs, mesh)
+        size = features(module)[0] // mesh.size()
+        first = mesh.get_local_rank() * size
+        padding = module.padding_idx
+        if padding is not None:  # counted from the beginning of this rank's vectors, if it is one of them
+            frame.padding_idx = (padding,)
+            module.padding_idx = padding - first if first <= padding < first + size else None  # type: ignore[assignment]
+
+        def own(indices: Tensor) -> Tensor:
+            shifted = indices - first
+            frame.mask = (shifted < 0) | (shifted >= size)
+            return shifted.masked_fill(frame.mask, 0)
+
+        return map_first(args, kwargs, own)
+
+    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        """Return the vectors of all indices."""
+        assert frame.mask is not None
+        return convert(output.masked_fill(frame.mask.unsqueeze(-1), 0), mesh, Partial(), Replicate())
+
+
+@dataclass(frozen=True, eq=False)
+class Replicated(Style):
+    """Each rank has the full weight.
+
+    Attributes:
+        is_partial: Whether ranks use it with different parts of the activations (a norm of this rank's heads, or of
+            this rank's part of the sequence), so that gradients are summed over ranks.
+    """
+
+    is_partial: bool = False
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Mark the parameters, and register the hooks."""
+        if self.is_partial:
+            for one in module.modules():
+                one.__dict__[PARTIAL] = frozenset(one._parameters)
+        super().install(module, mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedColwise(Style):
+    """Each rank computes a part of each of several outputs that one weight computes at once, such as q, k and v.
+
+    Each rank holds the full weight, so that checkpoints have it as the user wrote it; fully_shard shards it over the
+    ranks of its axis. Activations and computation are split.
+
+    Attributes:
+        parts: Number of output features of each part, in the order in which they lie in the weight; or the number of
+            equal parts.
+    """
+
+    parts: int | Sequence[int] = 2
+
+    has_sharded_output = True
+
+    def sizes(self, module: nn.Module) -> list[int]:
+        """Return the number of output features of each part."""
+        total = features(module)[0]
+        return [total // self.parts] * self.parts if isinstance(self.parts, int) else list(self.parts)
+
+    def problem(self, module: nn.Module, tp: int) -> str | None:
+        """Return what is wrong with class or number of output features."""
+        if not is_linear(module):
+            return _not_linear(module)
+        total, sizes = features(module)[0], self.sizes(module)
+        if sum(sizes) != total:
+            return f"has out_features={total}, and the parts {sizes} add up to {sum(sizes)}"
+        return next((found for size in sizes if (found := _uneven("a part of", size, tp))), None)
+
+    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """Take a full input, and this rank's rows of each part."""
+        dim, sizes = _dims(module)[0], self.sizes(module)
+        swapped = swap_in([(module, name) for name in module._parameters], mesh)
+        for owner, name, parameter, local in swapped:
+            assert local is not None
+            along = dim if name == "weight" else 0
+            # This rank's part of the gradient: those of all ranks are added.
+            parts = enter(local, mesh).split(sizes, along)
+            own = [part.chunk(mesh.size(), along)[mesh.get_local_rank()] for part in parts]
+            joined = torch.cat(own, along)
+            replace_parameter(owner, name, joined)
+            frame.swapped.append((owner, name, parameter, joined))
+        return map_first(args, kwargs, lambda x: convert(x, mesh, Replicate(), Replicate(), gradient=Partial()))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether this is a Linear layer, or one of transformers with a transposed weight."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of output and input features of a Linear layer; of an embedding, of indices and features."""
+    weight: Any = module._parameters["weight"]
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return weight.shape[1], weight.shape[0]
+
+
+def map_first(args: Any, kwargs: Any, function: Any) -> Any:
+    """Return arguments of a module with a function applied to the first tensor among them."""
+    for position, one in enumerate(args):
+        if isinstance(one, Tensor):
+            return (*args[:position], function(one), *args[position + 1 :]), kwargs
+    for name, one in kwargs.items():
+        if isinstance(one, Tensor):
+            return args, {**kwargs, name: function(one)}
+    return args, kwargs
+
+
+def map_output(output: Any, function: Any) -> Any:
+    """Return a module's output with a function applied to it, or to the first tensor in a tuple or mapping."""
+    if isinstance(output, Tensor):
+        return function(output)
+    if isinstance(output, tuple):
+        for position, one in enumerate(output):
+            if isinstance(one, Tensor):
+                items = (*output[:position], function(one), *output[position + 1 :])
+                return type(output)(*items) if hasattr(output, "_fields") else items
+    if isinstance(output, Mapping):
+        for name, one in output.items():
+            if isinstance(one, Tensor):
+                output[name] = function(one)  # type: ignore[index]
+                return output
+    return output
+
+
+def _dims(module: nn.Module) -> tuple[int, int]:
+    """Return the dimensions of a weight along which its output and input features lie."""
+    return (0, 1) if isinstance(module, nn.Linear) else (1, 0)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _not_linear(module: nn.Module) -> str | None:
+    return None if is_linear(module) else f"is a {type(module).__name__}, and the style is for Linear layers"
+
+
+def _uneven(what: str, size: int, tp: int) -> str | None:
+    return f"has {what}={size}, which tp={tp} does not divide" if size % tp else None
