@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["apply", "finish", "running"]
 
-# Any in this file: arguments and results of the user's modules.
+# Any in this file: arguments and results of the user's modules, and parameters that are DTensors.
 
 _APPLIED = "_loopwright_tensor_mesh"
 _STYLED = "_loopwright_styled"
@@ -96,7 +96,7 @@ def _distribute(
 
 def finish(plan: TensorPlan, root: nn.Module) -> None:
     """Tie tied parameters again; see `TensorPlan.finish`."""
-    parameters = dict(root.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Any] = dict(root.named_parameters(remove_duplicate=False))
     plain = [name for name, one in parameters.items() if not isinstance(one, DTensor)]
     if plain:
         raise ModuleError(

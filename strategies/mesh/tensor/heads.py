@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from functools import cache
+from typing import TypeGuard
 
 from torch import nn
 
@@ -65,20 +66,20 @@ def _heads(owner: nn.Module, layer: str, out_features: int) -> int | None:
 
 def local_counts(owner: nn.Module, tp: int) -> dict[str, int]:
     """Return the attributes that count heads and that the module's forward reads, each divided by `tp`."""
-    read = _read_by(type(owner))
-    counts = {name: owner.__dict__.get(name) for name in COUNTS if name in read}
-    return {name: one // tp for name, one in counts.items() if _is_count(one) and one % tp == 0}
+    read = _read_by(type(owner).__mro__)
+    counts = {name: one for name in COUNTS if name in read and _is_count(one := owner.__dict__.get(name))}
+    return {name: one // tp for name, one in counts.items() if one % tp == 0}
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 @cache
-def _read_by(cls: type) -> frozenset[str]:
-    """Return the attributes of `self` that the methods of a class read, without those that do not compute."""
+def _read_by(classes: tuple[type, ...]) -> frozenset[str]:
+    """Return the attributes of `self` that the methods of these classes read, without those that do not compute."""
     found: set[str] = set()
-    for one in cls.__mro__:
+    for one in classes:
         if one.__module__.partition(".")[0] in ("torch", "builtins", "abc"):
             continue
         try:

@@ -38,7 +38,7 @@ def convert(
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the same values, of which each rank will use another part: gradients are summed over ranks."""
+    """Return the same values for computation in parts: each rank's gradient is added to those of the others."""
     return convert(tensor, mesh, Replicate(), Replicate(), gradient=Partial())
 
 
@@ -48,7 +48,7 @@ def reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gather(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Return the full tensor of which each rank has a part along a dimension; all ranks compute the same with it."""
+    """Return the full tensor from parts along a dimension; all ranks compute the same with it."""
     return convert(tensor, mesh, Shard(dim % tensor.ndim), Replicate())
 
 

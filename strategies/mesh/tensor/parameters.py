@@ -30,7 +30,7 @@ Swapped = list[tuple[nn.Module, str, Tensor, Tensor | None]]
 
 
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return a parameter as a DTensor, of which this rank keeps its part in memory of its own. Does not communicate.
+    """Return a parameter as a DTensor; this rank keeps its part, in memory of its own. Does not communicate.
 
     Args:
         parameter: Full, with the same values on all ranks of the mesh; a DTensor is returned as it is.

@@ -227,10 +227,11 @@ class Embedding(Style):
         super().enter(frame, module, args, kwargs, mesh)
         size = features(module)[0] // mesh.size()
         first = mesh.get_local_rank() * size
-        padding = module.padding_idx
+        padding: Any = module.padding_idx
         if padding is not None:  # counted from the beginning of this rank's vectors, if it is one of them
             frame.padding_idx = (padding,)
-            module.padding_idx = padding - first if first <= padding < first + size else None  # type: ignore[assignment]
+            local: Any = padding - first if first <= padding < first + size else None
+            module.padding_idx = local
 
         def own(indices: Tensor) -> Tensor:
             shifted = indices - first

@@ -78,7 +78,8 @@ def _fit(
         added = {owner: style for owner in owners if owner not in styles and (style := _style(module, owner, tp))}
         if all(owner in styles or owner in added for owner in owners):
             styles.update(added)
-            notes += [f"{owner} is split too: its weight is tied to that of {owners[0]}." for owner in added]
+            named = next(owner for owner in owners if owner not in added)
+            notes += [f"{owner} is split too: its weight is tied to that of {named}." for owner in added]
             return
     listed = ", ".join(f"{name} ({placement})" for name, placement in placements.items())
     problems.append((f"the tied parameters {listed} would be split differently", "give both modules styles that fit"))
