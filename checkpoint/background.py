@@ -63,7 +63,7 @@ class AsyncCheckpointIO(CheckpointIO):
                 f"Expected a CheckpointIO for AsyncCheckpointIO, got {checkpoint_io!r}.",
                 fix="pass a CheckpointIO, or omit it.",
             )
-        if getattr(checkpoint_io, "is_background", False):
+        if isinstance(checkpoint_io, CheckpointIO) and checkpoint_io.is_background:
             raise ConfigError(
                 f"Expected a CheckpointIO that does not save in the background, got {type(checkpoint_io).__name__}.",
                 fix="wrap the plugin that writes the files.",

@@ -18,6 +18,9 @@ __all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through"]
 class CheckpointIO(ABC):
     """Interface for saving, loading and removing checkpoints. It is called on the ranks that save."""
 
+    is_background: bool = False
+    """Whether `save_checkpoint` returns before the file is complete; `wait_for` then waits for it."""
+
     @abstractmethod
     def save_checkpoint(
         self,
@@ -48,6 +51,13 @@ class CheckpointIO(ABC):
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at the path."""
+
+    def wait_for(self, path: str | Path) -> None:  # noqa: B027  # optional
+        """Return when no save is pending; called before a checkpoint is read if `is_background` is True.
+
+        Raises:
+            CheckpointError: The save to this very path failed.
+        """
 
     def teardown(self) -> None:  # noqa: B027  # optional
         """Finish pending saves; called once, when the run ends."""

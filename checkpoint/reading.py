@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .checkpoint_io import load_through
+from .checkpoint_io import CheckpointIO, load_through
 
 __all__ = ["Ranks", "read_on_all_ranks"]
 
@@ -58,12 +58,12 @@ def read_on_all_ranks(io: Any, path: str | Path, ranks: Ranks, *, is_safe: bool,
     """
     if ranks.size == 1:
         return _read(io, path, is_safe=is_safe, by_parts=by_parts, is_verified=False)
-    wait_for = getattr(io, "wait_for", None) if getattr(io, "is_background", False) else None
+    waits = isinstance(io, CheckpointIO) and io.is_background
     share = getattr(io, "verify_share", None) if by_parts else None
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
-        if wait_for is not None:  # which rank writes depends on the format: on others nothing is pending
-            ranks.together(lambda: wait_for(path))
+        if waits:  # which rank writes depends on the format: on others nothing is pending
+            ranks.together(lambda: io.wait_for(path))
         attempt = _Attempt(io, path, ranks)
         # Only the others' success makes this rank's share enough.
         is_verified = share is not None and bool(attempt.run(partial(share, path, ranks.rank, ranks.size)))

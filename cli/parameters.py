@@ -186,14 +186,20 @@ def _passed_on(function: Callable[..., object]) -> set[str] | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):
         return None
+    rest = inspect.getfullargspec(function).varkw
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "__init__":
             continue
         above = call.func.value
         is_super = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "super"
-        if is_super and any(keyword.arg is None for keyword in call.keywords) and not call.args:
+        passes_rest = any(keyword.arg is None and _uses(keyword.value, rest) for keyword in call.keywords)
+        if is_super and passes_rest and not call.args:
             return {keyword.arg for keyword in call.keywords if keyword.arg is not None}
     return None
+
+
+def _uses(expression: ast.expr, name: str | None) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(expression))
 
 
 _ENTRY = re.compile(r"^(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")

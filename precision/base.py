@@ -70,6 +70,13 @@ class Precision:
         """Return the context in which the user's steps run: a new one for every use."""
         return nullcontext()
 
+    def step_context(self) -> AbstractContextManager[object]:
+        """Return a further context of the user's steps, entered within an engine: a new one for every use.
+
+        For engines that leave the contexts around them before the steps run (DeepSpeed).
+        """
+        return nullcontext()
+
     def convert_input(self, data: AnyBatch) -> AnyBatch:
         """Return the data with floating point tensors in the dtype that the forward pass takes."""
         return data

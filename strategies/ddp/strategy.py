@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import ConfigError, ModuleError, nearest
 from ..base import NoLoss
+from ..constructors import passed_on
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from .comm_hooks import CommHook, check_comm_hook
@@ -47,11 +48,6 @@ class DDPStrategy(ProcessGroupStrategy):
     processes while backward still runs, so that all copies make the same step.
 
     Args:
-        accelerator: The kind of device; None lets Fabric choose.
-        parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Provides ranks and addresses; None lets Fabric choose.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision_plugin: The precision; None lets Fabric choose.
         ddp_comm_state: State for `ddp_comm_hook`: an object of torch, the keyword arguments of one as a dict, a number
             (rank of "powersgd", first local step of "post_local_sgd"), or a function without arguments that is called
             once the processes are connected. None: the hook's default.
@@ -60,15 +56,8 @@ class DDPStrategy(ProcessGroupStrategy):
             they are.
         ddp_comm_wrapper: Compression around the hook: "fp16", "bf16", or a function hook -> hook.
         model_averaging_period: Steps between two averagings of the weights, for "post_local_sgd".
-        process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start where no other launcher starts them: "popen" (the command is run again),
-            "spawn", "fork", "forkserver".
-        precision: Another name for `precision_plugin`.
         uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
             "cycle" lets the shorter ones begin again, "zero_weight" lets them take part with weight 0.
-        stall_timeout: Time without progress after which every rank reports where it is; None: 5 minutes, or
-            `timeout` if that is shorter.
         kwargs: For DistributedDataParallel: find_unused_parameters, static_graph, gradient_as_bucket_view,
             bucket_cap_mb, broadcast_buffers, ...
 
@@ -98,22 +87,10 @@ class DDPStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         **kwargs: Any,
     ) -> None:
+        given = passed_on(ProcessGroupStrategy, locals())
         problems = _wrong_kwargs(kwargs)
         problems += check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period)
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            precision=precision,
-            uneven=uneven,
-            stall_timeout=stall_timeout,
-            problems=problems,
-        )
+        super().__init__(**given, problems=problems)
         self.ddp_comm_state = ddp_comm_state
         self.ddp_comm_hook = ddp_comm_hook
         self.ddp_comm_wrapper = ddp_comm_wrapper

@@ -32,9 +32,8 @@ def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step
         if name == "forward" and original is module.pipe:
             return module.predict  # its own forward runs the layers of this rank only
         return _checked(strategy, step) if name == "training_step" else module.count_evaluations(step)
-    context: Callable[[], AbstractContextManager[object]] | None = getattr(strategy.precision, "step_context", None)
-    if context is not None and strategy.precision.policy.compute_dtype is not torch.float32:
-        step = _within(context, step)
+    if strategy.precision.policy.compute_dtype is not torch.float32:
+        step = _within(strategy.precision.step_context, step)
     if not isinstance(module, EngineRoot):
         return step
     return _bind(strategy, module, step, is_training=name == "training_step" and not module.is_manual)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError, DataError, ModuleError
 from ..base import NoLoss, TrainerConfig
 from ..construction.deferred import DeferredInit
+from ..constructors import passed_on
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from . import config as configs
@@ -51,7 +52,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     so; with Fabric pass both to `setup`, or the optimizer to `setup_optimizers` right after the module.
 
     Args:
-        accelerator: The kind of device; None lets Fabric choose.
         zero_optimization: Whether ZeRO is used; False is stage 0.
         stage: ZeRO stage, 0 to 3.
         remote_device: Device of the parameters that `configure_model` and `init_module` build in stage 3: "cpu" or
@@ -84,8 +84,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         config: DeepSpeed's configuration: a dict, or the path of a JSON file. None: the file in
             LT_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH, else the arguments above.
         logging_level: Level of DeepSpeed's logger.
-        parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Source of ranks and addresses; None lets Fabric choose.
         loss_scale: Loss scale of float16; 0 is dynamic.
         initial_scale_power: Base-2 logarithm of the first dynamic loss scale.
         loss_scale_window: Number of steps without overflow before the scale is doubled.
@@ -96,15 +94,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         contiguous_memory_optimization: Whether checkpointed activations are copied into one buffer.
         synchronize_checkpoint_boundary: Whether the device is synchronized at each checkpointed part.
         load_full_weights: Accepted for compatibility; checkpoints always hold full tensors.
-        precision_plugin: The precision; None lets Fabric choose.
-        process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: Longest wait of a rank for another one; a timedelta or seconds. None: 30 minutes.
         exclude_frozen_parameters: Whether checkpoints leave out parameters that are not trained.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision: Another name for `precision_plugin`.
-        start_method: How processes start without a launcher: "popen", "spawn", "fork", "forkserver".
         uneven: Behavior for unequal numbers of training batches on ranks: "stop_all" or "cycle".
-        stall_timeout: Time without progress after which a report shows where every rank is.
         micro_batches: Number of micro-batches in a batch of a PipelineModule. None: its number of pipeline stages.
 
     Raises:
@@ -176,28 +167,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         micro_batches: int | None = None,
     ) -> None:
-        given = read_given(config, locals())
-        problems = given.problems
+        given, read = passed_on(ProcessGroupStrategy, locals()), read_given(config, locals())
+        problems = read.problems
         if micro_batches is not None and micro_batches < 1:
             problems.append((f"expected micro_batches to be at least 1, got {micro_batches!r}", "pass at least 1"))
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            precision=precision,
-            uneven=uneven,
-            stall_timeout=stall_timeout,
-            problems=problems,
-        )
-        self.given_config = given.config
-        self.arguments = given.arguments
-        self.where = given.where
-        self.stage = configs.stage_of(given.config)
+        super().__init__(**given, problems=problems)
+        self.given_config = read.config
+        self.arguments = read.arguments
+        self.where = read.where
+        self.stage = configs.stage_of(read.config)
         self.remote_device = remote_device
         self.logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, LaunchError, ModuleError, nearest
+from ..constructors import inherit_descriptions, passed_on
 from ..parallel import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     It starts and connects processes, compares the module over ranks (`check_module`), and has the collectives.
 
+    The docstring of a subclass describes further arguments only; those that are described here are added to it.
+
     Args:
         accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices of this node's processes; None lets Fabric choose.
@@ -39,7 +42,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         precision_plugin: The precision; None lets Fabric choose.
         process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
         timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start where no other launcher starts them: "popen", "spawn", "fork", "forkserver".
+        start_method: How processes start where no other launcher starts them: "popen" (the command is run again),
+            "spawn", "fork", "forkserver".
         precision: Another name for `precision_plugin`.
         uneven: What happens where ranks have unequally many training batches.
         stall_timeout: Time without progress after which every rank reports where it is; None: 5 minutes, or
@@ -71,14 +75,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         stall_timeout: timedelta | float | None = None,
         problems: Sequence[tuple[str, str]] = (),
     ) -> None:
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            precision=precision,
-        )
+        super().__init__(**passed_on(ParallelStrategy, locals()))
         found = [*problems, *_wrong_choice("start_method", start_method, START_METHODS)]
         found += _wrong_choice("uneven", uneven, self.uneven_choices)
         self.timeout = _duration(timeout, DEFAULT_TIMEOUT, "timeout", found)
@@ -89,6 +86,10 @@ class ProcessGroupStrategy(ParallelStrategy):
         self.start_method = start_method
         self.uneven = uneven
         self.process_group_backend = process_group_backend
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        inherit_descriptions(cls)
 
     # -- processes -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
 from ..base import NoLoss, non_finite_norm
+from ..constructors import passed_on
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from ..distributed.shards import gather_full, is_sharded, local
@@ -61,13 +62,6 @@ class FSDPStrategy(ProcessGroupStrategy):
     models and optimizers that do not fit one device; also for saving memory with those that do.
 
     Args:
-        accelerator: The kind of device; None lets Fabric choose.
-        parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        cluster_environment: Provides ranks and addresses; None lets Fabric choose.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision_plugin: The precision; None lets Fabric choose.
-        process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
         cpu_offload: Keep parameters, gradients and optimizer state in the host's memory; True, False, or torch's
             CPUOffload or CPUOffloadPolicy.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; replaces the dtypes that follow from
@@ -89,11 +83,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         use_orig_params: Accepted; parameters are always the user's own.
         param_init_fn: Fills the parameters of a module that was built on the meta device.
         sync_module_states: Begin with rank 0's values on all ranks. None is True.
-        precision: Another name for `precision_plugin`.
-        start_method: How processes start where no other launcher starts them: "popen", "spawn", "fork", "forkserver".
         uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
             "cycle" lets the shorter ones begin again.
-        stall_timeout: Time without progress after which every rank reports where it is.
         kwargs: Further arguments of torch's fully_shard and FullyShardedDataParallel: ignored_modules, ...
 
     Raises:
@@ -136,42 +127,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         **kwargs: Any,
     ) -> None:
+        given, own = passed_on(ProcessGroupStrategy, locals()), passed_on(read_arguments, locals())
         problems: list[tuple[str, str]] = []
         plan: ShardingPlan | None = None
         try:
-            plan = read_arguments(
-                cpu_offload=cpu_offload,
-                mixed_precision=mixed_precision,
-                auto_wrap_policy=auto_wrap_policy,
-                activation_checkpointing=activation_checkpointing,
-                activation_checkpointing_policy=activation_checkpointing_policy,
-                sharding_strategy=sharding_strategy,
-                state_dict_type=state_dict_type,
-                device_mesh=device_mesh,
-                backward_prefetch=backward_prefetch,
-                forward_prefetch=forward_prefetch,
-                limit_all_gathers=limit_all_gathers,
-                use_orig_params=use_orig_params,
-                param_init_fn=param_init_fn,
-                sync_module_states=sync_module_states,
-                **kwargs,
-            )
+            plan = read_arguments(**own, **kwargs)
         except ConfigError as error:
             problems.append((error.what, error.fix))
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            precision=precision,
-            uneven=uneven,
-            stall_timeout=stall_timeout,
-            problems=problems,
-        )
+        super().__init__(**given, problems=problems)
         assert plan is not None
         self.plan = plan
         self._has_told = False

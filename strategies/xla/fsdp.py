@@ -19,6 +19,7 @@ from ...accelerators.xla import import_xla
 from ...errors import ConfigError, nearest
 from ..construction.activation_checkpointing import apply_activation_checkpointing
 from ..construction.wrap_policy import check_policy, choose_units
+from ..constructors import passed_on
 from ..tree import leaves
 from .strategy import XLAStrategy
 
@@ -41,10 +42,7 @@ class XLAFSDPStrategy(XLAStrategy):
     that is shorter than the number of devices is replicated. The rest is as with `XLAStrategy`.
 
     Args:
-        accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices; None: those of `devices=`.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision_plugin: The precision; None lets Fabric choose.
         auto_wrap_policy: Modules that are units, whose parameters are gathered and freed together: as for
             FSDPStrategy, a set of classes (or of their names), a function of a module, or one of torch's policies.
             None: repeated blocks and very large modules.
@@ -52,11 +50,9 @@ class XLAFSDPStrategy(XLAStrategy):
             units, classes, or a function of a module.
         state_dict_type: "full" or None: one file with full tensors. "sharded" is refused: one process has all shards.
         sequential_save: Accepted; there is one process, which writes one file.
-        debug: Whether torch_xla reports what it compiles and why.
         sync_module_states: Accepted; one process has one state.
         activation_checkpointing: Another name for `activation_checkpointing_policy`.
         cluster_environment: Accepted as None only.
-        precision: Another name for `precision_plugin`.
         kwargs: Arguments of torch_xla's XlaFullyShardedDataParallel whose values agree with this strategy
             (`reshard_after_forward=True`, `flatten_parameters=False`); others are refused.
 
@@ -86,16 +82,7 @@ class XLAFSDPStrategy(XLAStrategy):
         precision: Precision | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            checkpoint_io,
-            precision_plugin,
-            debug,
-            sync_module_states,
-            cluster_environment=cluster_environment,
-            precision=precision,
-        )
+        super().__init__(**passed_on(XLAStrategy, locals()))
         problems = check_policy("auto_wrap_policy", auto_wrap_policy)
         given = (activation_checkpointing_policy, activation_checkpointing)
         if None not in given:

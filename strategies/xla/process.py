@@ -18,6 +18,7 @@ from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
 from ...protocols import Batch, StateDict, StepOutput
 from ..base import Strategy
+from ..constructors import inherit_descriptions
 from ..skip_init import SkipInit
 from ..tree import leaves, map_leaves
 from .slowdowns import StepWatch
@@ -32,7 +33,7 @@ __all__ = ["XLAProcessStrategy"]
 
 Step = Callable[..., StepOutput]
 _DEBUG = ("PT_XLA_DEBUG", "XLA_IR_DEBUG", "XLA_HLO_DEBUG")
-_EVALUATIONS = ("validation_step", "test_step", "predict_step")
+EVALUATIONS = ("validation_step", "test_step", "predict_step")
 
 
 class XLAProcessStrategy(Strategy):
@@ -49,12 +50,13 @@ class XLAProcessStrategy(Strategy):
         debug: Whether torch_xla reports what it compiles and why, with the lines of the program (PT_XLA_DEBUG,
             XLA_IR_DEBUG, XLA_HLO_DEBUG). Best set before the first import of torch_xla.
         precision: Another name for `precision_plugin`.
+        options: Further arguments of the next base class: of ProcessGroupStrategy, for several processes.
     """
 
     accelerator_kind = "xla"
     traces_lazily = True
 
-    exchanges_in_backward: bool
+    exchanges_in_backward: bool = False
     """Whether a backward pass executes graphs, to average gradients over ranks."""
 
     has_inference_mode = False  # torch_xla 2.9: views of inference tensors fail ("Cannot set version_counter")
@@ -67,8 +69,15 @@ class XLAProcessStrategy(Strategy):
         *,
         debug: bool = False,
         precision: Precision | None = None,
+        **options: Any,  # Any: see above
     ) -> None:
-        super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
+        super().__init__(
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            precision=precision,
+            **options,
+        )
         self.debug = debug
         self._sync: Callable[..., None] | None = None
         # Gradients of a micro-batch are in the graph, without an optimizer step.
@@ -77,8 +86,11 @@ class XLAProcessStrategy(Strategy):
         self._is_in_manual_step = False
         # Graphs that mark_step has executed.
         self._num_graphs = 0
-        self.exchanges_in_backward = False
         self._variables: dict[str, str | None] = {}
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        inherit_descriptions(cls)
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -265,7 +277,7 @@ class XLAProcessStrategy(Strategy):
     def bind_step(self, module: nn.Module, name: str) -> Step:
         """Return a function that runs `module.<name>`, and ends the graph with the step."""
         step = super().bind_step(module, name)
-        if name in _EVALUATIONS:
+        if name in EVALUATIONS:
             return self._end_graph_after(step)
         is_manual = name == "training_step" and not getattr(self.unwrap(module), "automatic_optimization", True)
         # A compiled submodule executes a separate graph each time.

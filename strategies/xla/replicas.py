@@ -8,7 +8,7 @@ that they do not wait for a device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import LaunchError
-from ...protocols import Batch, StateDict, StepOutput
+from ...protocols import StateDict, StepOutput
 from ..base import NoLoss, Strategy
+from ..constructors import passed_on
 from ..ddp.replica import loss_tensor, replace_loss
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
 from ..tree import map_leaves
 from .collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
-from .process import Step
-from .single_device import SingleDeviceXLAStrategy
+from .process import EVALUATIONS, Step, XLAProcessStrategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,10 +38,8 @@ __all__ = ["XLAReplicasStrategy"]
 
 # Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
 
-_EVALUATIONS = ("validation_step", "test_step", "predict_step")
 
-
-class XLAReplicasStrategy(ProcessGroupStrategy):
+class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
     """A process for each XLA device, with a copy of the module each; gradients are averaged after backward.
 
     A loader's `batch_size` counts the samples of one process, as with "ddp". A step is three graphs: the rank's forward
@@ -51,30 +49,17 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
     A CPU's runtime connects no processes. There gradients go through the host, to try a program without a TPU.
 
     Args:
-        accelerator: The kind of device; None lets Fabric choose.
-        parallel_devices: The devices of this node's processes; None lets Fabric choose.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision_plugin: The precision; None lets Fabric choose.
-        debug: Whether torch_xla reports what it compiles and why.
         sync_module_states: Whether all ranks begin with rank 0's parameters and buffers. False: they are equal already.
-        cluster_environment: Source of ranks and addresses; None lets Fabric choose.
         one_graph: Whether a step is one graph, which XLA can schedule better. Then all ranks must have batches of the
             same shapes in every step, a loss in each, and gradients of the same parameters: pass drop_last=True.
-        timeout: Longest wait of a rank for another host; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start without a launcher: "popen" (the command is run again), "spawn", "fork",
-            "forkserver".
-        precision: Another name for `precision_plugin`.
         uneven: Behavior for unequal numbers of training batches on ranks: see DDPStrategy.
-        stall_timeout: See DDPStrategy.
 
     Raises:
         ConfigError: An argument is invalid; every problem is listed.
     """
 
     strategy_name = "xla_replicas"
-    accelerator_kind = "xla"
-    traces_lazily = True
-    has_inference_mode = False  # as in process.py
+    exchanges_in_backward = True
 
     def __init__(
         self,
@@ -93,25 +78,9 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         uneven: str = "stop_all",
         stall_timeout: timedelta | float | None = None,
     ) -> None:
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            process_group_backend="gloo",
-            timeout=timeout,
-            start_method=start_method,
-            precision=precision,
-            uneven=uneven,
-            stall_timeout=stall_timeout,
-        )
-        self.debug = debug
+        super().__init__(**passed_on(ProcessGroupStrategy, locals()), debug=debug, process_group_backend="gloo")
         self.sync_module_states = sync_module_states
         self.one_graph = one_graph
-        # What one device needs: moving, graphs, copies to the host.
-        self._own = SingleDeviceXLAStrategy(debug=debug)
-        self._own.exchanges_in_backward = True
         self._collectives: Collectives | None = None
         # Modules whose gradients backward averages, and those whose forward ran since the last backward pass.
         self._averaged: WeakSet[nn.Module] = WeakSet()
@@ -120,11 +89,6 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         self._sums: list[Tensor] = []
 
     # -- processes -----------------------------------------------------------------------------------------------
-
-    def fill(self, **choices: Any) -> None:
-        """Take Fabric's choices; see `Strategy.fill`."""
-        super().fill(**choices)
-        self._own.fill(accelerator=self.accelerator, device=self.device, precision=self.precision)
 
     @property
     def device(self) -> torch.device:
@@ -137,15 +101,21 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     def setup_environment(self) -> None:
         """Start the runtime with this process's device, and connect the processes. Called once in every process."""
-        self._start_runtime()
-        self._device = torch.device(import_xla().device())
-        self._own.fill(accelerator=self.accelerator, device=self._device, precision=self.precision)
-        self._own.setup_environment()
         super().setup_environment()
         self._collectives = self._find_collectives()
-        self._seed()
 
-    def _start_runtime(self) -> None:
+    def start_runtime(self) -> None:
+        """Start the runtime with the device of this process, unless it is started.
+
+        Raises:
+            ConfigError: torch_xla is missing.
+            LaunchError: This process cannot have a device of its own, or cannot train with XLA.
+        """
+        self._start_own_runtime()
+        self._device = torch.device(import_xla().device())
+        super().start_runtime()
+
+    def _start_own_runtime(self) -> None:
         runtime = import_xla("torch_xla.runtime", needed_for=type(self).__name__)
         if is_runtime_started():
             if runtime.is_spmd():
@@ -182,13 +152,8 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         seed = torch.initial_seed() + self.global_rank * 0x9E3779B97F4A7C15
         import_xla("torch_xla.core.xla_model").set_rng_state(seed % 2**63)
 
-    def teardown(self) -> None:
-        """Wait for the device, and restore environment variables of `debug`. The runtime stays."""
-        self._own.teardown()
-        super().teardown()
-
     def __getstate__(self) -> StateDict:
-        return {**self.__dict__, "_averaged": None, "_forwarded": [], "_sums": [], "_collectives": None}
+        return {**super().__getstate__(), "_averaged": None, "_forwarded": [], "_sums": [], "_collectives": None}
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state, _averaged=WeakSet())
@@ -205,20 +170,6 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     # -- the model -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return a context in which a module is built on the CPU, and moved later; see `XLAProcessStrategy`."""
-        with self._own.init_context(empty_init):
-            yield
-
-    def module_to_device(self, module: nn.Module) -> None:
-        """Move parameters, gradients and buffers in place: the same objects.
-
-        Raises:
-            ModuleError: Another object refers to a parameter, so that it cannot be moved in place; names it.
-        """
-        self._own.module_to_device(module)
-
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return the module itself, with rank 0's values; from now on backward averages its gradients.
 
@@ -232,7 +183,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     def place_module(self, module: nn.Module) -> nn.Module:
         """Return the module itself, with the parameters and buffers of rank 0. On every rank: it communicates."""
-        self._own.module_to_device(module)
+        self.module_to_device(module)
         self._averaged.discard(module)
         if self._communicates:
             self.check_module(module)
@@ -261,19 +212,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
                 one.copy_(value)
             self.mark_step()
 
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer, with its existing state on its parameters' device."""
-        return self._own.setup_optimizer(optimizer)
-
-    def process_dataloader(self, loader: Iterable[Batch], **options: object) -> Iterable[Batch]:
-        """Return torch_xla's loader for a handwritten loop; see `XLAProcessStrategy`."""
-        return self._own.process_dataloader(loader, **options)
-
     # -- steps ---------------------------------------------------------------------------------------------------
-
-    def mark_step(self) -> None:
-        """Execute the graph recorded since the last call; the host does not wait."""
-        self._own.mark_step()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -290,8 +229,8 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
         Evaluation steps do not communicate. "training_step" returns `NoLoss` instead of None.
         """
-        step = self._own.bind_step(module, name)
-        if module not in self._averaged or name in _EVALUATIONS:
+        step = super().bind_step(module, name)
+        if module not in self._averaged or name in EVALUATIONS:
             return step
 
         def run(*args: object, **kwargs: object) -> StepOutput:
@@ -333,7 +272,7 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision), and average them over ranks."""
-        self._own.backward(tensor, *args, **kwargs)
+        super().backward(tensor, *args, **kwargs)
         if self._is_deferred or not self._forwarded:
             return
         forwarded, self._forwarded = self._forwarded, []
@@ -381,10 +320,6 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         if error_if_nonfinite and self.one_graph:
             self.mark_step()  # a read would execute the graph with the sum in it
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
-        """Step the optimizer and execute the graph."""
-        return self._own.optimizer_step(optimizer, closure)
 
     def discard_gradients(self, module: nn.Module | None) -> None:
         """Forget what waits for the end of a window which was broken off."""
@@ -450,10 +385,6 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather_state(self, state: Any) -> Any:
-        """Return a state with tensors on the host, in one transfer: any strategy can load it."""
-        return self._own.gather_state(state)
-
     def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the full state of a module on the host: a rank may save alone, without gathering."""
         state: StateDict = self.gather_state(super().module_state_dict(module))
@@ -467,14 +398,6 @@ class XLAReplicasStrategy(ProcessGroupStrategy):
         return state
 
     get_optimizer_state = optimizer_state
-
-    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a state of host tensors; see `Strategy`."""
-        return self._own.load_module_state_dict(module, state, strict)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
-        """Load a state of host tensors; see `Strategy`."""
-        self._own.load_optimizer_state(optimizer, state, module)
 
 
 def _is_of_device(leaf: object) -> TypeGuard[Tensor]:

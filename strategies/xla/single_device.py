@@ -21,11 +21,6 @@ class SingleDeviceXLAStrategy(XLAProcessStrategy):
 
     Args:
         device: The device, such as "xla:0"; an int is its index. None: the first one in `devices=`.
-        accelerator: The kind of device; None lets Fabric choose.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision_plugin: The precision; None lets Fabric choose.
-        debug: Whether torch_xla reports what it compiles and why.
-        precision: Another name for `precision_plugin`.
 
     Raises:
         ConfigError: The device is not an XLA device.

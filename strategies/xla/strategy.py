@@ -48,14 +48,9 @@ class XLAStrategy(XLAProcessStrategy):
     computed by every device, with the same result.
 
     Args:
-        accelerator: The kind of device; None lets Fabric choose.
         parallel_devices: The devices, all of the runtime's; None: those of `devices=`.
-        checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
-        precision_plugin: The precision; None lets Fabric choose.
-        debug: Whether torch_xla reports what it compiles and why.
         sync_module_states: Accepted; one process has one state, which every device gets.
         cluster_environment: None; there is one process.
-        precision: Another name for `precision_plugin`.
 
     Raises:
         ConfigError: `cluster_environment` was given.

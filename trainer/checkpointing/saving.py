@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...checkpoint import CheckpointIO
 from ...errors import CheckpointError
 from ...protocols import StateDict
 from ..loop.run_signals import add_place
@@ -56,7 +57,8 @@ class Saving:
     @property
     def is_in_background(self) -> bool:
         """Whether a save returns before the file is complete."""
-        return bool(getattr(self._trainer.strategy.checkpoint_io, "is_background", False))
+        checkpoint_io = self._trainer.strategy.checkpoint_io
+        return isinstance(checkpoint_io, CheckpointIO) and checkpoint_io.is_background
 
     def save(
         self,

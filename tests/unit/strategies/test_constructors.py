@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import inspect
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from loopwright.cli.parameters import parameters_of
+from loopwright.strategies import ParallelStrategy
+from loopwright.strategies.constructors import passed_on
+from loopwright.strategies.data_parallel import DataParallelStrategy
+from loopwright.strategies.ddp.strategy import DDPStrategy
+from loopwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+from loopwright.strategies.distributed.processes import ProcessGroupStrategy
+from loopwright.strategies.fsdp.strategy import FSDPStrategy
+from loopwright.strategies.xla.fsdp import XLAFSDPStrategy
+from loopwright.strategies.xla.replicas import XLAReplicasStrategy
+from loopwright.strategies.xla.single_device import SingleDeviceXLAStrategy
+from loopwright.strategies.xla.strategy import XLAStrategy
+
+WITH_ALL = [DDPStrategy, FSDPStrategy, DeepSpeedStrategy]
+EVERY = [
+    *WITH_ALL,
+    DataParallelStrategy,
+    ParallelStrategy,
+    ProcessGroupStrategy,
+    SingleDeviceXLAStrategy,
+    XLAFSDPStrategy,
+    XLAReplicasStrategy,
+    XLAStrategy,
+]
+
+
+@pytest.mark.parametrize("kind", WITH_ALL)
+def test_a_strategy_of_processes_has_every_common_argument_with_its_default(kind: type[ProcessGroupStrategy]) -> None:
+    common = dict(inspect.signature(ProcessGroupStrategy).parameters)
+    del common["problems"]  # of subclasses
+    own = inspect.signature(kind).parameters
+    assert {name: own[name].default for name in common} == {name: one.default for name, one in common.items()}
+    assert {name: own[name].annotation for name in common} == {name: one.annotation for name, one in common.items()}
+
+
+@pytest.mark.parametrize("kind", WITH_ALL)
+def test_common_arguments_reach_the_base_class(kind: type[ProcessGroupStrategy]) -> None:
+    devices, cluster, checkpoint_io = [torch.device("cpu")], object(), object()
+    values: dict[str, Any] = dict(parallel_devices=devices, cluster_environment=cluster, checkpoint_io=checkpoint_io)
+    strategy = kind(
+        **values, process_group_backend="mpi", timeout=7, start_method="fork", uneven="cycle", stall_timeout=3
+    )
+    assert (strategy.parallel_devices, strategy.cluster_environment) == (devices, cluster)
+    assert strategy.checkpoint_io is checkpoint_io
+    assert (strategy.process_group_backend, strategy.start_method, strategy.uneven) == ("mpi", "fork", "cycle")
+    assert (strategy.timeout, strategy.stall_timeout) == (timedelta(seconds=7), timedelta(seconds=3))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_docstring_describes_every_argument_once_and_in_order(kind: type) -> None:
+    section = re.search(r"Args:\n(.*?)\n\n", inspect.getdoc(kind) + "\n\n", re.DOTALL)
+    assert section is not None
+    described = re.findall(r"^ {4}(\w+): ", section[1], re.MULTILINE)
+    assert described == list(inspect.signature(kind).parameters)
+
+
+def test_a_subclass_without_descriptions_keeps_its_docstring() -> None:
+    class Plain(DDPStrategy):
+        """As it is."""
+
+        def __init__(self, own: int = 1) -> None:
+            super().__init__()
+
+    class Undocumented(DDPStrategy):
+        pass
+
+    assert Plain.__doc__ == "As it is."
+    assert Undocumented.__doc__ is None
+
+
+def test_the_nearest_description_of_an_argument_wins() -> None:
+    class Own(DDPStrategy):
+        """An engine.
+
+        Args:
+            uneven: In another way.
+            own: New,
+                and long.
+        """
+
+        def __init__(self, timeout: float = 1.0, uneven: str = "cycle", own: int = 1) -> None:
+            super().__init__(timeout=timeout, uneven=uneven)
+
+    lines = (Own.__doc__ or "").splitlines()[3:]
+    assert lines[0].startswith("    timeout: Time after which")
+    assert lines[1:] == ["    uneven: In another way.", "    own: New,", "        and long."]
+
+
+def test_what_the_rest_of_a_function_takes_is_not_passed_on() -> None:
+    def target(first: int, *rest: int, second: int = 2, **options: int) -> None: ...
+
+    assert passed_on(target, {"first": 1, "rest": (3,), "second": 4, "options": {}, "self": None}) == {
+        "first": 1,
+        "second": 4,
+    }
+
+
+def test_the_command_line_accepts_arguments_of_torchs_wrapper() -> None:
+    found = parameters_of(DDPStrategy)
+    assert found.is_open
+    assert "stall_timeout" in found.named
+    assert found.named["stall_timeout"].text.startswith("Time without progress")
