@@ -19,7 +19,10 @@ class CheckpointIO(ABC):
     """Interface for saving, loading and removing checkpoints. It is called on the ranks that save."""
 
     is_background: bool = False
-    """Whether `save_checkpoint` returns before the file is complete; `wait_for` then waits for it."""
+    """Whether `save_checkpoint` returns before the file is complete: True for `AsyncCheckpointIO` and its subclasses.
+
+    The Trainer then uses further methods of `AsyncCheckpointIO`: `wait`, `on_failure`, and the argument `also_to`.
+    """
 
     @abstractmethod
     def save_checkpoint(

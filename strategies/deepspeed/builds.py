@@ -2,8 +2,8 @@
 
 torch builds an operator silently in the process that first needs it. Other processes wait for a file `lock`, forever if
 its owner was killed. Here the build runs in a child process, which ends with its parent or at a time limit. Processes
-that need the same operator take turns by a lock of the operating system, which ends with its holder. A file `lock`
-without an owner is named in a warning and removed.
+that need the same operator take turns by a lock of the operating system, which ends with the build. Builds are in a
+folder of their own, so that a file `lock` found in a turn is that of a killed build: it is removed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from ...errors import ConfigError, LaunchError
 
-__all__ = ["TIMEOUT_VARIABLE", "build", "holders", "is_built", "missing_for", "tools_on_path"]
+__all__ = ["TIMEOUT_VARIABLE", "build", "build_environment", "is_built", "missing_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +37,10 @@ DEFAULT_TIMEOUT_S = 1200.0
 _SAYS_EVERY_S = 10.0
 _LOOKS_EVERY_S = 0.2
 _GRACE_S = 10.0
-# A lock of an unknown build, perhaps of another host or container, has no owner if no process here has it open, and
-# nothing was written beside it for this long.
-_QUIET_S = 180.0
 _LINES_SHOWN = 25
 _ERROR = re.compile(r"^FAILED: |: (fatal )?error: ")  # ninja's and the compiler's
 _COMPILER_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "TORCH_CUDA_ARCH_LIST")
-_STAMP, _MACHINE, _LOG = "loopwright-built.json", "loopwright-builder", "loopwright-build.log"
+_ROOT, _STAMP, _LOG = "loopwright-builds", "built.json", "build.log"
 
 # Runs in the child, which has its own process group, and ends the group when the parent has ended. SIGTERM: ninja puts
 # compilers into groups of their own, and ends them only when it is asked to end.
@@ -62,17 +58,18 @@ made().load(verbose=False)
 """
 
 
-def _folder_of(name: str) -> Path:
-    """Return the folder in which torch builds an operator: in TORCH_EXTENSIONS_DIR, else in its cache."""
+def _root() -> Path:
+    """Return the folder of our builds: in TORCH_EXTENSIONS_DIR, else in torch's cache."""
     from torch.utils import cpp_extension
 
-    return Path(cpp_extension._get_build_directory("", False), name)
+    root = Path(cpp_extension._get_build_directory("", False))
+    return root if root.name == _ROOT else root / _ROOT
 
 
 def is_built(name: str) -> bool:
     """Return whether `build` has built an operator for this environment, and no build of it is under way."""
     try:
-        folder = _folder_of(name)
+        folder = _root() / name
     except OSError:  # torch makes the folder, and cannot
         return False
     return _is_current(folder, name) and not (folder / "lock").exists()
@@ -93,11 +90,12 @@ def build(name: str, maker: str, *, timeout_s: float | None = None) -> None:
     if is_built(name):
         return
     limit_s = _limit_s() if timeout_s is None else timeout_s
-    folder = _folder_of(name)
+    folder = _root() / name
     folder.mkdir(parents=True, exist_ok=True)
-    with _turn(folder.parent / f"{name}.turn", name, limit_s):
-        _free(folder, name, limit_s)
-        if _is_current(folder, name):
+    with _turn(folder.parent / f"{name}.turn", name, limit_s) as turn:
+        if turn is not None:
+            _remove_left_over(folder)
+        if is_built(name):
             return  # another process's turn came first
         missing = missing_for([name])
         if missing:
@@ -105,7 +103,7 @@ def build(name: str, maker: str, *, timeout_s: float | None = None) -> None:
                 f"DeepSpeed's {name} must be built, and there is no {' and no '.join(missing)} here.",
                 fix=f"{' and '.join(missing.values())}.",
             )
-        _compile(folder, name, maker, limit_s)
+        _compile(folder, name, maker, limit_s, turn)
         (folder / _STAMP).write_text(_stamp(folder, name))
 
 
@@ -149,15 +147,21 @@ def _has_libaio() -> bool:
 
 
 @contextmanager
-def tools_on_path() -> Iterator[None]:
-    """Return a context in which this process finds ninja, also if it is installed beside Python only."""
-    before = os.environ.get("PATH")
-    os.environ["PATH"] = _path()
+def build_environment() -> Iterator[None]:
+    """Return a context in which this process finds our builds, and ninja, also if it is beside Python only."""
+    ours = _environment()
+    before = {key: os.environ.get(key) for key in ours}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        os.environ.pop("PATH")
-        os.environ.update({} if before is None else {"PATH": before})
+        for key, value in before.items():
+            os.environ.pop(key)
+            os.environ.update({} if value is None else {key: value})
+
+
+def _environment() -> dict[str, str]:
+    return {"PATH": _path(), "TORCH_EXTENSIONS_DIR": str(_root())}
 
 
 def _path() -> str:
@@ -190,19 +194,23 @@ def _stamp(folder: Path, name: str) -> str:
 
 
 @contextmanager
-def _turn(file: Path, name: str, limit_s: float) -> Iterator[None]:
-    """Return a context for one process at a time; the lock ends with its process."""
+def _turn(file: Path, name: str, limit_s: float) -> Iterator[int | None]:
+    """Return a context for one process at a time, and the lock's descriptor; None where there are no such locks.
+
+    The lock ends when every process that has the descriptor open has ended.
+    """
     limit_s = 2 * limit_s + 60.0  # the holder's own limit ends first
     ends = time.monotonic() + limit_s
     with file.open("w") as opened:
-        is_first = True
+        is_first, turn = True, None
         while True:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                turn = opened.fileno()
                 break
             except BlockingIOError:
                 pass
-            except OSError as error:  # a file system without such locks: torch's own file is left
+            except OSError as error:  # a file system without such locks
                 logger.warning("%s cannot be locked (%s); builds of several processes may collide", file, error)
                 break
             if is_first:
@@ -214,86 +222,25 @@ def _turn(file: Path, name: str, limit_s: float) -> Iterator[None]:
                     fix=f"find the process that has {file} open (lsof), and end it.",
                 )
             time.sleep(_LOOKS_EVERY_S)
-        yield
+        yield turn
 
 
-def _free(folder: Path, name: str, limit_s: float) -> None:
-    """Wait for a build of another process, and remove the lock of a build that was killed.
-
-    Raises:
-        LaunchError: The other build does not end.
-    """
+def _remove_left_over(folder: Path) -> None:
+    """Remove the lock of a build that was killed, for which torch would wait forever. Only within a turn."""
     lock = folder / "lock"
-    began = said = time.monotonic()
-    while lock.exists():
-        owners = holders(lock)
-        if owners == [] and _is_left_over(lock):
-            logger.warning("removing %s: the build that made it was killed, and the next one would wait forever", lock)
-            lock.unlink(missing_ok=True)
-            (folder / _STAMP).unlink(missing_ok=True)  # it may have been building again
-            return
-        now = time.monotonic()
-        who = f"process {', '.join(map(str, owners))}" if owners else "no process that can be seen here"
-        if now - began > limit_s:
-            raise LaunchError(
-                f"{lock} has been there for {now - began:.0f} s, and a build of {name} would wait for it; it is held "
-                f"by {who}.",
-                fix="end that process; or delete the file, if no build is running, on any host.",
-            )
-        if now - said >= _SAYS_EVERY_S:
-            logger.warning("waiting since %.0f s for %s, held by %s", now - began, lock, who)
-            said = now
-        time.sleep(_LOOKS_EVERY_S)
-
-
-def holders(lock: Path) -> list[int] | None:
-    """Return the processes that have a lock open, as a build does; None if this system does not show them."""
-    if not Path("/proc/self/fd").is_dir():
-        return None
-    target = os.path.realpath(lock)
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            for link in (process / "fd").iterdir():
-                with suppress(OSError):  # closed meanwhile
-                    if os.readlink(link) == target:
-                        found.add(int(process.name))
-    return sorted(found)
-
-
-def _is_left_over(lock: Path) -> bool:
-    """Return whether a lock that no process here has open has no owner anywhere."""
-    try:
-        before = lock.stat()
-        newest = max(one.stat().st_mtime for one in lock.parent.iterdir())
-        maker = lock.parent / _MACHINE
-        is_ours = maker.is_file() and maker.read_text() == _machine()
-        if not is_ours and time.time() - newest < _QUIET_S:
-            return False
-        # Its owner closes the file, then removes it: look again, in case it was between the two.
-        time.sleep(_LOOKS_EVERY_S)
-        return lock.stat().st_ino == before.st_ino and holders(lock) == []
-    except OSError:  # removed meanwhile
-        return False
-
-
-def _machine() -> str:
-    """Return a name for what shares one /proc: a boot of a machine, or a container on it."""
-    name = socket.gethostname()
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        name = f"{name} {boot} {os.readlink('/proc/self/ns/pid')}"
-    return name
+    if lock.exists():
+        logger.warning("removing %s: the build that made it was killed", lock)
+        (folder / _STAMP).unlink(missing_ok=True)  # it may have been building again
+        lock.unlink()
 
 
 # --- the build -----------------------------------------------------------------------------------------------------
 
 
-def _compile(folder: Path, name: str, maker: str, limit_s: float) -> None:
+def _compile(folder: Path, name: str, maker: str, limit_s: float, turn: int | None) -> None:
     module, _, kind = maker.partition(":")
     began = time.monotonic()
     log = folder / _LOG
-    (folder / _MACHINE).write_text(_machine())
     logger.warning("building DeepSpeed's operator %s with the C++ compiler, once; it is kept in %s", name, folder)
     with log.open("w") as output:
         child = subprocess.Popen(
@@ -302,7 +249,8 @@ def _compile(folder: Path, name: str, maker: str, limit_s: float) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PATH": _path()},
+            env={**os.environ, **_environment()},
+            pass_fds=() if turn is None else (turn,),  # the turn lasts until the build has ended, not its parent
         )
         try:
             while child.poll() is None and (passed := time.monotonic() - began) < limit_s:
@@ -315,12 +263,13 @@ def _compile(folder: Path, name: str, maker: str, limit_s: float) -> None:
             code = child.poll()
             if code is None:
                 _end(child)
-            if not holders(folder / "lock"):  # another build's, for which ours may have waited, stays
+            if turn is not None:  # else it may be another build's, for which ours has waited
                 (folder / "lock").unlink(missing_ok=True)
     if code is None:
         raise LaunchError(
             f"the build of DeepSpeed's operator {name} took longer than {limit_s:.0f} s and was ended.\n{_said(log)}",
-            fix=f"set {TIMEOUT_VARIABLE} to more seconds, or MAX_JOBS to the number of free cores.",
+            fix=f"set {TIMEOUT_VARIABLE} to more seconds, or MAX_JOBS to the number of free cores"
+            + ("." if turn is not None else f"; or delete {folder / 'lock'}, if no build is running, on any host."),
         )
     if code != 0:
         raise LaunchError(

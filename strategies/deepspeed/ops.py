@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import ConfigError, MissingDependency
-from .builds import build, is_built, missing_for, tools_on_path
+from .builds import build, build_environment, is_built, missing_for
 from .config import activation_options, section_of
 
 __all__ = ["configure_activations", "connect", "forget_activations", "import_deepspeed", "operators_of", "prepare",
@@ -149,7 +149,7 @@ def _redirect_builds() -> None:
     def jit_load(self: Any, verbose: bool = True) -> Any:  # Any: DeepSpeed's builder and its operator
         kind = type(self)
         build(self.name, f"{kind.__module__}:{kind.__qualname__}")
-        with tools_on_path():
+        with build_environment():
             return original(self, verbose)
 
     OpBuilder.jit_load = jit_load

@@ -38,6 +38,8 @@ def test_a_plugin_of_a_user_needs_three_methods() -> None:
     plugin = InMemory()
     plugin.save_checkpoint({"a": 1}, "x")
     assert plugin.load_checkpoint("x") == {"a": 1}
+    assert not plugin.is_background
+    plugin.wait_for("x")
     plugin.teardown()
     with pytest.raises(TypeError, match="abstract"):
         CheckpointIO()  # type: ignore[abstract]

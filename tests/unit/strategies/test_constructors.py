@@ -46,9 +46,13 @@ def test_a_strategy_of_processes_has_every_common_argument_with_its_default(kind
 @pytest.mark.parametrize("kind", WITH_ALL)
 def test_common_arguments_reach_the_base_class(kind: type[ProcessGroupStrategy]) -> None:
     devices, cluster, checkpoint_io = [torch.device("cpu")], object(), object()
-    values: dict[str, Any] = dict(parallel_devices=devices, cluster_environment=cluster, checkpoint_io=checkpoint_io)
+    parts: dict[str, Any] = {
+        "parallel_devices": devices,
+        "cluster_environment": cluster,
+        "checkpoint_io": checkpoint_io,
+    }
     strategy = kind(
-        **values, process_group_backend="mpi", timeout=7, start_method="fork", uneven="cycle", stall_timeout=3
+        **parts, process_group_backend="mpi", timeout=7, start_method="fork", uneven="cycle", stall_timeout=3
     )
     assert (strategy.parallel_devices, strategy.cluster_environment) == (devices, cluster)
     assert strategy.checkpoint_io is checkpoint_io

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 
@@ -32,6 +33,15 @@ class Quick(Operator):
 
     name = "quick"
     command = "sleep 0.5"
+
+
+class Waiting(Operator):
+    """Waits for another build, as torch does."""
+
+    def load(self, verbose: bool = True) -> None:
+        """Wait for the lock."""
+        while Path(os.environ["TORCH_EXTENSIONS_DIR"], "waiting", "lock").exists():
+            time.sleep(0.1)
 
 
 class Endless(Operator):
