@@ -16,6 +16,7 @@ from loopwright.strategies.ddp.strategy import DDPStrategy
 from loopwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from loopwright.strategies.distributed.processes import ProcessGroupStrategy
 from loopwright.strategies.fsdp.strategy import FSDPStrategy
+from loopwright.strategies.mesh.strategy import MeshStrategy
 from loopwright.strategies.xla.fsdp import XLAFSDPStrategy
 from loopwright.strategies.xla.replicas import XLAReplicasStrategy
 from loopwright.strategies.xla.single_device import SingleDeviceXLAStrategy
@@ -25,6 +26,7 @@ WITH_ALL = [DDPStrategy, FSDPStrategy, DeepSpeedStrategy]
 EVERY = [
     *WITH_ALL,
     DataParallelStrategy,
+    MeshStrategy,
     ParallelStrategy,
     ProcessGroupStrategy,
     SingleDeviceXLAStrategy,
