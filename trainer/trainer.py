@@ -40,7 +40,7 @@ from .loop.non_finite import MOST_KEPT, LossWatch
 from .loop.optimizers import ManagedOptimizer
 from .loop.run_signals import RunSignals, add_place
 from .loop.schedule import step_plateaus
-from .metrics.log_output import LogOutput
+from .metrics.log_output import LogOutput, by_loader, tables_of
 from .metrics.metrics import Metrics
 from .module import Module
 from .run import Run
@@ -443,9 +443,10 @@ class Trainer(TrainerAttributes):
             self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
             if run.stop_coordination is not None:
                 run.stop_coordination.begin_phase()
-            results = _by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
+            results = by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
             if verbose and self.is_global_zero:
-                self._print_results(verb, results)
+                for table in tables_of(verb, results):
+                    self.print(table)
             self._finish(run)
         return results
 
@@ -1115,13 +1116,6 @@ class Trainer(TrainerAttributes):
         else:
             self.fabric.print(*args, **kwargs)
 
-    def _print_results(self, verb: str, results: Sequence[Mapping[str, float]]) -> None:
-        for index, metrics in enumerate(results):
-            title = f"{verb} metrics" + (f", loader {index}" if len(results) > 1 else "")
-            width = max([len(title), *(len(key) for key in metrics)], default=len(title))
-            rows = [f"{key:<{width}}  {value:.6g}" for key, value in metrics.items()]
-            self.print("\n".join([f"{title:<{width}}", "-" * (width + 14), *rows]))
-
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: object = None
     ) -> None:
@@ -1282,16 +1276,3 @@ _PER_RANK = {
 
 def _log_nothing(*_: object) -> None:
     """Stand for `log` in barebones mode."""
-
-
-def _by_loader(
-    metrics: Mapping[str, float], num_loaders: int, loaders_of: Mapping[str, set[int]]
-) -> list[Mapping[str, float]]:
-    """Return the metrics of each loader: those that its batches logged, and those of no loader."""
-    if num_loaders <= 1:
-        return [dict(metrics)]
-    everywhere = set(range(num_loaders))
-    return [
-        {key: value for key, value in metrics.items() if index in loaders_of.get(key, everywhere)}
-        for index in range(num_loaders)
-    ]

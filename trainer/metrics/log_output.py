@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...loggers.write_behind import WriteQueue
     from ...strategies import Strategy
 
-__all__ = ["LogOutput"]
+__all__ = ["LogOutput", "by_loader", "tables_of"]
 
 log = logging.getLogger(__name__)
 
@@ -287,3 +287,27 @@ class RowWriter:
             self._is_logged = True
         logger.save()
         self._row = None
+
+
+def by_loader(
+    metrics: Mapping[str, float], num_loaders: int, loaders_of: Mapping[str, set[int]]
+) -> list[Mapping[str, float]]:
+    """Return the metrics of each loader: those that its batches logged, and those of no loader."""
+    if num_loaders <= 1:
+        return [dict(metrics)]
+    everywhere = set(range(num_loaders))
+    return [
+        {key: value for key, value in metrics.items() if index in loaders_of.get(key, everywhere)}
+        for index in range(num_loaders)
+    ]
+
+
+def tables_of(verb: str, results: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the metrics of each loader as a table for people, in the order of the loaders."""
+    tables = []
+    for index, metrics in enumerate(results):
+        title = f"{verb} metrics" + (f", loader {index}" if len(results) > 1 else "")
+        width = max([len(title), *(len(key) for key in metrics)], default=len(title))
+        rows = [f"{key:<{width}}  {value:.6g}" for key, value in metrics.items()]
+        tables.append("\n".join([f"{title:<{width}}", "-" * (width + 14), *rows]))
+    return tables
