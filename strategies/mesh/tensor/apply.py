@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
 from .parameters import PARTIAL, distribute, put_back, swap_in
-from .styles import Replicated, Style
+from .styles import Around, Replicated, Style
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .plan import TensorPlan
 
-__all__ = ["apply", "finish", "running"]
+__all__ = ["apply", "finish", "is_of_plan", "running"]
 
 # Any in this file: arguments and results of the user's modules, and parameters that are DTensors.
 
@@ -26,6 +26,7 @@ _APPLIED = "_loopwright_tensor_mesh"
 _STYLED = "_loopwright_styled"
 _OWNERS = "_loopwright_owners"
 _STACK = "_loopwright_localized"
+_OF_TORCH = "_loopwright_hooks_of_torch"
 
 
 def apply(plan: TensorPlan, modules: Iterable[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
@@ -70,7 +71,9 @@ def _apply_of_torch(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     buffers = [(one, dict(one._buffers)) for one in module.modules()]
     before = dict(module.named_parameters(remove_duplicate=False))
     style.src_data_rank = None
+    old = {*module._forward_hooks, *module._forward_pre_hooks}
     style._apply(module, mesh)
+    module.__dict__[_OF_TORCH] = {*module._forward_hooks, *module._forward_pre_hooks} - old
     for one, kept in buffers:
         one._buffers.update(kept)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -143,6 +146,11 @@ class _Localized:
         stack = module.__dict__.get(_STACK)
         if stack:
             put_back(stack.pop())
+
+
+def is_of_plan(module: nn.Module, key: int, hook: object) -> bool:
+    """Return whether a plan installed this hook of a module, which is registered under `key`."""
+    return isinstance(getattr(hook, "__self__", None), Around | _Localized) or key in module.__dict__.get(_OF_TORCH, ())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Parameters as DTensors: how they get their placement, and how a forward pass reads them as plain tensors.
 
 Every parameter of a module under tensor parallelism is a DTensor, because optimizers and clipping take no mixture. A
-module's code meets plain tensors: while it runs, this rank's part stands in the place of the parameter.
+module's code meets plain tensors: while it runs, this rank's part stands instead of the parameter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) 
 
 
 def swap_in(owners: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh) -> Swapped:
-    """Put this rank's parts in the place of parameters, and return what `put_back` needs.
+    """Put this rank's parts instead of parameters, and return what `put_back` needs.
 
     Those that are sharded over other axes too, or plain, are left: their unit has not gathered them.
 
@@ -82,7 +82,7 @@ def put_back(swapped: Swapped) -> None:
 
 
 def replace_parameter(owner: nn.Module, name: str, value: Tensor | None) -> None:
-    """Put any tensor, or None, in the place of a module's own parameter, past the checks of `nn.Module`."""
+    """Put any tensor, or None, instead of a module's own parameter, past the checks of `nn.Module`."""
     owner._parameters[name] = value  # type: ignore[assignment]
     if isinstance(owner, nn.RNNBase):  # it has a list of its parameters beside
         owner._flat_weights = [getattr(owner, one) for one in owner._flat_weights_names]

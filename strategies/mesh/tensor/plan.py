@@ -43,6 +43,8 @@ class TensorPlan:
         loss_parallel: Whether the loss is computed from a part of the logits on each rank.
         notes: What the user should know, as sentences.
         mesh: The ranks, after `apply`.
+        takes_shards: Groups whose input is this rank's part of the sequence.
+        gives_shards: Groups whose output is.
     """
 
     tp: int
@@ -54,6 +56,8 @@ class TensorPlan:
     loss_parallel: bool = False
     notes: list[str] = field(default_factory=list)
     mesh: DeviceMesh | None = None
+    takes_shards: frozenset[str] = frozenset()
+    gives_shards: frozenset[str] = frozenset()
 
     def placement(self, root: nn.Module, name: str) -> Placement:
         """Return the placement of a parameter, by its full name, over the ranks of this plan."""
@@ -93,6 +97,10 @@ class TensorPlan:
         from .apply import running
 
         return running(self, root)
+
+    def shown(self, style: ParallelStyle) -> str:
+        """Return the name of a style, or what it looks like."""
+        return _shown(style)
 
     def __str__(self) -> str:
         lines = [f"  {name}: {_shown(style)}" for name, style in self.styles.items()]

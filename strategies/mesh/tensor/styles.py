@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Colwise", "Embedding", "PackedColwise", "Replicated", "Rowwise", "Style", "features", "is_linear"]
+__all__ = ["Around", "Colwise", "Embedding", "PackedColwise", "Replicated", "Rowwise", "Style", "features", "is_linear"]
 
 # Any in this file: arguments and results of the user's modules.
 
@@ -39,7 +39,7 @@ class Frame:
     padding_idx: tuple[int] | None = None
 
     def restore(self, module: nn.Module) -> None:
-        """Put back what the call replaced."""
+        """Undo what the call replaced."""
         put_back(self.swapped)
         if self.padding_idx is not None:
             module.padding_idx = self.padding_idx[0]  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class Style(ParallelStyle):
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Register the hooks that run the module in this style."""
-        around = _Around(self, mesh)
+        around = Around(self, mesh)
         module.register_forward_pre_hook(around.before, with_kwargs=True)
         module.register_forward_hook(around.after)
         module.register_forward_hook(around.finally_, always_call=True)
@@ -90,27 +90,30 @@ class Style(ParallelStyle):
         return module
 
 
-class _Around:
+class Around:
     """The hooks of a styled module. They hold nothing of it, so that a copy of the module has hooks of its own."""
 
     def __init__(self, style: Style, mesh: DeviceMesh) -> None:
         self.style = style
         self.mesh = mesh
 
-    def __deepcopy__(self, memo: object) -> _Around:
+    def __deepcopy__(self, memo: object) -> Around:
         return self  # process groups cannot be copied
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a call."""
         frame = Frame()
         module.__dict__.setdefault(_FRAMES, []).append(frame)
         return self.style.enter(frame, module, args, kwargs, self.mesh)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """End a call with an output."""
         frame = module.__dict__[_FRAMES][-1]
         frame.restore(module)
         return self.style.leave(frame, module, output, self.mesh)
 
     def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a call, also one that failed."""
         frames = module.__dict__.get(_FRAMES)
         if frames:
             frames.pop().restore(module)

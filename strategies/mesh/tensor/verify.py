@@ -1,0 +1,301 @@
+"""Comparison of a split module with the full one: outputs and gradients of each group of a plan, on a real batch."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....errors import ModuleError
+from ...tree import leaves, map_leaves
+from .apply import is_of_plan
+from .layouts import gather, local_of, split
+from .parameters import distribute, replace_parameter
+from .styles import map_first, map_output
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from .plan import TensorPlan
+
+__all__ = ["Call", "recording", "verify_plan"]
+
+# Any in this file: arguments and results of the user's modules.
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference, as a share of the largest value: sums over ranks are rounded in another order."""
+
+Values = dict[tuple[nn.Module, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments with which a module was called first."""
+
+    args: Any
+    kwargs: Any
+
+
+@contextmanager
+def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, Call]]:
+    """Return a context that keeps the arguments of the first call of each group of a plan, by name, for `verify_plan`.
+
+    An error in it gets the plan as a note: a shape that does not fit may come from there.
+    """
+    calls: dict[str, Call] = {}
+    modules = dict(root.named_modules())
+    handles = []
+    for name in plan.groups:
+        if name in modules:
+
+            def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                if name not in calls:
+                    calls[name] = Call(map_leaves(args, _copied), map_leaves(kwargs, _copied))
+
+            handles.append(modules[name].register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
+    try:
+        yield calls
+    except RuntimeError as error:
+        error.add_note(f"The module runs with the {plan}")
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> None:
+    """Compare each group of a plan with the full modules. On every rank: it communicates.
+
+    In evaluation mode (masks of dropout depend on the number of ranks), in the dtypes of the parameters and under the
+    autocast that is active. It leaves gradients, buffers and random numbers as they are.
+
+    Args:
+        plan: Applied to `root`.
+        root: The user's module.
+        calls: What `recording` kept. Groups that did not run are named in a warning.
+
+    Raises:
+        ModuleError: A group computes something else on several ranks; names it, the difference and its styles. Or the
+            ranks have got different inputs.
+    """
+    mesh = plan.mesh
+    assert mesh is not None, "the plan is applied first"
+    modules = dict(root.named_modules())
+    missing = []
+    for name in plan.groups:
+        if name not in modules:
+            continue  # another pipeline stage has it
+        full, placements = _full_values(modules[name])
+        if not _on_all_ranks(name in calls, mesh):
+            missing.append(name or type(root).__name__)
+            continue
+        _check_inputs(name, calls[name], mesh, is_shard=name in plan.takes_shards)
+        _compare(plan, name, modules[name], calls[name], full, placements)
+    if missing and dist.get_rank() == 0:
+        logger.warning(
+            "%s did not run in the first batch, and could not be compared with one process: %s",
+            type(root).__name__,
+            ", ".join(missing),
+        )
+
+
+def _compare(
+    plan: TensorPlan, name: str, module: nn.Module, call: Call, full: Values, placements: dict[Any, Placement]
+) -> None:
+    mesh = plan.mesh
+    assert mesh is not None
+    takes, gives = name in plan.takes_shards, name in plan.gives_shards
+    if takes:
+        args, kwargs = map_first(call.args, call.kwargs, lambda x: gather(x, mesh, 1))
+        call = Call(args, kwargs)
+    prefix = f"{name}." if name else ""
+    inner = {one: counts for one, counts in plan.counts.items() if not prefix or f"{one}.".startswith(prefix)}
+    owners = {one: module.get_submodule(one[len(prefix) :]) for one in inner}
+    for one, counts in inner.items():
+        for attribute, (number, _) in counts.items():
+            setattr(owners[one], attribute, number)
+    try:
+        whole = _run(module, call, {key: value.clone() for key, value in full.items()}, is_hooked=False)
+    finally:
+        for one, counts in inner.items():
+            for attribute, (_, number) in counts.items():
+                setattr(owners[one], attribute, number)
+    shards: Values = {
+        key: distribute(nn.Parameter(value, value.is_floating_point()), mesh, placements[key]).detach()
+        for key, value in full.items()
+    }
+    own = _run(module, call, shards, is_hooked=True, mesh=mesh, takes=takes, gives=gives)
+    _refuse_differences(plan, name, whole, own)
+
+
+def _run(
+    module: nn.Module,
+    call: Call,
+    values: Values,
+    *,
+    is_hooked: bool,
+    mesh: DeviceMesh | None = None,
+    takes: bool = False,
+    gives: bool = False,
+) -> dict[str, Tensor | None]:
+    """Return outputs and gradients of one call, by what they are."""
+    names = {id(one): name for name, one in module.named_modules()}
+    inputs: dict[str, Tensor] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        inputs[f"the gradient of input {len(inputs)}"] = own = value.detach().requires_grad_()
+        return own
+
+    with ExitStack() as stack:
+        stack.enter_context(_alone(module, values, is_hooked=is_hooked))
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.enable_grad())
+        args, kwargs = map_leaves(call.args, leaf), map_leaves(call.kwargs, leaf)
+        if takes and mesh is not None:
+            args, kwargs = map_first(args, kwargs, lambda x: split(x, mesh, 1))
+        output = module(*args, **kwargs)
+        if mesh is not None:
+            output = map_leaves(output, lambda one: local_of(one, mesh))
+            if gives:
+                output = map_output(output, lambda x: gather(x, mesh, 1))
+        found = {f"output {at}": one for at, one in enumerate(_floats(output))}
+        wanted: dict[str, Tensor] = dict(inputs)
+        for (owner, short), value in values.items():
+            if value.requires_grad:
+                wanted[f"the gradient of {f'{names[id(owner)]}.{short}'.lstrip('.')}"] = value
+        total = sum(((one * _weights(one)).sum() for one in found.values() if one.requires_grad), start=torch.zeros(()))
+        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True) if total.requires_grad else ()
+    result: dict[str, Tensor | None] = {key: one.detach() for key, one in found.items()}
+    for key, gradient in zip(wanted, gradients, strict=False):
+        result[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return result
+
+
+def _refuse_differences(
+    plan: TensorPlan, name: str, whole: dict[str, Tensor | None], own: dict[str, Tensor | None]
+) -> None:
+    mesh = plan.mesh
+    assert mesh is not None
+    worst, where = 0.0, ""
+    for key, wanted in whole.items():
+        difference = _difference(wanted, own.get(key))
+        if not difference <= worst:  # also NaN
+            worst, where = difference, key
+    everywhere: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everywhere, (worst, where), group=mesh.get_group())
+    worst, where = max(everywhere, key=lambda one: (one[0] != one[0], one[0]))
+    if worst <= 1:
+        return
+    styles = {one: style for one, style in plan.styles.items() if not name or f"{one}.".startswith(f"{name}.")}
+    raise ModuleError(
+        f"Expected {name or 'the module'} to compute on {mesh.size()} ranks what it computes on one, got a difference "
+        f"in {where}: {worst:.1e} times the tolerance. Its layers are split as "
+        f"{', '.join(f'{one}: {plan.shown(style)}' for one, style in styles.items())} ({plan.source}).",
+        fix="leave these layers out of the plan. A layer that computes several things at once, such as q, k and v, "
+        "needs PackedColwise(parts=...); a forward that counts heads needs this rank's number.",
+    )
+
+
+def _difference(wanted: Tensor | None, own: Tensor | None) -> float:
+    """Return the largest difference, as a multiple of what rounding may make."""
+    if wanted is None or own is None:
+        one = wanted if own is None else own
+        return 0.0 if one is None or not bool(one.any()) else float("inf")
+    if wanted.shape != own.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    scale = max(float(wanted.abs().max()), 1e-12)
+    return float((wanted - own).abs().max()) / scale / _TOLERANCES.get(wanted.dtype, 5e-2)
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Return numbers that make each element of an output count differently, equal on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+
+
+@contextmanager
+def _alone(module: nn.Module, values: Values, *, is_hooked: bool) -> Iterator[None]:
+    """Let a module run with these parameters, in evaluation mode, with no hooks but those of the plan, if at all."""
+    kept = [(one, one.training, one._forward_hooks, one._forward_pre_hooks) for one in module.modules()]
+    parameters = {(one, name): one._parameters[name] for one, name in values}
+    try:
+        for one, _, after, before in kept:
+            one.training = False
+            one._forward_hooks = _of_plan(one, after) if is_hooked else OrderedDict()
+            one._forward_pre_hooks = _of_plan(one, before) if is_hooked else OrderedDict()
+        for (owner, name), value in values.items():
+            parameter = parameters[owner, name]
+            replace_parameter(owner, name, value.requires_grad_(parameter is not None and parameter.requires_grad))
+        yield
+    finally:
+        for one, was_training, after, before in kept:
+            one.training, one._forward_hooks, one._forward_pre_hooks = was_training, after, before
+        for (owner, name), old in parameters.items():
+            replace_parameter(owner, name, old)
+
+
+def _of_plan(module: nn.Module, hooks: Any) -> Any:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if is_of_plan(module, key, hook))
+
+
+def _full_values(module: nn.Module) -> tuple[Values, dict[Any, Placement]]:
+    """Return the full parameters at and below a module, and how each is placed over the ranks of the plan."""
+    values: Values = {}
+    placements: dict[Any, Placement] = {}
+    for one in module.modules():
+        for name, parameter in one._parameters.items():
+            if isinstance(parameter, DTensor):
+                with torch.no_grad():
+                    values[one, name] = parameter.full_tensor()
+                placements[one, name] = parameter.placements[-1]  # the axis tp is the last one
+    return values, placements
+
+
+def _check_inputs(name: str, call: Call, mesh: DeviceMesh, *, is_shard: bool) -> None:
+    """Refuse inputs that differ between the ranks."""
+    differ = False
+    for _, value in leaves((call.args, call.kwargs)):
+        if isinstance(value, Tensor) and not is_shard:
+            first = value.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(first, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+            differ = differ or not torch.equal(first, value)
+    if not _on_all_ranks(not differ, mesh):
+        raise ModuleError(
+            f"Expected equal inputs of {name or 'the module'} on the {mesh.size()} ranks that split it, got others.",
+            fix="give ranks that differ on the axis tp the same batches and random numbers: distribute data by "
+            "trainer.strategy.topology.data_rank.",
+        )
+
+
+def _on_all_ranks(value: bool, mesh: DeviceMesh) -> bool:
+    everywhere: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everywhere, value, group=mesh.get_group())
+    return all(everywhere)
+
+
+def _copied(value: Any) -> Any:
+    if type(value).__name__.endswith("Cache"):  # of transformers: each call would add to it
+        return None
+    # Of a table of rotary positions, say, each rank's gradient is that of its heads; it matters where one is used.
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _floats(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [one for _, one in leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]
