@@ -146,7 +146,9 @@ class FabricDataLoader:
             return
         # Every process's sampler draws the same order, using rank 0's random state.
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
-        with drawn_alike(topology.global_rank, topology.data_rank, shared):
+        # Copies of rank 0 that draw alike move their generators as it does.
+        rank = topology.stage if self._fabric.strategy.copies_draw_alike else topology.global_rank
+        with drawn_alike(rank, topology.data_rank, shared):
             self._stream.open(epoch, shared)
 
     def batches_left(self, upto: int) -> int:
@@ -162,7 +164,7 @@ class FabricDataLoader:
         """Return the position and the state needed to restore it. Call it on all ranks."""
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):
-            state = merge_states(self._fabric.strategy.gather_objects(state))
+            state = merge_states(self._fabric.strategy.gather_reports(state))
         return {"num_passes": self._num_passes, "stream": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -289,7 +291,7 @@ def gather_samples(fabric: Fabric, data: object) -> object:
     """Return the data of all processes in rank order; see `Fabric.gather_for_metrics`."""
     if fabric._evaluation is not None:
         fabric._evaluation.num_gathers += 1
-    everywhere = fabric.strategy.gather_objects((_DATA, move_to_device(data, torch.device("cpu"))))
+    everywhere = fabric.strategy.gather_reports((_DATA, move_to_device(data, torch.device("cpu"))))
     parts = [part for kind, part in everywhere if kind == _DATA and part is not None]
     return move_to_device(_merge(parts), fabric.device) if parts else None
 

@@ -37,6 +37,8 @@ class Throughput:
         world_size: Number of devices.
         window_size: Number of readings in the window, at least 2.
         separator: Separator between the parts of a key.
+        copies: Number of devices that work on the same samples, as along a tensor parallel axis; a divisor of
+            `world_size`. What these have counted is what they did together: FLOPs are divided by their number.
 
     Raises:
         ConfigError: `window_size` is below 2, or `world_size` below 1.
@@ -48,6 +50,7 @@ class Throughput:
         world_size: int = 1,
         window_size: int = 100,
         separator: str = "/",
+        copies: int = 1,
     ) -> None:
         if window_size < 2 or world_size < 1:
             raise ConfigError(
@@ -59,6 +62,7 @@ class Throughput:
         self.world_size = world_size
         self.window_size = window_size
         self.separator = separator
+        self.copies = copies
         self._readings: deque[_Reading] = deque(maxlen=window_size)
         self._flops: deque[float] = deque(maxlen=window_size)
         self._gives_lengths: bool | None = None
@@ -137,10 +141,12 @@ class Throughput:
             rates["items_per_sec"] = (last.lengths - first.lengths) / seconds
         if len(self._flops) == self.window_size:
             # The first reading's FLOPs were spent before the window's time began.
-            rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / seconds
+            rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / seconds / self.copies
         metrics.update({f"device{self.separator}{name}": rate for name, rate in rates.items()})
         if self.world_size > 1:
-            metrics.update({name: rate * self.world_size for name, rate in rates.items()})
+            replicas = self.world_size // self.copies
+            factors = {"flops_per_sec": self.world_size}
+            metrics.update({name: rate * factors.get(name, replicas) for name, rate in rates.items()})
         if "flops_per_sec" in rates and self.available_flops:
             metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
         return metrics
@@ -170,6 +176,7 @@ class ThroughputMonitor(Throughput):
             fabric.world_size,
             window_size,
             separator,
+            fabric.world_size // fabric.strategy.topology.data_size,
         )
         self.step = -1
         self._fabric = fabric

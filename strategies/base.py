@@ -35,7 +35,17 @@ _COMPILED = "_orig_mod."
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands among all. `data_rank` and `data_size` count the ranks that read different data."""
+    """Where this process stands among all.
+
+    Attributes:
+        global_rank: Among all processes.
+        local_rank: Among the processes of this node.
+        node_rank: Of this node.
+        world_size: Number of processes.
+        data_rank: Among the ranks that read different data.
+        data_size: Number of ranks that read different data.
+        stage: Which layers this process has; 0 where it has all.
+    """
 
     global_rank: int = 0
     local_rank: int = 0
@@ -43,6 +53,7 @@ class Topology:
     world_size: int = 1
     data_rank: int = 0
     data_size: int = 1
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,6 +605,23 @@ class Strategy(Capabilities):
     def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         return [obj]
+
+    def gather_reports(self, obj: T) -> list[T]:
+        """Return the objects of `reporting_ranks`, on every rank: what is logged and counted counts once.
+
+        With a rank for each share of the data they are in the order of `topology.data_rank`.
+        """
+        everywhere = self.gather_objects(obj)
+        ranks = self.reporting_ranks
+        return everywhere if ranks is None else [everywhere[rank] for rank in ranks]
+
+    @property
+    def report_place(self) -> tuple[int, int]:
+        """Which object of `gather_reports` is of this rank, or of the one that reports for it; and their number."""
+        topology = self.topology
+        if self.reporting_ranks is None:
+            return topology.global_rank, topology.world_size
+        return topology.data_rank, topology.data_size
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True."""

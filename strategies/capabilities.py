@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
@@ -103,6 +103,11 @@ class Capabilities:
 
     uneven: str = "stop_all"
     """Policy for ranks with unequal numbers of training batches: "stop_all", "cycle" or "zero_weight"."""
+    reporting_ranks: Sequence[int] | None = None
+    """Global ranks whose logged values, losses and samples count: one for each share of the data, in their order.
+    None: all ranks."""
+    copies_draw_alike: bool = False
+    """Whether ranks that read the same data draw the same random numbers."""
     has_stages: bool = False
     """Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ over ranks."""
 

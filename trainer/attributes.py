@@ -338,7 +338,7 @@ class TrainerAttributes:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """Number of replicas and rank, None on one device."""
-        return None if self.world_size == 1 else {"num_replicas": self.world_size, "rank": self.global_rank}
+        return None if self.world_size == 1 else self.fabric.strategy.distributed_sampler_kwargs
 
     @property
     def received_sigterm(self) -> bool:

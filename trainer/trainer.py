@@ -607,7 +607,8 @@ class Trainer(TrainerAttributes):
         self.fabric.launch()
         self._connect_ranks()
         if verb == "fit":
-            self.training_rng.begin_training(self.global_rank, self.world_size)
+            rank_drawn_as = self.strategy.topology.data_rank if self.strategy.copies_draw_alike else None
+            self.training_rng.begin_training(self.global_rank, self.world_size, rank_drawn_as)
         begin.attach(plan, module)
         run = self.make_run(plan, module, datamodule)
         begin.set_up(plan, run)

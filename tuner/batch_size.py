@@ -253,7 +253,7 @@ class Trials:
         loaders = _flat(loader)
         counts = [count for count in map(_count_samples, loaders) if count is not None]
         if counts:
-            self.most_samples = max(1, max(counts) // self._subject.trainer.world_size)
+            self.most_samples = max(1, max(counts) // self._subject.trainer.strategy.topology.data_size)
         built = [getattr(one, "batch_size", None) for one in loaders]
         tried = self._tried.setdefault(size, built)
         if any(built) and any(earlier == tried for other, earlier in self._tried.items() if other != size):

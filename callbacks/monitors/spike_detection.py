@@ -235,10 +235,10 @@ class SpikeDetection(Callback):
         own, self._own = self._own, []
         values = torch.stack([loss.detach().double().reshape(()) for _, loss in own]).tolist() if own else []
         trainer = self._trainer
-        rank = 0 if trainer is None else trainer.global_rank
+        rank = 0 if trainer is None else trainer.strategy.report_place[0]
         losses = [(number, rank, value) for (number, _), value in zip(own, values, strict=True)]
         if trainer is not None and trainer.ranks_answer:
-            losses = [one for part in trainer.strategy.gather_objects(losses) for one in part]
+            losses = [one for part in trainer.strategy.gather_reports(losses) for one in part]
         self._known += sorted(losses, key=lambda one: one[:2])
 
     def _look(self, trainer: Trainer) -> None:

@@ -77,7 +77,9 @@ class ThroughputMonitor(Callback):
 
     def _start(self, trainer: Trainer, stage: str, elapsed_s: float = 0.0) -> None:
         if self._is_on:
-            throughput = Throughput(self.available_flops, trainer.world_size, self.window_size, self.separator)
+            size = trainer.world_size
+            copies = size // trainer.strategy.topology.data_size
+            throughput = Throughput(self.available_flops, size, self.window_size, self.separator, copies)
             counts = Counts(self._samples_of, None if self.length_fn is None else self._length_of)
             self._stages[stage] = throughput, counts
             counts.clock.start(elapsed_s)

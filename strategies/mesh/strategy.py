@@ -60,6 +60,7 @@ class MeshStrategy(FSDPStrategy):
     """
 
     strategy_name = "mesh"
+    copies_draw_alike = True
     axis_names: tuple[str, ...] = AXES
     """Names of the axes of `device_mesh`, in the order of `AXES`."""
 
@@ -112,8 +113,18 @@ class MeshStrategy(FSDPStrategy):
         found = super().topology
         if found.world_size == 1 and not self.is_connected:  # not launched yet
             return found
-        axes = self.axes.resolve(found.world_size)  # not resolved_axes, which asks for the topology
-        return replace(found, data_rank=axes.data_rank(found.global_rank), data_size=axes.data_size)
+        axes, rank = self.axes.resolve(found.world_size), found.global_rank  # resolved_axes asks for the topology
+        stage = axes.coordinates(rank)["pp"]
+        return replace(found, data_rank=axes.data_rank(rank), data_size=axes.data_size, stage=stage)
+
+    @property
+    def reporting_ranks(self) -> list[int] | None:  # type: ignore[override]  # it follows from the axes
+        """For each share of the data the first of the ranks with the last stage, which has the loss; None: all."""
+        axes = self.resolved_axes
+        copies = axes.cp * axes.tp
+        if axes.pp * copies == 1:
+            return None
+        return list(range(axes.world_size - axes.data_size * copies, axes.world_size, copies))
 
     @property
     def resolved_axes(self) -> MeshAxes:

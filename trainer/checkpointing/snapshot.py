@@ -95,7 +95,9 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         _leave_validation(run, states)
         if ranks_answer:
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
-            states["rng_of_ranks"] = fabric.strategy.gather_objects(states["rng"])
+            from ..loop import rank_rng
+
+            states.update(rank_rng.collect(fabric.strategy, states["rng"]))
         if run.stream is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept.
             states["data"] = run.stream_state if run.is_over else stream_state(run)
@@ -199,7 +201,11 @@ def _unfinished(run: Run) -> StateDict:
         due["told_later"] = untold
     if run.progress.validation_ending:
         own = capture_rng()
-        due["validation_end"] = {"rng_of_ranks": run.fabric.strategy.gather_objects(own) if run.ranks_answer else [own]}
+        due["validation_end"] = {"rng_of_ranks": [own]}
+        if run.ranks_answer:
+            from ..loop import rank_rng
+
+            due["validation_end"] = rank_rng.collect(run.fabric.strategy, own)
     return due
 
 
@@ -230,10 +236,10 @@ def _progress(run: Run) -> StateDict:
 def count_data(run: Run) -> tuple[int, int]:
     """Return the samples and tokens that all ranks have trained on; each counts its own since fit began or resumed."""
     progress, strategy = run.progress, run.fabric.strategy
-    topology = strategy.topology
     own = (progress.samples - progress.samples_before, progress.tokens - progress.tokens_before)
-    copies = topology.world_size // topology.data_size  # ranks that train on the same samples
-    samples, tokens = (sum(column) // copies for column in zip(*strategy.gather_objects(own), strict=True))
+    everywhere = strategy.gather_reports(own)
+    copies = len(everywhere) // strategy.topology.data_size  # ranks that train on the same samples
+    samples, tokens = (sum(column) // copies for column in zip(*everywhere, strict=True))
     return progress.samples_before + samples, progress.tokens_before + tokens
 
 
@@ -405,9 +411,9 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
         return None
     of_ranks = states.get("rng_of_ranks", [rng])
     if run.has_ranks or len(of_ranks) > 1:
-        from ..loop import rank_coordination
+        from ..loop import rank_rng
 
-        return rank_coordination.restore_rng_of(of_ranks, run.fabric.global_rank, run.fabric.world_size)
+        return rank_rng.resumed(strategy, of_ranks, states.get("rng_places"))
     return lambda: restore_rng(rng)
 
 

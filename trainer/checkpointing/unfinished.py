@@ -28,17 +28,20 @@ def finish(trainer: Trainer, run: Run) -> None:
     """Bring what was due when the resumed checkpoint was taken. On every rank, after everything is put back."""
     due, run.unfinished = run.unfinished, {}
     if "validation_end" in due:
-        _end_validation(trainer, run, due["validation_end"]["rng_of_ranks"])
+        _end_validation(trainer, run, due["validation_end"])
     if "told_later" in due:
         _tell(trainer, run, due["told_later"]["event"], set(due["told_later"]["callbacks"]))
 
 
-def _end_validation(trainer: Trainer, run: Run, rng_of_ranks: list[StateDict]) -> None:
+def _end_validation(trainer: Trainer, run: Run, due: StateDict) -> None:
     """Bring on_validation_end, with the module and the random number generators as they are at a validation's end."""
+    from ..loop import rank_rng
+
     before = run.before_validation = snapshot.before_validation(run)
     before.is_over = True
-    if len(rng_of_ranks) == trainer.world_size:
-        restore_rng(rng_of_ranks[trainer.global_rank])
+    drawn = rank_rng.own_state(trainer.strategy, due["rng_of_ranks"], due.get("rng_places"))
+    if drawn is not None:
+        restore_rng(drawn)
     trainer.state.stage = "validate"
     modes = [(child, child.training) for child in run.module.modules()]
     (run.lifecycle.own("on_validation_model_eval") or run.module.eval)()

@@ -123,7 +123,7 @@ class CarriedWindow:
             ranks_window = cast(RanksWindowLoss, window)
             state.update(form=ranks_window.form, scale=ranks_window._scale)
         gather = run.has_ranks and run.ranks_answer
-        state["losses"] = run.fabric.strategy.gather_objects(own) if gather else [own]
+        state["losses"] = run.fabric.strategy.gather_reports(own) if gather else [own]
         return {"window": state, "gradients": manual.waiting_gradients(run)}
 
     def load_states(self, states: StateDict, source: str) -> None:
@@ -133,7 +133,7 @@ class CarriedWindow:
             CheckpointError: The window was cut over another number of ranks, or has another size.
         """
         run, state = self._run, states["window"]
-        ranks, accumulate = run.fabric.world_size, self._trainer.accumulate_grad_batches
+        (place, ranks), accumulate = run.fabric.strategy.report_place, self._trainer.accumulate_grad_batches
         if len(state["losses"]) != ranks or state["planned"] != accumulate:
             raise CheckpointError(
                 f"{source} was taken within a window of {state['planned']} micro-batches ({state['count']} done) on "
@@ -144,7 +144,7 @@ class CarriedWindow:
         manual.restore_gradients(run, states["gradients"])
         window = run.window_loss
         window.begin(state["planned"])
-        count, total, reference = state["losses"][run.fabric.global_rank]
+        count, total, reference = state["losses"][place]
         window.count = count
         window.total, window.reference = (
             value.to(run.device) if isinstance(value, Tensor) else value for value in (total, reference)

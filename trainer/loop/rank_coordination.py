@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -23,11 +23,12 @@ from ...data.distributed.evaluation import count_eval_rounds, in_loader_order, s
 from ...data.distributed.fingerprint import SAME_DATA, fingerprint_batch, is_same_on_all
 from ...data.distributed.indexed import drawn_alike
 from ...data.distributed.shard import Shard, merge_states
-from ...data.rng import capture_rng, derive_key, restore_rng, seed_global_generators
+from ...data.rng import capture_rng
 from ...data.sharded_iterable import ShardedIterable
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
 from ...strategies.distributed.rendezvous import store
 from ...strategies.distributed.shards import has_parts
+from .rank_rng import check_copies
 
 if TYPE_CHECKING:
     from ...fabric import Fabric
@@ -43,18 +44,19 @@ __all__ = [
     "facts_of",
     "gather_data",
     "meet",
+    "one_of_each_share",
     "open_epoch",
     "ordered",
     "plain",
     "require_full",
     "require_skip_everywhere",
-    "restore_rng_of",
-    "separate_generators",
     "write_on_rank_zero",
 ]
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # --- what must be equal --------------------------------------------------------------------------------------------
 
@@ -148,9 +150,12 @@ def open_epoch(run: Run) -> None:
     """
     assert run.stream is not None
     _compare_steps(run)
-    topology = run.fabric.strategy.topology
+    strategy, topology = run.fabric.strategy, run.fabric.strategy.topology
+    check_copies(strategy)
     rng = run.fabric.broadcast(capture_rng())
-    with drawn_alike(topology.global_rank, topology.data_rank, rng):
+    # Copies of rank 0 that draw alike move their generators as it does.
+    rank = topology.stage if strategy.copies_draw_alike else topology.global_rank
+    with drawn_alike(rank, topology.data_rank, rng):
         run.stream.open(run.progress.epochs, rng)
 
 
@@ -205,41 +210,26 @@ def check_first_batch(run: Run, batch: object) -> None:
             )
         return
     strategy = run.fabric.strategy
-    if strategy.topology.data_size > 1 and is_same_on_all(strategy.gather_objects(fingerprint_batch(batch))):
+    if strategy.topology.data_size > 1 and is_same_on_all(strategy.gather_reports(fingerprint_batch(batch))):
         logger.warning(SAME_DATA, type(stream.loader).__name__)
 
 
-# --- random numbers ------------------------------------------------------------------------------------------------
-
-
-def separate_generators(rank: int) -> None:
-    """Give this rank random numbers of its own: ranks see different data, and dropout is to differ, too.
-
-    Rank 0 keeps its course, which is that of a single process.
-    """
-    if rank:
-        seed_global_generators(derive_key(capture_rng(), "rank", rank))
-
-
-def restore_rng_of(states: list[dict[str, object]], rank: int, size: int) -> Callable[[], None]:
-    """Return what puts this rank's generators back.
-
-    Exact on as many ranks as saved. On another number, rank 0 continues as it was and the others get a course that
-    depends on rank 0's and their number.
-    """
-    if len(states) == size or rank == 0:
-        return lambda: restore_rng(states[rank])
-
-    def derive() -> None:
-        restore_rng(states[0])
-        seed_global_generators(derive_key(states[0], "rank", rank, "of", size))
-
-    return derive
+# --- states of the data ---------------------------------------------------------------------------------------------
 
 
 def gather_data(strategy: Strategy, state: dict[str, object]) -> dict[str, object]:
     """Return the state of the data for a checkpoint, from those of all ranks where each has its own."""
-    return merge_states(strategy.gather_objects(state)) if state.get("is_per_rank") else state
+    return merge_states(one_of_each_share(strategy, state)) if state.get("is_per_rank") else state
+
+
+def one_of_each_share(strategy: Strategy, obj: T) -> list[T]:
+    """Return the objects of ranks that read different data, by data rank: of ranks that read the same, one's."""
+    ranks = strategy.reporting_ranks
+    everywhere = strategy.gather_objects((strategy.topology.data_rank, obj))
+    of_rank: dict[int, T] = {}
+    for data_rank, theirs in everywhere if ranks is None else [everywhere[rank] for rank in ranks]:
+        of_rank.setdefault(data_rank, theirs)
+    return [of_rank[rank] for rank in sorted(of_rank)]
 
 
 # --- meeting -------------------------------------------------------------------------------------------------------
@@ -392,11 +382,7 @@ def ordered(strategy: Strategy, outputs: list[list[object]], loaders: Sequence[o
         outputs: This rank's outputs, a list for each loader.
         loaders: What the outputs were made from; of those that are not distributed, ranks' outputs are joined in order.
     """
-    # Ranks that read the same data have the same outputs; the first one's count.
-    of_rank: dict[int, list[list[object]]] = {}
-    for data_rank, theirs in strategy.gather_objects((strategy.topology.data_rank, outputs)):
-        of_rank.setdefault(data_rank, theirs)
-    everywhere = [of_rank[rank] for rank in sorted(of_rank)]
+    everywhere = one_of_each_share(strategy, outputs)
     return [in_loader_order(loader, [one[index] for one in everywhere]) for index, loader in enumerate(loaders)]
 
 

@@ -61,14 +61,21 @@ class TrainingRng:
         self._at_entry = capture_rng()
         self._is_of_seed = torch.initial_seed() == self._seed
 
-    def begin_training(self, rank: int, size: int) -> None:
-        """Put the generators where training continues."""
+    def begin_training(self, rank: int, size: int, drawn_as: int | None = None) -> None:
+        """Put the generators where training continues.
+
+        Args:
+            rank: Of this process.
+            size: Number of processes.
+            drawn_as: Which of the ranks that draw different numbers this one is; None: `rank`.
+        """
         left, evaluated = self.left, _Process.evaluated
         if left is not None and self._is_of_seed:
             is_own = not isinstance(left, list) or len(left) == size
             restore_rng(left[rank if is_own else 0] if isinstance(left, list) else left)
-            if rank and not is_own:
-                seed_global_generators(derive_key(capture_rng(), "rank", rank, "of", size))
+            drawn_as = rank if drawn_as is None else drawn_as
+            if drawn_as and not is_own:
+                seed_global_generators(derive_key(capture_rng(), "rank", drawn_as, "of", size))
         elif _Process.num_running == 1 and evaluated is not None and not kinds_that_moved(evaluated[1], self._at_entry):
             restore_rng(evaluated[0])
 

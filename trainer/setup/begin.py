@@ -229,9 +229,9 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         system=dict(plan.system),
     )
     has_ranks = fabric.world_size > 1
-    gather = strategy.gather_objects if has_ranks else None
-    metrics.connect(gather, rank=fabric.global_rank, size=fabric.world_size, module=module)
-    plan.watch.gather = gather
+    rank, size = strategy.report_place
+    metrics.connect(strategy.gather_reports if has_ranks else None, rank=rank, size=size, module=module)
+    plan.watch.gather = strategy.gather_objects if has_ranks else None
     window_loss, stop_coordination = WindowLoss(fabric.device), None
     if has_ranks:
         counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
@@ -276,11 +276,12 @@ def set_up(plan: Plan, run: Run) -> None:
                 getattr(module, name)()
     strategy.configure_topology(module)
     if run.has_ranks:
-        from ..loop import rank_coordination
+        from ..loop import rank_coordination, rank_rng
 
         rank_coordination.compare(
             strategy, rank_coordination.facts_of(run.fabric, plan.verb, module, plan.same_everywhere)
         )
+        rank_rng.align_copies(strategy)
         rank_coordination.distribute_loaders(plan.loaders, strategy, splits=plan.use_distributed_sampler)
 
 
@@ -305,7 +306,7 @@ def _trainer_config(plan: Plan, module: nn.Module) -> TrainerConfig:
     elif plan.global_batch_size is not None:
         from .global_batch import plan_accumulation
 
-        accumulate = plan_accumulation(plan.global_batch_size, micro, plan.fabric.world_size)
+        accumulate = plan_accumulation(plan.global_batch_size, micro, plan.fabric.strategy.topology.data_size)
     return {
         "accumulate_grad_batches": accumulate,
         "global_batch_size": plan.global_batch_size,
@@ -436,9 +437,9 @@ def set_modes(run: Run, content: Content | None) -> None:
     if content is not None:
         snapshot.restore_frozen(run, content)
     elif run.has_ranks and not run.progress.total_batches:
-        from ..loop import rank_coordination
+        from ..loop import rank_rng
 
-        rank_coordination.separate_generators(run.fabric.global_rank)
+        rank_rng.separate(run.fabric.strategy)
 
 
 def build_optimizers(run: Run) -> None:

@@ -29,7 +29,7 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     strategy, loader = run.fabric.strategy, trainer.loaders.train
     wanted = trainer.global_batch_size
     assert wanted is not None
-    if strategy.has_stages:
+    if strategy.has_stages and strategy.holds_gradients:
         raise ConfigError(
             f"global_batch_size={wanted} with a pipeline, whose engine is told the accumulation before the data are "
             "opened.",
@@ -47,9 +47,9 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     return accumulation_steps(wanted, micro, strategy.topology.data_size, loader=loader)
 
 
-def plan_accumulation(wanted: int, micro: int | None, world_size: int) -> int | None:
+def plan_accumulation(wanted: int, micro: int | None, data_size: int) -> int | None:
     """Return what `derive_accumulation` will, before processes start; None where that is not known yet."""
-    unit = 0 if micro is None else micro * world_size
+    unit = 0 if micro is None else micro * data_size
     return wanted // unit if unit and not wanted % unit else None
 
 
