@@ -75,11 +75,13 @@ def train(rank: int, size: int, strategy: Strategy | str) -> Any:
     ],
     ids=["fsdp", "dp x fsdp", "dp"],
 )  # fmt: skip
-def test_the_bits_are_those_of_fsdp(mesh: Strategy, fsdp: Strategy) -> None:
+def test_the_weights_are_those_of_fsdp(mesh: Strategy, fsdp: Strategy) -> None:
     for (ours, seen, data_rank), (theirs, seen_there, rank) in zip(
         run_ranks(train, 4, mesh, connect=False), run_ranks(train, 4, fsdp, connect=False), strict=True
     ):
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        for name, value in theirs.items():
+            # Additions within a kernel may come in another order, as tensors lie in memory.
+            torch.testing.assert_close(ours[name], value, rtol=1e-13, atol=1e-15)
         assert (seen, data_rank) == (seen_there, rank)
 
 
@@ -106,4 +108,5 @@ def test_one_process_has_a_mesh_of_one() -> None:
     (state, name) = run_ranks(alone, 1, connect=False)[0]
     _, module = fit(1, "auto")
     assert name == "MeshStrategy"
-    assert all(torch.equal(state[key], value) for key, value in whole(module).items())
+    for key, value in whole(module).items():
+        torch.testing.assert_close(state[key], value, rtol=1e-13, atol=1e-15)
