@@ -70,7 +70,7 @@ class NoLoss:
 
 
 # Any in this interface: a batch, and lw.Loss beside a tensor, whose package lies above this one.
-RunWindow = Callable[[Sequence[Any], Callable[[Any, int], Any], Callable[[Any], Tensor]], Sequence[Any]]
+RunWindow = Callable[[Sequence[Any], Callable[..., Any], Callable[[Any], Tensor]], Sequence[Any]]
 """The type of `Strategy.run_window`."""
 
 
@@ -426,7 +426,7 @@ class Strategy(Capabilities):
         """
 
     def run_window(
-        self, batches: Sequence[object], step: Callable[[Any, int], object], share: Callable[[Any], Tensor]
+        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
     ) -> Sequence[Any]:
         """Run forward and backward of all micro-batches of an accumulation window.
 
@@ -438,7 +438,8 @@ class Strategy(Capabilities):
             batches: The micro-batches, on the device, in order.
             step: Runs `training_step` on a micro-batch, given with its number in the window: `step(batch, number)`.
                 Returns its loss (a tensor or `lw.Loss`), None where it has none, or `NoLoss` where the strategy's own
-                `bind_step` or `without_data` gave one.
+                `bind_step` or `without_data` gave one. `step(batch, number, counts=False)` runs it on a pipeline stage
+                before the last: it returns what `bind_step` gave, and nothing that it logs counts.
             share: Returns what backward is called on for a loss: its share of the window's loss, shape (), with its
                 graph, scaled where the precision scales. Called once for each loss that `step` returned.
 
@@ -601,6 +602,14 @@ class Strategy(Capabilities):
             What waits for the sum and returns it; it does not read the device.
         """
         return lambda: tensor
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Return the last pipeline stage's tensor, on every rank of its pipeline; without stages, the tensor itself.
+
+        Args:
+            tensor: The same shape and dtype on all stages.
+        """
+        return tensor
 
     def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""

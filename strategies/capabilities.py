@@ -110,6 +110,11 @@ class Capabilities:
     """Whether ranks that read the same data draw the same random numbers."""
     has_stages: bool = False
     """Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ over ranks."""
+    has_last_stage: bool = True
+    """Whether steps run to their end on this rank. They do not on pipeline stages before the last: there they return
+    nothing, and what they log does not count."""
+    runs_windows: bool = True
+    """Whether `run_window`, where a strategy defines it, takes over the inside of accumulation windows."""
 
     # -- parameters ----------------------------------------------------------------------------------------------
 

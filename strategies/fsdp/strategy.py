@@ -375,14 +375,18 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         from .root import ShardedRoot
 
-        original = self.unwrap(module)
-        step: StepFunction = original if name == "forward" else getattr(original, name)
+        step = self._step_of(self.unwrap(module), name)
         if not isinstance(module, ShardedRoot):
             return step
         from .steps import bound, bound_training
 
         is_training = name == "training_step" and not module.is_by_parts
         return bound_training(module, step, self) if is_training else bound(module, step)
+
+    def _step_of(self, original: nn.Module, name: str) -> StepFunction:
+        """Return the user's own step; it runs while parameters are gathered."""
+        step: StepFunction = original if name == "forward" else getattr(original, name)
+        return step
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
         """Refuse: a rank without a batch cannot take part in a training step.

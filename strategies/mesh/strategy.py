@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ..base import Topology
+from ..base import Topology, non_finite_norm
 from ..fsdp.strategy import FSDPStrategy
 from .axes import AXES, REST, MeshAxes, read_axes
+from .pipeline.setup import runner_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
+    from ...protocols import StepFunction
     from ..fsdp.sharding import Place
     from .groups import MeshGroups
+    from .pipeline.options import Pipeline
+    from .pipeline.window import PipelineRunner
 
 __all__ = ["MeshStrategy"]
 
 # Any in this file: structures of tensors and numbers, and arguments of FSDPStrategy.
 
 # Axes whose parts are not in the package yet.
-_NOT_AVAILABLE = ("pp", "cp", "tp", "ep")
+_NOT_AVAILABLE = ("cp", "tp", "ep")
 
 
 class MeshStrategy(FSDPStrategy):
@@ -93,6 +98,9 @@ class MeshStrategy(FSDPStrategy):
         self.context = context
         self.verify = verify
         self._groups: MeshGroups | None = None
+        self._runner: PipelineRunner | None = None  # of the module that is trained
+        if pp != 1:  # a stage needs its parameters for all micro-batches of a window
+            self.plan = replace(self.plan, reshard_after_forward=False)
 
     @classmethod
     def read_options(cls, text: str) -> dict[str, Any]:
@@ -124,7 +132,9 @@ class MeshStrategy(FSDPStrategy):
         copies = axes.cp * axes.tp
         if axes.pp * copies == 1:
             return None
-        return list(range(axes.world_size - axes.data_size * copies, axes.world_size, copies))
+        size = axes.data_size * copies  # of a stage
+        first = self._last_stage_rank * size
+        return list(range(first, first + size, copies))
 
     @property
     def resolved_axes(self) -> MeshAxes:
@@ -169,6 +179,7 @@ class MeshStrategy(FSDPStrategy):
         """Give back devices and connections after a run."""
         super().teardown()
         self._groups = None
+        self._runner = None
 
     def _place(self) -> Place:
         from ..fsdp.sharding import Place
@@ -190,6 +201,98 @@ class MeshStrategy(FSDPStrategy):
     @property
     def _source_group(self) -> ProcessGroup | None:
         return self.groups.stage
+
+    # -- pipeline stages -----------------------------------------------------------------------------------------
+
+    @property
+    def runs_windows(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether windows are run through pipeline stages."""
+        return self.has_stages
+
+    @property
+    def has_last_stage(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether steps run to their end on this rank."""
+        if not self.is_connected or not self.has_stages:
+            return True
+        return self._last_stage_rank == self.topology.stage
+
+    @property
+    def _last_stage_rank(self) -> int:
+        """The place in the pipeline of the rank with the last stage."""
+        options, num_ranks = self._pipeline_options, self.resolved_axes.pp
+        last = options.num_stages(num_ranks) - 1
+        return next(rank for rank in range(num_ranks) if last in options.stages_of(rank, num_ranks))
+
+    @property
+    def _pipeline_options(self) -> Pipeline:
+        from .pipeline.options import Pipeline
+
+        return self.pipeline if self.pipeline is not None else Pipeline()
+
+    @property
+    def _stage_group(self) -> ProcessGroup:
+        return self.groups.full["pp"].get_group()
+
+    def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+        prepare = super()._begin_sharding(module)
+        if self.has_stages:
+            from .pipeline.setup import split_module
+
+            split_module(
+                module, self._pipeline_options, self._stage_group, rank=self.topology.stage, device=self.device
+            )
+        return prepare
+
+    def _step_of(self, original: nn.Module, name: str) -> StepFunction:
+        step = super()._step_of(original, name)
+        runner = runner_of(original)
+        if runner is None:
+            return step
+        if name != "training_step":
+            return runner.evaluated(step)
+        self._runner = runner
+        return runner.staged(step)
+
+    def run_window(
+        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
+    ) -> Sequence[Any]:
+        """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
+        from .pipeline.setup import run_window
+
+        assert self._runner is not None
+        return run_window(self._runner, batches, step, share)
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
+        if not self.has_stages or not self.is_connected:
+            return tensor
+        import torch.distributed as dist
+
+        dist.broadcast(tensor, group=self._stage_group, group_src=self._last_stage_rank)
+        return tensor
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale gradients so that their total norm, over all stages, is at most `max_norm`; see FSDPStrategy's."""
+        if self._runner is None:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        from ..distributed.clipping import scale_to_norm, total_norm
+        from .pipeline.gradients import counted_elsewhere, norm_over_stages
+
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        elsewhere = counted_elsewhere(self._runner.split)
+        own = total_norm([one.grad for one in trained if id(one) not in elsewhere], norm_type)
+        norm = norm_over_stages(own.to(self.device), norm_type, self._stage_group)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise non_finite_norm()
+        scale_to_norm([one.grad for one in trained], max_norm, norm)
+        return norm
 
     # -- collectives over the ranks that read different data -------------------------------------------------------
 

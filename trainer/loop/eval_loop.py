@@ -157,6 +157,7 @@ class EvalLoop:
         windows_before = metrics.window
         sizes_of_training = metrics.sizes
         is_together = run.has_ranks and strategy.shards_parameters
+        is_muted = not strategy.has_last_stage
         for dataloader_idx, batches in data:
             metrics.select_loader(stage, dataloader_idx, several=several)
             metrics.sizes = data.sizes_of(dataloader_idx)
@@ -171,7 +172,9 @@ class EvalLoop:
                 metrics.step = run.progress.steps
                 on_start(batch, batch_idx, dataloader_idx)
                 metrics.table = table
+                metrics.is_muted = is_muted
                 output = self._step(batch, batch_idx, dataloader_idx) if several else self._step(batch, batch_idx)
+                metrics.is_muted = False
                 metrics.table = metrics.nowhere
                 on_end(output, batch, batch_idx, dataloader_idx)
                 if outputs is not None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,6 +128,9 @@ class WindowLoss:
 
     def reduce(self) -> None:
         """Begin to add up over ranks what the window weighs: when its losses are known, before the last backward."""
+
+    def join_stages(self) -> None:
+        """Let pipeline stages without losses know what the last one knows of the window; see `StagesWindowLoss`."""
 
     def is_to_be_skipped(self) -> bool:
         """Return whether some loss was not finite, where bad steps are skipped."""
@@ -259,17 +262,25 @@ class RanksWindowLoss(WindowLoss):
         weight = float(loss.weight) if isinstance(loss, Loss) else 0.0  # once per run: a host read is cheap
         seen = self._strategy.gather_objects((form, weight, uuid.uuid4().hex))
         self._name = seen[0][2]
-        forms = {form for form, _, _ in seen if form is not None}
+        self._take_form([form for form, _, _ in seen])
+        largest = max(weight for _, weight, _ in seen)
+        self._scale = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
+
+    def _take_form(self, seen: Sequence[str | None]) -> None:
+        """Take the form that all ranks with a loss have.
+
+        Args:
+            seen: The form of each rank's loss, in rank order; None where it had none.
+        """
+        forms = {form for form in seen if form is not None}
         if len(forms) > 1:
-            ranks = {form: [rank for rank, (one, _, _) in enumerate(seen) if one == form] for form in sorted(forms)}
+            ranks = {form: [rank for rank, one in enumerate(seen) if one == form] for form in sorted(forms)}
             raise ModuleError(
                 f"training_step returned a mean on ranks {ranks['mean']} and a sum with a weight on ranks "
                 f"{ranks['sum']}.",
                 fix="return the same form on every rank: lw.Loss(sum, weight) counts exactly.",
             )
         self.form = next(iter(forms), None)
-        largest = max(weight for _, weight, _ in seen)
-        self._scale = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
 
     def share(self, loss: Tensor | Loss) -> Tensor:
         """Return what this micro-batch calls backward on: shape (), with graph.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -359,6 +359,8 @@ class _HeldWindow:
             losses: Sequence[Tensor | Loss | NoLoss | None] = self._run_in_order()
         else:
             losses = plan.run_window(self.batches, self._forward, self._take_share)
+            if run.has_ranks:
+                run.window_loss.join_stages()
             for _ in self._shares:
                 life.on_after_backward()
         seen = [None if loss is None or isinstance(loss, NoLoss) else detached_mean(loss) for loss in losses]
@@ -389,9 +391,11 @@ class _HeldWindow:
                     _fill_gradients(plan.optimizer)
         return losses
 
-    def _forward(self, batch: object, offset: int) -> Tensor | Loss | NoLoss | None:
+    def _forward(self, batch: object, offset: int, *, counts: bool = True) -> Any:
         """Run training_step on a micro-batch and return its loss; see `Strategy.run_window`."""
         run, plan, metrics = self._run, self._plan, self._run.metrics
+        if not counts:
+            return self._forward_muted(batch, offset)
         if batch is NO_BATCH:
             output = run.fabric.strategy.without_data(run.model)
         else:
@@ -411,6 +415,15 @@ class _HeldWindow:
         if loss is None:
             self._reduce_after_last()
         return no_loss if loss is None else loss
+
+    def _forward_muted(self, batch: object, offset: int) -> Any:
+        """Run training_step for a stage before the last, and return what comes out; nothing that it logs counts."""
+        metrics = self._run.metrics
+        was_muted, metrics.is_muted = metrics.is_muted, True
+        try:
+            return self._plan.training_step(batch, self._first + offset)
+        finally:
+            metrics.is_muted = was_muted
 
     def _share_of(self, loss: Tensor | Loss) -> Tensor:
         run, window = self._run, self._run.window_loss

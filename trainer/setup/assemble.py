@@ -421,7 +421,7 @@ def _step_by_module(run: Run) -> Callable[[Tensor | None], bool] | None:
 def _run_window(run: Run) -> RunWindow | None:
     """Return the strategy's own `run_window`; None where it leaves the inside of windows to the Trainer."""
     strategy = run.fabric.strategy
-    if type(strategy).run_window is Strategy.run_window:
+    if type(strategy).run_window is Strategy.run_window or not strategy.runs_windows:
         return None
     return run.lifecycle.bracketed(strategy.run_window, f"[Strategy]{type(strategy).__name__}.run_window")
 

@@ -235,7 +235,12 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
     window_loss, stop_coordination = WindowLoss(fabric.device), None
     if has_ranks:
         counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
-        window_loss = RanksWindowLoss(fabric.device, strategy, counts=counts)
+        kind: type[RanksWindowLoss] = RanksWindowLoss
+        if strategy.has_stages and strategy.runs_windows:
+            from ..loop.stages_loss import StagesWindowLoss
+
+            kind = StagesWindowLoss
+        window_loss = kind(fabric.device, strategy, counts=counts)
         if plan.run_signals.stop_coordinator is not None:
             from ..loop.stop_coordination import StopCoordination
 

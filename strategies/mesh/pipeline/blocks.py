@@ -51,7 +51,7 @@ def plan_stages(module: nn.Module, options: Pipeline, num_ranks: int) -> StagePl
 
     Args:
         module: The user's module, built or on the meta device.
-        options: The user's options.
+        options: The arguments that the user chose.
         num_ranks: Ranks of a pipeline.
 
     Raises:
@@ -116,7 +116,7 @@ def _even_bounds(sizes: Sequence[int], num_stages: int) -> tuple[int, ...]:
     count = len(sizes)
     total = [0]
     for size in sizes:
-        total.append(total[-1] + max(size, 1))  # blocks without parameters are also distributed evenly
+        total.append(total[-1] + max(size, 1))  # blocks without parameters count, too
     # best[k][end]: the smallest largest stage, and the start of the last one, for blocks up to `end` in k + 1 stages.
     best = [[(total[end], 0) for end in range(count + 1)]]
     for stage in range(1, num_stages):

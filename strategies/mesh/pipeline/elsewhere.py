@@ -21,7 +21,7 @@ _PROPERTIES = (
 )  # fmt: skip
 _METHODS = (
     "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "stride", "is_contiguous",
-    "ndimension", "__len__", "__hash__", "get_device", "is_signed",
+    "ndimension", "__len__", "__hash__", "get_device", "is_signed", "untyped_storage",
 )  # fmt: skip
 _READABLE = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]

@@ -1,4 +1,4 @@
-"""`StageSplit`: a module whose stages are distributed over ranks.
+"""`StageSplit`: a module with the stages of one rank.
 
 Parameters and buffers of other stages become attributes that tell shape and dtype; what is left keeps its name. Beside
 the stages' own ones there are shared ones: those that modules of several stages have in common (tied embeddings), and
@@ -36,11 +36,11 @@ class Shared:
     """A parameter that several ranks of a pipeline have: its gradient is the sum of theirs.
 
     Attributes:
-        name: Its first name in the user's module.
+        names: Its names in the user's module, in order; a rank has it under some of them.
         ranks: The ranks of the pipeline that have it, ascending.
     """
 
-    name: str
+    names: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
@@ -130,7 +130,7 @@ def split_stages(
 
     Args:
         module: The user's module, the same on all ranks; with values or on the meta device.
-        options: The user's options.
+        options: The arguments that the user chose.
         rank: This rank's place in its pipeline.
         num_ranks: Ranks of the pipeline.
         device: Where it will run; None: where the parameters are.
@@ -254,7 +254,7 @@ def _owners(
     """Return which ranks have each tensor by its name, and the parameters that several of them have."""
     everyone = tuple(range(num_ranks))
     owners: dict[str, tuple[int, ...]] = {}
-    names: dict[int, str] = {}
+    names: dict[int, list[str]] = {}
     ranks: dict[int, set[int]] = {}
     for path, one in module.named_modules(remove_duplicate=False):
         stage = stage_of.get(id(one), EVERYWHERE)
@@ -265,9 +265,9 @@ def _owners(
             name = f"{path}.{key}" if path else key
             owners[name] = having
             if isinstance(tensor, nn.Parameter):
-                names.setdefault(id(tensor), name)
+                names.setdefault(id(tensor), []).append(name)
                 ranks.setdefault(id(tensor), set()).update(having)
-    shared = [Shared(name, tuple(sorted(ranks[one]))) for one, name in names.items() if len(ranks[one]) > 1]
+    shared = [Shared(tuple(names[one]), tuple(sorted(having))) for one, having in ranks.items() if len(having) > 1]
     return owners, tuple(shared)
 
 

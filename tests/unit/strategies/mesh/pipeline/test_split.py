@@ -237,7 +237,9 @@ def test_each_rank_has_its_stages_parameters_under_their_names() -> None:
 
 def test_tied_parameters_over_stages_are_found() -> None:
     splits = split_over(lambda: Decoder(tied=True), Pipeline(), 2)
-    assert [[(one.name, one.ranks) for one in split.shared] for split in splits] == [[("embed.weight", (0, 1))]] * 2
+    assert [[(one.names, one.ranks) for one in split.shared] for split in splits] == [
+        [(("embed.weight", "head.weight"), (0, 1))]
+    ] * 2
     assert not split_over(lambda: Decoder(tied=True), Pipeline(schedule="zbv"), 2)[0].shared  # both are on rank 0
 
 
@@ -246,7 +248,7 @@ def test_what_is_outside_of_the_split_module_is_on_every_rank() -> None:
     splits = split_over(make, Pipeline(module="model"), 2)
     for split in splits:
         assert any(name.startswith("teacher.head") for name, _ in split.module.named_parameters())
-    assert {one.name.split(".")[0] for one in splits[0].shared} == {"teacher"}
+    assert {one.names[0].split(".")[0] for one in splits[0].shared} == {"teacher"}
 
 
 def test_parameters_of_other_stages_tell_shape_and_dtype_only() -> None:

@@ -1,0 +1,67 @@
+"""Tensors that go from one stage to another with their shape and dtype, for passes without a schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....errors import ModuleError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Exchange"]
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_MOST_DIMS = 8
+
+
+class Exchange:
+    """Sends and receives tensors along a pipeline.
+
+    Args:
+        group: The ranks of the pipeline.
+        device: Where this process computes.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self._pending: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a tensor without waiting for its receiver; see `settle`.
+
+        Args:
+            tensor: Floating point, of at most 8 dimensions.
+            rank: The receiver's place in the pipeline.
+        """
+        if tensor.dtype not in _DTYPES or tensor.ndim > _MOST_DIMS:
+            raise ModuleError(
+                f"Expected a stage to pass on a floating-point tensor of at most {_MOST_DIMS} dimensions, got "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}.",
+                fix="split the model between blocks that pass on their hidden state.",
+            )
+        padding = [0] * (_MOST_DIMS - tensor.ndim)
+        header = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *padding], device=self.device)
+        for one in (header, tensor.detach().contiguous()):
+            self._pending.append((dist.isend(one, group=self.group, group_dst=rank), one))
+
+    def receive(self, rank: int) -> Tensor:
+        """Return what a rank of the pipeline sends; reads the device for its shape."""
+        header = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.device)
+        dist.recv(header, group=self.group, group_src=rank)
+        code, ndim, *shape = header.tolist()
+        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[code], device=self.device)
+        dist.recv(tensor, group=self.group, group_src=rank)
+        return tensor
+
+    def settle(self) -> None:
+        """Wait until what was sent has left."""
+        for work, _ in self._pending:
+            if work is not None:
+                work.wait()
+        self._pending.clear()

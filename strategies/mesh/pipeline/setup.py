@@ -1,0 +1,107 @@
+"""A module's `PipelineRunner`, and what its windows need where parameters are sharded besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ....errors import ModuleError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from ...fsdp.root import ShardedRoot
+    from .options import Pipeline
+    from .window import PipelineRunner
+
+__all__ = ["run_window", "runner_of", "split_module"]
+
+# Any in this file: batches, and what steps take and return.
+
+_RUNNER = "_loopwright_pipeline"
+"""Attribute of the user's module that holds its runner, beside its submodules: a later run continues with it."""
+
+
+def runner_of(module: nn.Module) -> PipelineRunner | None:
+    """Return what runs a module that is split into stages; None where it is not."""
+    runner: PipelineRunner | None = module.__dict__.get(_RUNNER)
+    return runner
+
+
+def split_module(module: nn.Module, options: Pipeline, group: ProcessGroup, *, rank: int, device: torch.device) -> None:
+    """Split a module into stages, in place.
+
+    Args:
+        module: The user's module, the same on all ranks.
+        options: The arguments that the user chose.
+        group: The ranks of the pipeline.
+        rank: This rank's place among them.
+        device: Where this process computes.
+
+    Raises:
+        ConfigError: A name in the options does not exist.
+        ModuleError: The module cannot be split, or trains by manual optimization.
+    """
+    from .split import split_stages
+    from .window import PipelineRunner
+
+    if not getattr(module, "automatic_optimization", True):
+        raise ModuleError(
+            f"Expected automatic optimization with pipeline stages, got {type(module).__name__} with "
+            "automatic_optimization=False: a step that calls backward by itself needs all stages in one process.",
+            fix="use automatic optimization, or train without pp.",
+        )
+    split = split_stages(module, options, rank=rank, num_ranks=group.size(), device=device)
+    module.__dict__[_RUNNER] = PipelineRunner(split, options, group, device)
+
+
+def run_window(
+    runner: PipelineRunner, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor]
+) -> Sequence[Any]:
+    """Run a window through all stages, and reduce its gradients; see `Strategy.run_window`."""
+    from ...fsdp.root import root_of
+    from .gradients import add_shared_gradients
+
+    root = root_of(runner.split.module)
+    assert root is not None
+    with _reducing_once(root):
+        losses = runner.run_window(batches, step, share)
+    add_shared_gradients(runner.split, runner.group)
+    return losses
+
+
+@contextmanager
+def _reducing_once(root: ShardedRoot) -> Iterator[None]:
+    """Return a context in which gradients are summed on this rank; at its end they are averaged and sharded.
+
+    Parameters stay gathered within it: forward and backward passes of several micro-batches alternate.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from ...distributed.gradients import average_gradients
+
+    units: Any = root  # Any: torch makes it an FSDPModule
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    _set(units, is_last=False)
+    try:
+        yield
+    finally:
+        _set(units, is_last=True)
+    # As torch's pipeline stages do: no hook of a backward pass knows that it is the last one.
+    state = units._get_fsdp_state()
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    average_gradients(root.replicated, root.group)
+
+
+def _set(units: Any, *, is_last: bool) -> None:
+    units.set_is_last_backward(is_last)
+    units.set_reshard_after_backward(is_last)
+    units.set_requires_gradient_sync(is_last)

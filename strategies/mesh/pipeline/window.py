@@ -1,0 +1,271 @@
+"""`PipelineRunner`: runs windows and evaluation steps of a split module over the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ....errors import ModuleError, NonFiniteError
+from ...tree import leaves
+from .exchange import Exchange
+from .options import Pipeline
+from .schedule import StageShapes, can_run, make_schedule, run_schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ....protocols import StepFunction
+    from .split import StageSplit
+
+__all__ = ["PipelineRunner"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: batches, and what the user's steps take and return.
+
+# Schedules keep buffers for what they receive: those of the latest shapes are kept.
+_MOST_SCHEDULES = 8
+
+
+class PipelineRunner:
+    """Runs steps of a module that is split into stages.
+
+    The first window whose micro-batches have new shapes runs them one after the other, which shows what stages
+    exchange; later ones run in the order of the schedule. So do windows that the schedule does not take: those whose
+    micro-batches have different shapes, or are too few.
+
+    Args:
+        split: This rank's stages.
+        options: The arguments that the user chose.
+        group: The ranks of the pipeline.
+        device: Where this process computes.
+
+    Attributes:
+        schedules: Torch's schedules, by shapes of a micro-batch and their number.
+    """
+
+    def __init__(self, split: StageSplit, options: Pipeline, group: ProcessGroup, device: torch.device) -> None:
+        self.split = split
+        self.group = group
+        self.device = device
+        self._name = options.schedule
+        self._rank_of = {
+            stage: rank for rank in range(split.num_ranks) for stage in options.stages_of(rank, split.num_ranks)
+        }
+        self._exchange = Exchange(group, device)
+        self._shapes: dict[object, dict[int, StageShapes]] = {}
+        self.schedules: OrderedDict[object, Any] = OrderedDict()
+        self._now: tuple[int, Tensor | None] = (0, None)
+        self._failure: Exception | None = None
+        self._is_checked = self._has_told = False
+        # Of the present window.
+        self._batches: Sequence[Any] = ()
+        self._step: Callable[..., Any] = _no_step
+        self._share: Callable[[Any], Tensor] = _no_step
+        self._losses: list[Any] = []
+        self._expected: dict[int, StageShapes] | None = None  # what stages exchange, where buffers rely on it
+
+    def __deepcopy__(self, memo: object) -> PipelineRunner:
+        return self  # a copy of the module has the same ranks
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def staged(self, step: StepFunction) -> StepFunction:
+        """Return what runs the present stage of a training step; see `run_window`."""
+
+        def run(*args: object, **kwargs: object) -> object:
+            stage, received = self._now
+            return self.split.run(stage, received, step, *args, **kwargs)
+
+        return run
+
+    def evaluated(self, step: StepFunction) -> StepFunction:
+        """Return what runs an evaluation step through all stages: its result on the last stage, None elsewhere."""
+
+        def run(*args: object, **kwargs: object) -> object:
+            if torch.is_grad_enabled():
+                raise ModuleError(
+                    "a module that is split into pipeline stages was called with gradients, outside of windows.",
+                    fix="train it with trainer.fit; or call it under torch.no_grad().",
+                )
+            self._exchange.settle()  # of the step before: the stages work on different batches
+            outputs: dict[int, Any] = {}
+            for stage in self.split.stages:
+                received = None if stage == 0 else self._passed_on(stage, outputs)
+                outputs[stage] = self.split.run(stage, received, step, *args, **kwargs)
+                if stage + 1 < self.split.plan.num_stages and stage + 1 not in self.split.stages:
+                    self._exchange.send(outputs[stage], self._rank_of[stage + 1])
+            return outputs[self.split.stages[-1]] if self.split.has_last else None
+
+        return run
+
+    def _passed_on(self, stage: int, outputs: dict[int, Any]) -> Tensor:
+        if stage - 1 in outputs:
+            passed: Tensor = outputs[stage - 1]
+            return passed
+        return self._exchange.receive(self._rank_of[stage - 1])
+
+    # -- windows -------------------------------------------------------------------------------------------------
+
+    def run_window(
+        self, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor]
+    ) -> Sequence[Any]:
+        """Run forward and backward passes of all micro-batches; see `Strategy.run_window`.
+
+        Returns:
+            The loss of each micro-batch on the rank with the last stage; None for each elsewhere.
+
+        Raises:
+            ModuleError: The step cannot be pipelined.
+            NonFiniteError: The first loss is NaN, though what the last stage received is finite.
+        """
+        self._batches, self._step, self._share = batches, step, share
+        self._losses = [None] * len(batches)
+        keys = [_shapes_of(batch) for batch in batches]
+        is_uniform = all(key == keys[0] for key in keys)
+        count, plan = len(batches), self.split.plan
+        try:
+            if (
+                is_uniform
+                and keys[0] in self._shapes
+                and can_run(self._name, plan.num_stages, self.split.num_ranks, count)
+            ):
+                self._run_schedule(keys[0], count)
+            else:
+                if not is_uniform or keys[0] in self._shapes:
+                    self._tell_once(count, is_uniform=is_uniform)
+                for number in range(count):
+                    self._shapes[keys[number]] = self._run_one(number)
+            return self._losses
+        finally:
+            self._batches, self._step, self._share = (), _no_step, _no_step
+
+    def _run_schedule(self, key: object, count: int) -> None:
+        schedule = self.schedules.get((key, count))
+        if schedule is None:
+            schedule = self.schedules[key, count] = make_schedule(
+                self.split, self._name, self._shapes[key], count, self._forward, group=self.group, device=self.device
+            )
+            if len(self.schedules) > _MOST_SCHEDULES:
+                self.schedules.popitem(last=False)
+        self.schedules.move_to_end((key, count))
+        self._failure, self._expected = None, self._shapes[key]
+        try:
+            run_schedule(schedule, self.split, count)
+        except RuntimeError:
+            if self._failure is not None:  # torch raises another error from the user's
+                raise self._failure from None
+            raise
+        finally:
+            self._expected = None
+
+    def _run_one(self, number: int) -> dict[int, StageShapes]:
+        """Run forward and backward pass of one micro-batch through all stages, and return what they exchange."""
+        split, exchange = self.split, self._exchange
+        last = split.plan.num_stages - 1
+        received: dict[int, Tensor | None] = {}
+        returned: dict[int, Tensor] = {}
+        for stage in split.stages:
+            came = None if stage == 0 else self._passed_on(stage, returned).detach().requires_grad_()
+            received[stage], returned[stage] = came, self._forward(stage, number, came)
+            if stage < last and stage + 1 not in split.stages:
+                exchange.send(returned[stage], self._rank_of[stage + 1])
+        self._check_first_loss(received.get(last), returned.get(last))
+        shapes = {
+            stage: StageShapes(None if came is None else _described(came), _described(returned[stage]))
+            for stage, came in received.items()
+        }
+        for stage in reversed(split.stages):
+            self._backward(stage, received, returned.pop(stage))
+        exchange.settle()
+        return shapes
+
+    def _backward(self, stage: int, received: dict[int, Tensor | None], returned: Tensor) -> None:
+        split, last = self.split, self.split.plan.num_stages - 1
+        if stage == last:
+            returned.backward()
+        else:
+            after = received.get(stage + 1)
+            gradient = self._exchange.receive(self._rank_of[stage + 1]) if after is None else after.grad
+            returned.backward(gradient)
+        came = received[stage]
+        if came is not None and stage - 1 not in split.stages:
+            self._exchange.send(torch.zeros_like(came) if came.grad is None else came.grad, self._rank_of[stage - 1])
+
+    def _forward(self, stage: int, number: int, received: Tensor | None) -> Tensor:
+        """Run one stage on a micro-batch; return what the next stage needs, or the share of the loss."""
+        self._now = (stage, received)
+        try:
+            if stage < self.split.plan.num_stages - 1:
+                passed: Tensor = self._step(self._batches[number], number, counts=False)
+                if self._expected is not None and passed.shape != self._expected[stage].returned.shape:
+                    raise _other_shape(stage, passed, self._expected[stage].returned)
+                return passed if passed.requires_grad else passed.detach().requires_grad_()
+            loss = self._losses[number] = self._step(self._batches[number], number)
+            share = self._share(loss)
+            if not share.requires_grad:
+                raise ModuleError(
+                    "training_step returned a loss without a graph, and the stages before the last wait for its "
+                    "gradient.",
+                    fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that does not count.",
+                )
+            return share
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _check_first_loss(self, received: Tensor | None, share: Tensor | None) -> None:
+        """Look at the first loss of the run: NaN is what absent values of other stages become."""
+        if self._is_checked or share is None:
+            return
+        self._is_checked = True
+        if bool(share.isnan()) and (received is None or bool(received.isfinite().all())):
+            plan = self.split.plan
+            start = plan.bounds[plan.num_stages - 1]
+            name = f"{plan.list}.{start}" if plan.list else str(start)
+            raise NonFiniteError(
+                f"the loss of the first micro-batch is NaN, though what the last stage received is finite: {name} or "
+                "what follows it reads a value from before the split (a skip connection), which stages after the first "
+                "do not have; or the loss itself is NaN.",
+                fix="pass everything through the blocks' hidden state, or split elsewhere: Pipeline(split=[...]).",
+            )
+
+    def _tell_once(self, count: int, *, is_uniform: bool) -> None:
+        if self._has_told or not self.split.has_first:
+            return
+        self._has_told = True
+        why = "of one shape" if not is_uniform else f"that schedule={self._name!r} takes, got {count}"
+        logger.warning(
+            "Expected windows with micro-batches %s: these run one micro-batch after the other, without overlap. The "
+            "number is accumulate_grad_batches; with '1f1b' at least the number of stages, which is %d",
+            why,
+            self.split.plan.num_stages,
+        )
+
+
+def _shapes_of(batch: object) -> tuple[object, ...]:
+    """Return what shapes within a step follow from, as far as they do not depend on values."""
+    return tuple(
+        (path, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else path for path, value in leaves(batch)
+    )
+
+
+def _described(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def _other_shape(stage: int, passed: Tensor, expected: Tensor) -> ModuleError:
+    return ModuleError(
+        f"Expected stage {stage} to pass on a tensor of shape {tuple(expected.shape)}, as for an earlier batch of the "
+        f"same shape, got {tuple(passed.shape)}.",
+        fix="let the shape of the hidden state follow from the shapes of the batch, not from its values.",
+    )
+
+
+def _no_step(*args: object, **kwargs: object) -> Any:
+    raise AssertionError("outside of a window")

@@ -1,0 +1,63 @@
+"""The loss of a window where the ranks hold pipeline stages, and only the last stage has losses."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..metrics.accumulators import accumulation_dtype
+from .loss import Loss, RanksWindowLoss
+
+__all__ = ["StagesWindowLoss"]
+
+_FORMS = (None, "mean", "sum")
+
+
+class StagesWindowLoss(RanksWindowLoss):
+    """The losses of one window over several ranks, where only those with the last pipeline stage have losses.
+
+    These ranks add up what the window weighs, as ranks without stages do. After the backward passes, `join_stages`
+    tells the other stages, which then scale their gradients by the same factor and know whether there was any loss.
+    """
+
+    __slots__ = ()
+
+    @property
+    def _has_losses(self) -> bool:
+        return self._strategy.has_last_stage
+
+    def begin(self, planned: int) -> None:
+        """Start a window that is planned to have `planned` micro-batches on every rank."""
+        super().begin(planned)
+        self._is_counted = True  # the other stages find out by the counts alone whether there was a loss
+
+    def synchronize_form(self, loss: Tensor | Loss | None) -> None:
+        """Compare the form of losses over ranks; on those with the last stage only, which wait for each other.
+
+        Raises:
+            ModuleError: Some ranks return means and others sums.
+        """
+        form = 0 if loss is None else 2 if isinstance(loss, Loss) else 1
+        weight = float(loss.weight) if isinstance(loss, Loss) else 0.0  # once per run: a host read is cheap
+        dtype = accumulation_dtype(self.device)
+        seen = self._strategy.all_gather(torch.tensor([form, weight], dtype=dtype, device=self.device))
+        rows = seen.reshape(-1, 2).tolist()
+        self._take_form([_FORMS[int(code)] for code, _ in rows])
+        largest = max(weight for _, weight in rows)
+        self._scale = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
+
+    def join_stages(self) -> None:
+        """Take over what the last stage knows of the window. On every rank, after the backward passes."""
+        dtype = accumulation_dtype(self.device)
+        if self._has_losses:
+            assert self._finish is not None
+            known = torch.tensor([_FORMS.index(self.form), self._scale], dtype=dtype).to(self.device, non_blocking=True)
+            self._strategy.from_last_stage(torch.cat([self._finish().to(dtype), known]))
+            return
+        joined = self._strategy.from_last_stage(torch.zeros(5, dtype=dtype, device=self.device))
+        if self.form is None:
+            code, self._scale = joined[3:].tolist()
+            self.form = _FORMS[int(code)]
+        self._finish = lambda: joined[:3]
