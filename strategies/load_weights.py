@@ -1,6 +1,6 @@
-"""`load_weights`: loads a module's state, with one error for everything that does not fit.
+"""`load_weights`: loads a module's state, with one error that lists all mismatches.
 
-It stands below checkpoint/, which may import it.
+Must not import checkpoint/, which imports it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool
 
     Args:
         module: Loaded in place.
-        state: Tensors by name, and what a module keeps beside them.
+        state: The module's state dict: tensors by name, and the extra state of submodules.
         strict: Whether missing and unexpected names are an error; wrong shapes always are.
 
     Raises:
-        CheckpointError: Names all missing and unexpected keys and wrong shapes at once.
+        CheckpointError: The state does not match the module; lists all missing and unexpected keys and wrong shapes.
     """
     try:
         keys: LoadedKeys = module.load_state_dict(state, strict=strict)
@@ -37,13 +37,14 @@ def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool
             raise
         has_wrong_shapes = "size mismatch" in str(error)
         raise CheckpointError(
-            f"the checkpoint does not fit the module: {error}",
-            fix="build the module with the arguments it was saved with"
+            f"Expected a checkpoint that matches {type(module).__name__}, got {error}",
+            fix="build the module with the arguments that it was saved with"
             + (
-                "; or, to keep its own values where shapes differ, delete these from checkpoint['state_dict'] in "
-                "on_load_checkpoint(checkpoint) and load with strict=False (or set strict_loading = False)."
+                "; or, to keep the module's values of tensors whose shapes differ, delete these tensors from "
+                "checkpoint['state_dict'] in on_load_checkpoint(checkpoint) and load with strict=False (or set "
+                "strict_loading = False)."
                 if has_wrong_shapes
-                else ", or load with strict=False (or set strict_loading = False), which leaves out missing and "
-                "unexpected names (never wrong shapes)."
+                else ", or load with strict=False (or set strict_loading = False), which ignores missing and "
+                "unexpected names, but not wrong shapes."
             ),
         ) from error

@@ -20,18 +20,18 @@ __all__ = ["SingleDeviceStrategy"]
 
 @STRATEGY_REGISTRY.register("single_device", description="one process on one device")
 class SingleDeviceStrategy(Strategy):
-    """Train on one device; nothing is wrapped, and every collective returns what it was given.
+    """Train on one device. The module is not wrapped, and every collective returns its argument.
 
     Args:
-        device: The device, as torch.device or string ("cuda:1"); None takes the one that `accelerator=` and
-            `devices=` name.
+        device: The device, as torch.device or string ("cuda:1"); None for the one selected by `accelerator=` and
+            `devices=`.
         accelerator: The kind of device; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         precision: Another name for `precision_plugin`.
 
     Raises:
-        ConfigError: torch does not know the device.
+        ConfigError: The device is not valid in torch.
     """
 
     strategy_name = "single_device"
@@ -51,7 +51,7 @@ class SingleDeviceStrategy(Strategy):
                 self._device = _with_index(torch.device(device))
             except (RuntimeError, TypeError) as error:
                 raise ConfigError(
-                    f"SingleDeviceStrategy was given device={device!r}, which torch does not know: {error}",
+                    f"Expected a device of torch for SingleDeviceStrategy, got device={device!r}: {error}",
                     fix='pass a device such as "cpu", "cuda:0" or torch.device("mps").',
                 ) from None
 
@@ -62,7 +62,7 @@ class SingleDeviceStrategy(Strategy):
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device as tensors on it name it, so that comparing the two tells whether a move is needed."""
+    """Return the device with its index, as `tensor.device` has it, so that the two can be compared."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type in ("cuda", "mps") and device.index is None:

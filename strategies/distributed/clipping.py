@@ -18,17 +18,16 @@ __all__ = ["largest_over_ranks", "over_shards", "scale_to_norm", "total_norm"]
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients as one vector; on every rank, where it communicates once for each axis.
+    """Return the norm of all gradients as one vector. Call it on every rank: it communicates once per mesh axis.
 
     Args:
-        gradients: Sharded, or full and then equal on all ranks; may be empty.
+        gradients: Sharded gradients, or full gradients that are equal on all ranks; may be empty.
         norm_type: Order of the norm; may be infinity.
 
     Returns:
         Shape (), float32 or the gradients' wider dtype, on their device, equal on all ranks.
 
-    Source: the shards' norms to the power p are added, and the root is taken of the sum; of infinite order, the
-        largest counts.
+    Source: the p-th root of the sum of the shards' norms to the power p; for infinite order, the maximum.
     """
     is_max = math.isinf(norm_type)
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
@@ -49,12 +48,12 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def over_shards(values: Tensor, tensors: Sequence[Tensor], *, is_max: bool) -> Tensor:
-    """Return the sums over all ranks of what each counted of each tensor; on every rank, communicates once per axis.
+    """Return statistics of tensors, reduced over their shards. Call it on every rank: it communicates once per axis.
 
     Args:
-        values: Shape (len(tensors), n): what this rank counted of its shards; of full tensors the same everywhere.
-        tensors: What was counted: sharded, or full.
-        is_max: Whether the largest counts, NaN above all; else the sum.
+        values: Shape (len(tensors), n): statistics of this rank's shards; for full tensors equal on all ranks.
+        tensors: The sharded or full tensors that the rows of `values` describe.
+        is_max: Whether to return the maximum, where NaN exceeds all numbers; otherwise the sum.
     """
     rows: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
     for row, tensor in enumerate(tensors):
@@ -81,11 +80,11 @@ def _combined(values: Tensor, mesh: DeviceMesh, axis: int, *, is_max: bool) -> T
 
 
 def largest_over_ranks(values: Tensor, group: object = None) -> Tensor:
-    """Return the largest value of each element over the ranks of a group, NaN above all. On each of these ranks.
+    """Return the elementwise maximum over the ranks of a group, where NaN exceeds all numbers. Call it on each rank.
 
     Args:
-        values: Floating point.
-        group: None: all ranks.
+        values: A floating-point tensor.
+        group: Ranks that take part; None for all.
     """
     import torch.distributed as dist
 
@@ -97,9 +96,9 @@ def largest_over_ranks(values: Tensor, group: object = None) -> Tensor:
 
 
 def scale_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients in place so that a norm that is above `max_norm` becomes that.
+    """Scale gradients in place so that their norm is at most `max_norm`.
 
-    Source: Pascanu et al. 2013, eq. 7; torch's small constant keeps a norm of 0 from dividing.
+    Source: Pascanu et al. 2013, eq. 7; like torch, it adds a small constant to avoid a division by zero.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -113,13 +112,13 @@ def _where(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """Return the mesh of a gradient and the axes over which its ranks hold different parts."""
     if not is_sharded(gradient):
         return None, ()
-    # Not `is_shard()`: that is False for what FSDP makes of a parameter that tensor parallelism has sharded already.
+    # Not `is_shard()`: it is False for a parameter sharded by tensor parallelism and then by FSDP.
     axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return gradient.device_mesh, axes
 
 
 def _powered(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return this rank's share: the sum of |x|^p over its parts, or their largest |x|."""
+    """Return the sum of |x|^p over this rank's shards, or their largest |x|."""
     parts = local(gradients)
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if not parts:

@@ -1,7 +1,7 @@
 """Collectives for any data: tensors, numbers, and structures of them.
 
 Every rank must make the same calls in the same order. On the CPU each call first compares its kind, shapes and dtypes
-over the ranks (one small message): gloo would end the process without a word where they differ.
+over the ranks (one small message), because gloo ends the process without a message if they differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def op_name(reduce_op: object) -> str:
     """Return "mean", "sum", "min", "max" or "product" for a name in any case, a `torch.distributed.ReduceOp`, or None.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The value is not one of these.
     """
     if reduce_op is None:
         return "mean"
@@ -59,7 +59,7 @@ def op_name(reduce_op: object) -> str:
             if reduce_op == getattr(dist.ReduceOp, name):
                 return _OPS[name.lower()]
     raise ConfigError(
-        f"reduce_op={reduce_op!r} is unknown{nearest(str(reduce_op).lower(), _OPS)}.",
+        f"Expected the name of a reduction, got reduce_op={reduce_op!r}{nearest(str(reduce_op).lower(), _OPS)}.",
         fix=f"use one of {', '.join(map(repr, _OPS))}.",
     )
 
@@ -68,15 +68,15 @@ def all_reduce(data: object, *, group: dist.ProcessGroup | None, reduce_op: obje
     """Return the data with every tensor and number reduced over the ranks; nothing is changed in place.
 
     Args:
-        data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; what
-            is neither stays.
+        data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; other
+            objects are returned unchanged.
         group: Ranks that take part; None for all.
         reduce_op: See `op_name`. Sums and products of integers and booleans are int64, and their mean is float64 (so
-            that it is not truncated to an integer); 16-bit floats are summed in float32 and have their own dtype again.
-        device: Where numbers go.
+            that it is not truncated to an integer); 16-bit floats are summed in float32 and converted back.
+        device: Device of the tensors that numbers become.
 
     Raises:
-        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+        RankFailure: On the CPU: the calls differ between ranks; lists the call of each rank.
     """
     op = op_name(reduce_op)
     data = _to_tensors(data, device)
@@ -105,7 +105,7 @@ def _widened(tensor: Tensor, op: str) -> Tensor:
 
 
 def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
-    """Return what was reduced in the dtype that the caller gets."""
+    """Return the reduced tensor in the dtype of the result."""
     is_number = dtype.is_floating_point or dtype.is_complex
     if op == "mean":
         if not is_number:
@@ -118,24 +118,24 @@ def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
 
 
 def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: object, device: torch.device) -> object:
-    """Return this rank's part of a reduction: of `n` ranks, rank `i` gets the i-th n-th of dimension 0.
+    """Return this rank's chunk of a reduction: dimension 0 is split into one chunk per rank, in rank order.
 
     Args:
         data: As in `all_reduce`; every tensor's dimension 0 is a multiple of the number of ranks.
         group: Ranks that take part; None for all.
-        reduce_op: As in `all_reduce`, also for dtypes.
-        device: Where numbers go, which cannot be scattered.
+        reduce_op: As in `all_reduce`, which also describes the dtypes.
+        device: Device of the tensors that numbers become.
 
     Raises:
-        ConfigError: A tensor does not divide, or has no dimension; on every rank that has such a one.
-        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+        ConfigError: Dimension 0 of a tensor is not divisible by the number of ranks, or the data contains a number.
+        RankFailure: On the CPU: the calls differ between ranks; lists the call of each rank.
     """
     op, size = op_name(reduce_op), dist.get_world_size(group)
     check_divides(data, size)
     data = _to_tensors(data, device)
     _check(f"reduce_scatter with {op!r}", data, group)
 
-    # torch 2.9 to 2.12 have the earlier name only; 2.13 warns of it.
+    # torch 2.9 to 2.12 have only the earlier name, which is deprecated in 2.13.
     reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def scatter(leaf: object) -> object:
@@ -150,10 +150,10 @@ def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: 
 
 
 def check_divides(data: object, size: int) -> None:
-    """Refuse tensors and numbers whose dimension 0 is not divisible by this number of ranks.
+    """Check that dimension 0 of all tensors is divisible by the number of ranks.
 
     Raises:
-        ConfigError: Names each with its shape.
+        ConfigError: It is not, or the data contains numbers; lists each with its shape.
     """
     wrong = [
         f"data{path} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf!r}"
@@ -162,9 +162,9 @@ def check_divides(data: object, size: int) -> None:
     ]
     if wrong:
         raise ConfigError(
-            f"reduce_scatter over {size} ranks needs tensors whose dimension 0 is a multiple of {size}, got "
+            f"Expected tensors whose dimension 0 is a multiple of {size} for reduce_scatter over {size} ranks, got "
             f"{', '.join(wrong)}.",
-            fix="pad dimension 0, or call reduce, which gives every rank all of it.",
+            fix="pad dimension 0, or call reduce, which returns the full result on every rank.",
         )
 
 
@@ -172,14 +172,14 @@ def all_gather(data: object, *, group: dist.ProcessGroup | None, sync_grads: boo
     """Return the data with every tensor and number of all ranks stacked along a new first dimension, in rank order.
 
     Args:
-        data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; what
-            is neither stays.
+        data: The same structure, shapes and dtypes on all ranks. Numbers become tensors of shape () on `device`; other
+            objects are returned unchanged.
         group: Ranks that take part; None for all.
-        sync_grads: Let gradients flow back: each rank gets the sum of all ranks' gradients for its tensor.
-        device: Where numbers go.
+        sync_grads: Whether gradients flow back: each rank gets the sum of all ranks' gradients for its tensor.
+        device: Device of the tensors that numbers become.
 
     Raises:
-        RankFailure: On the CPU: the ranks called for different things; names what each called for.
+        RankFailure: On the CPU: the calls differ between ranks; lists the call of each rank.
     """
     data = _to_tensors(data, device)
     _check("all_gather", data, group)
@@ -203,7 +203,7 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Stack the tensors of all ranks; backward sums over the ranks and takes this rank's share."""
+    """Stack the tensors of all ranks; backward sums over the ranks and returns the gradient of this rank's tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -218,9 +218,9 @@ class _AllGather(torch.autograd.Function):
 
 
 def broadcast(obj: T, *, src: int, device: torch.device) -> T:
-    """Return rank `src`'s object, which must be picklable; itself on `src`.
+    """Return rank `src`'s object, which must be picklable; on `src`, the same object.
 
-    Tensors that are not on the CPU arrive on the receiver's `device`.
+    Tensors that are not on the CPU are received on `device`.
     """
     is_source = dist.get_rank() == src
     box = [map_leaves(obj, _packed) if is_source else None]
@@ -229,7 +229,7 @@ def broadcast(obj: T, *, src: int, device: torch.device) -> T:
 
 
 class _Elsewhere:
-    """A tensor on its way from another device: its copy on the CPU."""
+    """The CPU copy of a tensor that is sent from another device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach().cpu()
@@ -244,7 +244,7 @@ def _unpacked(leaf: object, device: torch.device) -> object:
 
 
 def gather_objects(obj: T) -> list[T]:
-    """Return the objects of all ranks in rank order, on every rank; tensors in them arrive on the CPU."""
+    """Return the objects of all ranks in rank order, on every rank; tensors in them are received on the CPU."""
     rank = dist.get_rank()
     boxes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, map_leaves(obj, _packed))
@@ -256,7 +256,7 @@ def _on_cpu(leaf: object) -> object:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this function."""
     if device.type == "cuda" and "nccl" in dist.get_backend():
         dist.barrier(device_ids=[device.index])
     else:
@@ -264,14 +264,14 @@ def barrier(device: torch.device) -> None:
 
 
 def host_device(device: torch.device) -> torch.device:
-    """Return where small values for the host are reduced: the CPU where the backend can, else `device`."""
+    """Return the device for reductions of small host values: the CPU if the backend supports it, otherwise `device`."""
     return torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
 
 
 def same_everywhere(fact: str, *, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> bool:
-    """Return whether all ranks gave the same string; one message of 16 bytes on `device` (None: the CPU)."""
+    """Return whether all ranks passed the same string; communicates 16 bytes on `device` (None: the CPU)."""
     digest = int.from_bytes(hashlib.blake2b(fact.encode(), digest_size=8).digest(), "big") >> 1
-    # The largest of d and of -d: equal on all ranks exactly if every rank has the same d.
+    # The maximum of d and the maximum of -d have equal magnitude exactly if every rank has the same d.
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     largest, smallest = both.tolist()
@@ -279,20 +279,20 @@ def same_everywhere(fact: str, *, group: dist.ProcessGroup | None = None, device
 
 
 def _check(call: str, data: object, group: dist.ProcessGroup | None) -> None:
-    """Compare what the ranks are about to do, where the backend would not survive a difference."""
+    """Compare the calls of the ranks if their tensors are on the CPU, where gloo would end the process."""
     described = [(path, leaf) for path, leaf in leaves(data) if isinstance(leaf, Tensor)]
     if not all(leaf.device.type == "cpu" for _, leaf in described):
-        return  # NCCL's own watchdog speaks; comparing would make the host wait for the device
+        return  # NCCL's watchdog reports differences; comparing would make the host wait for the device
     mine = f"{call} of " + ", ".join(f"data{path} {tuple(leaf.shape)} {leaf.dtype}" for path, leaf in described)
     if same_everywhere(mine, group=group):
         return
     boxes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(boxes, mine, group=group)
     raise RankFailure(
-        "the ranks called for different things:\n"
+        "Expected the same collective on all ranks, got different calls:\n"
         + "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(boxes)),
-        fix="make the same call with the same shapes on every rank; for tensors of different sizes use "
-        "strategy.gather_objects, or pad them.",
+        fix="make the same call with the same shapes on every rank; for tensors of different sizes, use "
+        "strategy.gather_objects or pad them.",
     )
 
 
@@ -300,7 +300,7 @@ def _to_tensors(data: object, device: torch.device) -> object:
     def convert(leaf: object) -> object:
         if isinstance(leaf, bool | int | float | complex):
             return torch.tensor(leaf, device=device)
-        # Arrays of numpy, which need not be installed.
+        # NumPy arrays; NumPy may not be installed.
         if type(leaf).__module__ == "numpy" and hasattr(leaf, "__array__"):
             return torch.as_tensor(leaf).to(device)
         return leaf

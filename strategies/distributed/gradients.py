@@ -1,4 +1,4 @@
-"""Averages gradients over ranks without hooks in backward passes."""
+"""Averaging of gradients over ranks, without hooks in backward passes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BUCKET_BYTES = 25 * 2**20
 def average_gradients(parameters: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Average the gradients of these parameters over ranks, in place.
 
-    A gradient that some ranks lack counts as 0 there; a parameter without one on every rank keeps none. Only a rank
-    that lacks a gradient waits for the device.
+    A gradient that is None on some ranks counts as 0 there. If it is None on all ranks, it stays None. Only ranks with
+    a missing gradient wait for the device.
 
     Args:
-        parameters: The same ones in the same order on all ranks, with dense gradients; of tensors that are sharded
-            over other ranks than those of the group, the local shards are averaged.
-        group: The ranks; None: all.
+        parameters: The same parameters in the same order on all ranks, with dense gradients. If a tensor is sharded
+            over other ranks than those of the group, its local shards are averaged.
+        group: Ranks that take part; None for all.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trained]
@@ -44,13 +44,13 @@ def average_tensors(
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Average tensors that belong to parameters over ranks, in place; as `average_gradients` does.
+    """Average one tensor per parameter over ranks, in place, as `average_gradients` does for gradients.
 
     Args:
-        parameters: The same ones in the same order on all ranks.
-        gradients: Of each parameter; None is replaced by zeros where other ranks have something.
-        dtype: Of such zeros; None is that of the parameter.
-        group: The ranks; None: all.
+        parameters: The same parameters in the same order on all ranks.
+        gradients: One entry per parameter; None is replaced by zeros if other ranks have a tensor.
+        dtype: dtype of these zeros; None for that of the parameter.
+        group: Ranks that take part; None for all.
     """
     if not parameters:
         return
@@ -62,7 +62,7 @@ def average_tensors(
         for index in missing:
             if counts[index]:
                 gradients[index] = torch.zeros_like(parameters[index], dtype=dtype)
-    # A rank without missing gradients skips the counts: no parameter can lack its gradient on all ranks there.
+    # A rank with all gradients does not read the counts: each of its parameters has a gradient on some rank, this one.
     size = dist.get_world_size(group)
     for bucket in _buckets(local(gradient for gradient in gradients if gradient is not None)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -73,7 +73,7 @@ def average_tensors(
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one dtype and device, in order, a bucket's worth at a time."""
+    """Yield the gradients in order, in buckets of one dtype and device."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:

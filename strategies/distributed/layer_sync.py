@@ -17,7 +17,7 @@ _DEVICES = ("cuda", "xpu", "hpu")
 
 
 class LayerSync(ABC):
-    """Replaces layers by ones that communicate, and puts the user's back. A plugin of Trainer and Fabric."""
+    """Replaces layers by ones that communicate, and restores the user's layers. A plugin of Trainer and Fabric."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
@@ -31,11 +31,11 @@ class LayerSync(ABC):
 class TorchSyncBatchNorm(LayerSync):
     """Normalize with mean and variance over the batches of all ranks, by torch's SyncBatchNorm.
 
-    torch has it for GPUs only; strategies refuse a module with such layers on another device.
+    torch supports it only on GPUs; strategies reject a module with such layers on another device.
     """
 
     def __init__(self) -> None:
-        # The user's layers, by the layers that stand in for them: a subclass with its hooks comes back as it was.
+        # The user's layers by their replacements, so that subclasses and hooks are restored.
         self._originals: dict[nn.SyncBatchNorm, AnyBatchNorm] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -43,7 +43,7 @@ class TorchSyncBatchNorm(LayerSync):
         return _replaced(model, self._synchronized)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Put the user's layers back, in place, with what was learned in between."""
+        """Restore the user's layers in place, with the current parameters and statistics."""
         return _replaced(model, self._reverted)
 
     def _synchronized(self, module: nn.Module) -> nn.Module:
@@ -65,7 +65,7 @@ class TorchSyncBatchNorm(LayerSync):
 
 
 def _replaced(module: nn.Module, exchange: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Return what stands in for the module; its parts are exchanged in place."""
+    """Return the replacement of a module; its submodules are replaced in place."""
     new = exchange(module)
     if new is not module:
         return new
@@ -78,18 +78,18 @@ def _replaced(module: nn.Module, exchange: Callable[[nn.Module], nn.Module]) -> 
 
 
 def check_sync_batchnorm(module: nn.Module, device: torch.device) -> None:
-    """Refuse SyncBatchNorm where torch does not have it.
+    """Check that a module with SyncBatchNorm is on a device for which torch supports it.
 
     Raises:
-        ConfigError: Names the layers.
+        ConfigError: It is not; lists the layers.
     """
     if device.type in _DEVICES:
         return
     layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if layers:
         raise ConfigError(
-            f"torch has SyncBatchNorm for GPUs only, and {', '.join(layers[:5])}{' ...' if len(layers) > 5 else ''} "
-            f"would run on {device.type!r}.",
-            fix="leave sync_batchnorm=True out (each rank then normalizes over its own batch), pass accelerator='gpu', "
+            "Expected a GPU for SyncBatchNorm, the only device that torch supports it on, got "
+            f"{', '.join(layers[:5])}{' ...' if len(layers) > 5 else ''} on {device.type!r}.",
+            fix="remove sync_batchnorm=True (each rank then normalizes over its local batch), pass accelerator='gpu', "
             "or use a norm that does not depend on the batch, such as GroupNorm.",
         )

@@ -15,37 +15,37 @@ T = TypeVar("T")
 class LiveObjects(Generic[T]):
     """Weak references in the order in which they were added.
 
-    Python frees a model that is part of a reference cycle whenever its garbage collector happens to run, and that is
-    at another moment on each rank. Collectives must therefore never follow from iterating over this; it
-    may follow from `in_use`.
+    Python frees a model that is part of a reference cycle when its garbage collector runs, which is at a different time
+    on each rank. Therefore never call collectives for objects from an iteration over this; objects from `in_use` are
+    the same on all ranks.
     """
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[T]] = []
 
     def __iter__(self) -> Iterator[T]:
-        """Give what has not been freed, the newest last: possibly more on one rank than on another."""
+        """Yield the objects that are not freed, newest last; ranks may differ."""
         return iter([one for one in (reference() for reference in self._references) if one is not None])
 
     def in_use(self) -> list[T]:
-        """Return what the program can still reach, the newest last; the same on all ranks. Takes some 0.05 s."""
+        """Return the objects that are reachable, newest last; the same on all ranks. Takes about 0.05 s."""
         gc.collect()
         return list(self)
 
     def add(self, one: T) -> None:
-        """Remember an object, unless it is known."""
+        """Add an object, unless it was added before."""
         if all(known is not one for known in self):
             self._references = [reference for reference in self._references if reference() is not None]
             self._references.append(weakref.ref(one))
 
     def discard(self, one: T) -> None:
-        """Forget an object."""
+        """Remove an object."""
         self._references = [reference for reference in self._references if reference() is not one]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all objects."""
         self._references = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Return an empty state: another process has none of these objects."""
+        """Return an empty state, because other processes do not have these objects."""
         return {"_references": []}

@@ -1,4 +1,4 @@
-"""The process of this machine that listens on a port, for errors; Linux only, processes of this user."""
+"""The local process that listens on a port, for error messages. Linux only, and only processes of the same user."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def port_owner(port: int) -> str | None:
         port: Number of the port.
 
     Returns:
-        None where nothing is found: no such process, another user's, or a system without /proc.
+        None if the process is not found: it does not exist, belongs to another user, or the system has no /proc.
     """
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net", table), port)}
     if not inodes:
         return None
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or belongs to another user
+        with suppress(OSError):  # the process has ended, or belongs to another user
             for number in os.listdir(process / "fd"):
                 if os.readlink(process / "fd" / number) in inodes:
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

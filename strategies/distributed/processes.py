@@ -1,4 +1,4 @@
-"""The base of strategies that connect their processes by torch.distributed."""
+"""The base class of strategies whose processes communicate through torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ MOST_STALL = timedelta(seconds=300)
 
 
 class ProcessGroupStrategy(ParallelStrategy):
-    """Several processes that torch.distributed connects: the base to derive from for an engine of your own.
+    """The base class of strategies with several processes that communicate through torch.distributed.
 
-    It starts and connects processes, compares the module over ranks (`check_module`), and has the collectives.
+    It starts and connects processes, compares the module over ranks (`check_module`), and provides the collectives.
+    Derive from it to add an engine.
 
-    The docstring of a subclass describes further arguments only; those that are described here are added to it.
+    The docstring of a subclass describes only its further arguments; the descriptions below are added to it.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
@@ -42,20 +43,20 @@ class ProcessGroupStrategy(ParallelStrategy):
         precision_plugin: The precision; None lets Fabric choose.
         process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
         timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
-        start_method: How processes start where no other launcher starts them: "popen" (the command is run again),
+        start_method: How processes are started if no other launcher starts them: "popen" (runs the command again),
             "spawn", "fork", "forkserver".
         precision: Another name for `precision_plugin`.
-        uneven: What happens where ranks have unequally many training batches.
-        stall_timeout: Time without progress after which every rank reports where it is; None: 5 minutes, or
+        uneven: Behavior if the numbers of training batches differ between ranks.
+        stall_timeout: Time without progress after which every rank reports its stack traces; None: 5 minutes, or
             `timeout` if that is shorter.
-        problems: (what, fix) of what the subclass found wrong with its own arguments.
+        problems: Pairs (problem, fix) that the subclass found in its arguments.
 
     Raises:
         ConfigError: An argument is invalid; every problem is listed.
     """
 
     uneven_choices: tuple[str, ...] = UNEVEN
-    """What `uneven` may be."""
+    """Valid values of `uneven`."""
     timeout: timedelta
     stall_timeout: timedelta
 
@@ -94,16 +95,16 @@ class ProcessGroupStrategy(ParallelStrategy):
     # -- processes -----------------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
-        """Connect the processes, unless they are connected already.
+        """Connect the processes, unless they are already connected.
 
         Raises:
-            LaunchError: This build of torch cannot communicate, or ranks are missing; names them.
+            LaunchError: This build of torch has no torch.distributed, or ranks are missing; lists them.
         """
         import torch.distributed as dist
 
         if not dist.is_available():
             raise LaunchError(
-                f"this build of torch has no torch.distributed, which {type(self).__name__} needs.",
+                f"{type(self).__name__} requires torch.distributed, which this build of torch does not include.",
                 fix="install another build of torch, or train on one device.",
             )
         cluster = self.cluster
@@ -111,8 +112,8 @@ class ProcessGroupStrategy(ParallelStrategy):
             return
         if cluster is None:
             raise LaunchError(
-                f"{type(self).__name__} knows no cluster environment to connect the processes with.",
-                fix="use it through Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
+                f"Expected a cluster environment for {type(self).__name__} to connect the processes, got None.",
+                fix="use it with Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
             )
         from .rendezvous import connect
 
@@ -121,16 +122,16 @@ class ProcessGroupStrategy(ParallelStrategy):
     def _backend(self) -> str:
         if self.process_group_backend is not None:
             return self.process_group_backend
-        # Objects and numbers of the host go through gloo, so that they do not wait for the GPU.
+        # Objects and numbers on the host are sent through gloo, so that they do not wait for the GPU.
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     # -- the model -----------------------------------------------------------------------------------------------
 
     def check_module(self, module: nn.Module) -> None:
-        """Compare names, shapes and dtypes over the ranks: tensors travel by position. On every rank.
+        """Compare names, shapes and dtypes over ranks, because tensors are sent by position. Call it on every rank.
 
         Raises:
-            ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
+            ModuleError: The ranks built different modules, or parameters have no shape yet; lists them.
         """
         from .collectives import host_device, same_everywhere
         from .layer_sync import check_sync_batchnorm
@@ -139,7 +140,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         lazy = [name for name, one in module.named_parameters() if isinstance(one, nn.UninitializedParameter)]
         if lazy:
             raise ModuleError(
-                f"{type(module).__name__} has parameters without a shape: {', '.join(lazy)}.",
+                f"Expected parameters with a shape in {type(module).__name__}, got uninitialized parameters: "
+                f"{', '.join(lazy)}.",
                 fix="run the lazy modules once on a batch before training, for example in configure_model.",
             )
         described = [
@@ -155,8 +157,8 @@ class ProcessGroupStrategy(ParallelStrategy):
             shown = "; ".join(strange[:5]) or f"{len(theirs)} tensors, in another order"
             lines.append(f"\n  rank {rank}: {shown}{' ...' if len(strange) > 5 else ''}")
         raise ModuleError(
-            f"the ranks built different modules from {type(module).__name__}:{''.join(lines)}",
-            fix="build the module from what is equal on all ranks: the same configuration, files and library versions.",
+            f"Expected the same {type(module).__name__} on all ranks, got different tensors:{''.join(lines)}",
+            fix="build the module from the same configuration, files and library versions on all ranks.",
         )
 
     def __repr__(self) -> str:
@@ -168,7 +170,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None = No
 
     Args:
         tensors: The same number, shapes and dtypes on all ranks of the group.
-        group: None: all ranks.
+        group: Ranks that take part; None for all.
     """
     import torch.distributed as dist
 
@@ -184,7 +186,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None = No
 def _wrong_choice(name: str, value: object, choices: Sequence[str]) -> list[tuple[str, str]]:
     if value in choices:
         return []
-    return [(f"{name}={value!r} is unknown{nearest(str(value), choices)}", f"use one of {', '.join(choices)}")]
+    what = f"Expected {name} to be one of {', '.join(choices)}, got {name}={value!r}{nearest(str(value), choices)}"
+    return [(what, f"pass a listed value of {name}")]
 
 
 def _duration(value: object, default: timedelta, name: str, problems: list[tuple[str, str]]) -> timedelta:
@@ -194,5 +197,10 @@ def _duration(value: object, default: timedelta, name: str, problems: list[tuple
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta():
         return value
-    problems.append((f"{name}={value!r} is not a positive duration", f"pass {name} as a timedelta or in seconds"))
+    problems.append(
+        (
+            f"Expected {name} to be a positive duration, got {name}={value!r}",
+            f"pass {name} as a timedelta or in seconds",
+        )
+    )
     return default

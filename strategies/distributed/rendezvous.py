@@ -1,7 +1,7 @@
-"""Rendezvous of processes: a store that all of them reach, a roll call in it, and torch's process group.
+"""Rendezvous of processes: a store that all of them reach, the registration of each rank, and torch's process group.
 
 Strategies call `connect` in `setup_environment`; launchers host the store (`host_store`); fabric/watch/ uses it.
-A process is part of one world at a time, as in torch.distributed; its state is kept here.
+A process belongs to one world at a time, as in torch.distributed. The state is in this module.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 HOSTED = "LOOPWRIGHT_STORE"
-"""The variable that launchers set to "hosted": the store's server runs already, do not open one."""
+"""The environment variable that launchers set to "hosted" if the server of the store is already running."""
 FAILURE = "failure"
 """The key under which the first failure of a rank is posted, as JSON."""
 
 _FIRST_REPORT_S = 30.0
-_ANSWER_S = 60.0  # for a store, which has a thread of its own for it
+_ANSWER_S = 60.0  # enough for a store, which answers in a separate thread
 _SLOWEST_POLL_S = 0.25
 _DESTROY_S = 5.0
 _LINGER_S = 5.0
@@ -52,7 +52,7 @@ class Cluster(Protocol):
 
     @property
     def main_port(self) -> int:
-        """The store's port; 0 where rank 0 is alone and may take any."""
+        """The store's port; 0 for any free port, if rank 0 is the only rank."""
         ...
 
     def world_size(self) -> int:
@@ -66,19 +66,19 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class _World:
-    """What this process is connected to."""
+    """The process group and the store of this process."""
 
     store: Store
     rank: int
     size: int
     pid: int
     must_linger: bool
-    """Whether the store ends with this process though others may need it: then it has to wait for them."""
+    """Whether the store ends with this process while others may need it, so that this process waits for them."""
     is_ours: bool
-    """Whether the process group was made here, and is to be destroyed here."""
+    """Whether `connect` created the process group, so that `disconnect` destroys it."""
 
 
-# One world per process, as in torch.distributed; each is asked for its pid, since a forked child inherits these names.
+# One world per process, as in torch.distributed. The pid is compared, because a forked child inherits these values.
 _world: _World | None = None
 _kept: tuple[TCPStore, int] | None = None
 _num_worlds = 0
@@ -91,16 +91,16 @@ _has_exit = False
 def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCPStore:
     """Open the server of a store in this process.
 
-    It lives as long as the object that is returned. Opening it before the others start leaves no moment in which the
-    port is free again: port 0 takes any, and see `.port` of the result.
+    It lives as long as the returned object. Open it before the other processes start, so that no other program can
+    take the port in between.
 
     Args:
-        address: A name or address of this host, as the others know it.
-        port: 0 takes a free one.
-        timeout: How long an operation on the store may take.
+        address: A name or address of this host that the other processes can resolve.
+        port: Port of the server; 0 for any free port, which is then `.port` of the result.
+        timeout: Maximum duration of an operation on the store.
 
     Raises:
-        LaunchError: The port is taken, or the address is none of this host.
+        LaunchError: The port is in use, or the address does not belong to this host.
     """
     try:
         return _tcp_store(address, port, timeout or DEFAULT_TIMEOUT, is_master=True)
@@ -110,19 +110,19 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
 
             owner = port_owner(port)
             raise LaunchError(
-                f"port {port} of this host is in use{f' by {owner}' if owner else ''}, so that rank 0 cannot wait for "
-                "the other processes there.",
-                fix="set MASTER_PORT to a free port, the same for all processes; on one machine, leave it out: then a "
-                "free one is taken. Or end the program that holds it, which may be an earlier run.",
+                f"Expected a free port for the store of rank 0, got port {port}, which is in use"
+                f"{f' by {owner}' if owner else ''}.",
+                fix="set MASTER_PORT to a free port, the same for all processes (on one machine, unset it to use any "
+                "free port), or end the program that uses the port, which may be an earlier run.",
             ) from error
         raise LaunchError(
-            f"rank 0 could not open a store at {address}:{port}: {_first_line(error)}",
-            fix="MASTER_ADDR must be a name or address of the host that rank 0 runs on.",
+            f"Rank 0 could not open a store at {address}:{port}: {_first_line(error)}",
+            fix="set MASTER_ADDR to a name or address of the host that rank 0 runs on.",
         ) from error
 
 
 def keep_store(server: TCPStore) -> None:
-    """Let `open_store` use a server that a launcher opened in the process that becomes rank 0."""
+    """Make `open_store` use a server that a launcher opened in the process that becomes rank 0."""
     global _kept, _num_worlds
     _kept = (server, os.getpid())
     _num_worlds = 0  # nothing was written to this one
@@ -131,8 +131,8 @@ def keep_store(server: TCPStore) -> None:
 def attempt_store(base: Store) -> Store:
     """Return the part of a store that belongs to this attempt of torchrun (or to the only one).
 
-    torchrun's store outlives an attempt; without names of its own, a restarted process finds the addresses of the
-    processes that died.
+    torchrun's store outlives an attempt. Without a prefix for each attempt, a restarted process would read the
+    addresses of processes that have ended.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -140,16 +140,16 @@ def attempt_store(base: Store) -> Store:
 
 
 def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
-    """Return a connection to the store of all ranks, opening its server where that is this process's part.
+    """Return a connection to the store of all ranks; rank 0 also opens its server, unless the launcher did.
 
-    Rank 0 opens it, unless the launcher did before (in the same process: the very object is returned).
+    If the launcher opened the server in this process, its object is returned.
 
     Args:
-        cluster: Knows the rank of this process and the address of the store.
-        timeout: How long to wait for the server, and how long an operation may take.
+        cluster: Provides the rank of this process and the address of the store.
+        timeout: Maximum time to wait for the server, and maximum duration of an operation.
 
     Raises:
-        LaunchError: The port is taken, or nothing answers in time.
+        LaunchError: The port is in use, or the server does not answer in time.
     """
     timeout = timeout or DEFAULT_TIMEOUT
     kept = _kept_here()
@@ -161,9 +161,9 @@ def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
         return host_store(address, port, timeout)
     if port == 0:
         raise LaunchError(
-            f"rank {cluster.global_rank()} does not know where rank 0 is: the port is unknown.",
-            fix="set MASTER_ADDR and MASTER_PORT, the same in every process; or let torchrun, `loopwright launch` or "
-            "devices= start the processes.",
+            f"Expected the port of rank 0 in the environment of rank {cluster.global_rank()}, got none.",
+            fix="set MASTER_ADDR and MASTER_PORT to the same values in every process, or start the processes with "
+            "torchrun, `loopwright launch` or devices=.",
         )
     began = time.monotonic()
     _wait_for_server(address, port, timeout.total_seconds(), cluster.global_rank())
@@ -174,13 +174,13 @@ def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
 
 
 def _join_server(address: str, port: int, timeout_s: float, rank: int) -> TCPStore:
-    """Return a connection to the store at a port where something listens.
+    """Return a connection to the store at a port that accepts connections.
 
-    torch tries several times, each as long as an operation may take: a program that accepts connections and never
-    answers would hold this process for a multiple of the timeout. So it tries in a thread, which is left behind then.
+    torch tries several times, each time for the full timeout. A program that accepts connections but never answers
+    would block this process for a multiple of the timeout, so torch connects in a daemon thread.
 
     Raises:
-        LaunchError: What listens there is not a store.
+        LaunchError: The program at this port is not a store.
     """
     made: list[TCPStore] = []
     errors: list[RuntimeError] = []
@@ -197,23 +197,23 @@ def _join_server(address: str, port: int, timeout_s: float, rank: int) -> TCPSto
     if made:
         return made[0]
     if not errors:
-        raise _stranger(address, port, rank, f"it takes connections and did not answer within {timeout_s:.0f} s")
-    raise _stranger(address, port, rank, f"it answers {_answer(str(errors[0]))}") from errors[0]
+        raise _not_a_store(address, port, rank, f"it accepts connections but did not answer within {timeout_s:.0f} s")
+    raise _not_a_store(address, port, rank, f"it answers {_answer(str(errors[0]))}") from errors[0]
 
 
-def _answer(said: str) -> str:
-    """Return what a stranger said, from torch's error: it shows the first four bytes as a number."""
-    number = re.search(r"invalid value returned from server.*Got: (\d+)", said)
-    return (
-        repr(int(number[1]).to_bytes(8, "little").rstrip(b"\0")) if number else f"with an error: {said.splitlines()[0]}"
-    )
+def _answer(message: str) -> str:
+    """Return the other program's answer from torch's error message, which shows the first bytes as a number."""
+    number = re.search(r"invalid value returned from server.*Got: (\d+)", message)
+    if number is None:
+        return f"with an error: {message.splitlines()[0]}"
+    return repr(int(number[1]).to_bytes(8, "little").rstrip(b"\0"))
 
 
-def _stranger(address: str, port: int, rank: int, how: str) -> LaunchError:
+def _not_a_store(address: str, port: int, rank: int, how: str) -> LaunchError:
     return LaunchError(
-        f"rank {rank} expected the store of rank 0 at {address}:{port}, got another program: {how}.",
-        fix=f"set MASTER_PORT to a free port, the same for all processes; or end the program that listens there "
-        f"(`ss -ltnp 'sport = :{port}'` on {address} names it). If it is rank 0, look at what that prints.",
+        f"Rank {rank} expected the store of rank 0 at {address}:{port}, got another program: {how}.",
+        fix="set MASTER_PORT to a free port, the same for all processes; or end the program that listens on this port "
+        f"(`ss -ltnp 'sport = :{port}'` on {address} shows it). If it is rank 0, see its output.",
     )
 
 
@@ -227,7 +227,7 @@ def _tcp_store(address: str, port: int, timeout: timedelta, *, is_master: bool) 
 
 
 def _wait_for_server(address: str, port: int, timeout_s: float, rank: int) -> None:
-    """Return when something listens. torch's own waiting cannot be interrupted, and prints a page for each attempt."""
+    """Wait until the port accepts connections. torch's wait cannot be interrupted and logs a page per attempt."""
     began = time.monotonic()
     next_report_s = _FIRST_REPORT_S
     pause_s = 0.02
@@ -235,13 +235,13 @@ def _wait_for_server(address: str, port: int, timeout_s: float, rank: int) -> No
         try:
             socket.create_connection((address, port), timeout=min(max(1.0, timeout_s), 10.0)).close()
             return
-        except OSError as error:  # refused, no route, unknown name: all may be true for a moment only
+        except OSError as error:  # refused, no route, unknown name: all may be temporary
             why = error
         waited_s = time.monotonic() - began
         if waited_s >= timeout_s:
             raise _unreachable(address, port, rank, f"{why} (tried for {timeout_s:g} s)") from why
         if waited_s >= next_report_s:
-            log.warning("rank %d waits for rank 0 at %s:%d: %s (%.0f s)", rank, address, port, why, waited_s)
+            log.warning("Rank %d is waiting for rank 0 at %s:%d: %s (%.0f s)", rank, address, port, why, waited_s)
             next_report_s *= 2
         time.sleep(min(pause_s, max(0.0, timeout_s - waited_s)))
         pause_s = min(2 * pause_s, 1.0)
@@ -249,9 +249,9 @@ def _wait_for_server(address: str, port: int, timeout_s: float, rank: int) -> No
 
 def _unreachable(address: str, port: int, rank: int, why: str) -> LaunchError:
     return LaunchError(
-        f"rank {rank} did not reach rank 0 at {address}:{port}: {why}",
-        fix="look at rank 0: has it started, does it run on that host (MASTER_ADDR) and with that port (MASTER_PORT), "
-        "is the port open between the hosts?",
+        f"Rank {rank} could not connect to rank 0 at {address}:{port}: {why}",
+        fix="check that rank 0 has started, that it runs on this host (MASTER_ADDR) and uses this port (MASTER_PORT), "
+        "and that no firewall blocks the port.",
     )
 
 
@@ -259,7 +259,7 @@ def _unreachable(address: str, port: int, rank: int, why: str) -> LaunchError:
 
 
 def store() -> Store | None:
-    """Return the store of the world that this process is connected to; None where there is none."""
+    """Return the store of this process's world; None if it is not connected."""
     world = _current()
     return None if world is None else world.store
 
@@ -267,24 +267,24 @@ def store() -> Store | None:
 def connect(
     cluster: Cluster, *, backend: str, timeout: timedelta | None = None, device: torch.device | None = None
 ) -> Store:
-    """Join all ranks to a process group of torch.distributed; do nothing the second time.
+    """Connect all ranks in a process group of torch.distributed. Further calls have no effect.
 
-    Called by strategies in every process. Each rank first says in the store that it is there, so that those which are
-    missing have names. A group that already exists is used as it is.
+    Call it in every process. Each rank first registers in the store, so that an error can list the missing ranks. An
+    existing process group is used unchanged.
 
     Args:
-        cluster: Knows the rank of this process and the address of rank 0.
-        backend: As `torch.distributed.init_process_group` knows it: "gloo", "nccl", "cpu:gloo,cuda:nccl".
-        timeout: How long to wait for the other ranks, and how long a collective may take; None: 1800 s.
+        cluster: Provides the rank of this process and the address of rank 0.
+        backend: As for `torch.distributed.init_process_group`: "gloo", "nccl", "cpu:gloo,cuda:nccl".
+        timeout: Maximum time to wait for the other ranks, and maximum duration of a collective; None: 1800 s.
         device: The device of this process.
 
     Returns:
-        The store of all ranks, for what needs to talk without collectives.
+        The store of all ranks, for communication without collectives.
 
     Raises:
-        LaunchError: Ranks are missing after the time-out (all are named), two processes have the same rank, or numbers
-            of ranks differ.
-        RankFailure: A rank failed before all had met.
+        LaunchError: Ranks are missing after the timeout (all are listed), two processes have the same rank, or the
+            numbers of ranks differ.
+        RankFailure: A rank failed before all ranks were connected.
     """
     import torch.distributed as dist
 
@@ -295,20 +295,20 @@ def connect(
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise LaunchError(
-                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in torch.distributed already, but "
-                f"now it is to be rank {rank} of {size}.",
-                fix="use the same devices= and num_nodes= for all runs of a program; or let each have a process of its "
-                "own, with strategy='ddp_spawn'.",
+                f"Expected this process to be rank {rank} of {size}, got an existing process group in which it is rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}.",
+                fix="use the same devices= and num_nodes= for all runs of a program, or start new processes for each "
+                "run with strategy='ddp_spawn'.",
             )
         if world is None:
             world = _world = _World(_store_of_group(), rank, size, os.getpid(), must_linger=False, is_ours=False)
         return world.store
     base = open_store(cluster, timeout)
     shared = attempt_store(base)
-    if _num_worlds:  # the store may be the same, and must not hand out the addresses of the world before
+    if _num_worlds:  # the store may be the same, and must not return the addresses of the previous world
         shared = dist.distributed_c10d.PrefixStore(f"world{_num_worlds}", shared)
-    _call_roll(shared, rank, size, timeout.total_seconds())
-    # gloo, too, then keeps the last collectives, which the report on a stall shows.
+    _register(shared, rank, size, timeout.total_seconds())
+    # With this, gloo also records the last collectives, which the stall report lists.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     needs_device = device is not None and device.type == "cuda" and "nccl" in backend
     try:
@@ -322,13 +322,13 @@ def connect(
         )
     except RuntimeError as error:
         raise LaunchError(
-            f"rank {rank} of {size} met the others in the store at {cluster.main_address}, but the connections of "
-            f"{backend} could not be made: {_first_line(error)}",
-            fix="if the hosts have several networks, name the one that joins them: GLOO_SOCKET_IFNAME=eth0 for gloo, "
-            "NCCL_SOCKET_IFNAME=eth0 for nccl; and see whether a firewall closes ports between them.",
+            f"All {size} ranks reached the store at {cluster.main_address}, but rank {rank} could not connect through "
+            f"{backend}: {_first_line(error)}",
+            fix="if the hosts have several networks, set the interface that connects them: GLOO_SOCKET_IFNAME=eth0 for "
+            "gloo, NCCL_SOCKET_IFNAME=eth0 for nccl. Check that no firewall blocks ports between the hosts.",
         ) from error
     _num_worlds += 1
-    # A launcher that keeps the store waits for the processes that it started; on other nodes no process waits.
+    # A launcher that hosts the store waits for the processes that it started, but not for those of other nodes.
     waits_for_all = base is _kept_here() and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     must_linger = not waits_for_all and (base is _kept_here() or _hosts(rank))
     _world = _World(shared, rank, size, os.getpid(), must_linger=must_linger, is_ours=True)
@@ -337,10 +337,10 @@ def connect(
 
 
 def disconnect() -> None:
-    """Leave the world: destroy the process group, and where this process hosts the store, let the others go first.
+    """Destroy the process group; if this process hosts the store, first wait for the other ranks.
 
-    Called at the end of the interpreter, and by launchers at the end of a process that has none. It takes a few seconds
-    at most, whatever the other ranks do. Nothing happens where `connect` made no group.
+    Called at interpreter exit, and by launchers at the end of processes that skip interpreter exit. It takes a few
+    seconds at most, whatever the other ranks do. It has no effect if `connect` did not create a group.
     """
     global _world
     world = _current()
@@ -351,12 +351,12 @@ def disconnect() -> None:
 
     _mark_left(world)
     if dist.is_initialized():
-        # A destructor of gloo waits for operations that are under way, however long those wait for another rank.
+        # gloo's destructor waits for pending operations, and these may wait for another rank without limit.
         destroying = threading.Thread(target=dist.destroy_process_group, name="loopwright-disconnect", daemon=True)
         destroying.start()
         destroying.join(_DESTROY_S)
         if destroying.is_alive():
-            log.warning("rank %d: the process group has operations under way; it is left as it is", world.rank)
+            log.warning("Rank %d: the process group has pending operations and is not destroyed", world.rank)
     if world.must_linger:
         _wait_until_left(world)
 
@@ -375,18 +375,18 @@ def _hosts(rank: int) -> bool:
 
 
 def _store_of_group() -> Store:
-    """Return a store with a prefix of ours, on the store of an existing process group."""
+    """Return the store of an existing process group, with Loopwright's prefix."""
     from torch.distributed import distributed_c10d
 
-    # The only way to it; the name has been there since torch 1.8.
+    # torch has no public function for this; the name exists since torch 1.8.
     default: Store = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore("loopwright", default)
 
 
-def _call_roll(shared: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Announce this rank, and return when all are here.
+def _register(shared: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Register this rank, and return when all ranks are registered.
 
-    Asks again and again rather than waiting in the store: this can be interrupted, and sees a failure at once.
+    Polls instead of waiting in the store, so that it can be interrupted and detects a failure immediately.
     """
     here = f"{socket.gethostname()} (process {os.getpid()})"
     began = time.monotonic()
@@ -394,14 +394,15 @@ def _call_roll(shared: Store, rank: int, size: int, timeout_s: float) -> None:
         who = shared.compare_set(f"rank{rank}", "", here).decode()
         if who != here:
             raise LaunchError(
-                f"two processes have rank {rank}: {who}, and {here}.",
-                fix="give each process a RANK (or NODE_RANK and LOCAL_RANK) of its own, and each run a port of its own "
-                "(MASTER_PORT).",
+                f"Expected one process with rank {rank}, got two: {who}, and {here}.",
+                fix="set a different RANK (or NODE_RANK and LOCAL_RANK) for each process, and a different MASTER_PORT "
+                "for each run.",
             )
-        said = shared.compare_set("size", "", str(size)).decode()
-        if said != str(size):
+        theirs = shared.compare_set("size", "", str(size)).decode()
+        if theirs != str(size):
             raise LaunchError(
-                f"rank {rank} counts {size} processes (devices times num_nodes), but another rank counts {said}.",
+                f"Expected the same number of processes on all ranks, got {size} on rank {rank} and {theirs} on "
+                "another rank.",
                 fix="start all processes with the same WORLD_SIZE, devices= and num_nodes=.",
             )
         if shared.add("here", 1) == size:
@@ -416,7 +417,7 @@ def _call_roll(shared: Store, rank: int, size: int, timeout_s: float) -> None:
                 raise _incomplete(shared, size, timeout_s)
             if waited_s >= next_report_s and rank == 0:
                 missing = _listed(_missing(shared, size))
-                log.warning("rank 0 waits for %s (%.0f of %g s)", missing, waited_s, timeout_s)
+                log.warning("Rank 0 is waiting for %s (%.0f of %g s)", missing, waited_s, timeout_s)
                 next_report_s += _FIRST_REPORT_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
@@ -424,8 +425,8 @@ def _call_roll(shared: Store, rank: int, size: int, timeout_s: float) -> None:
         if isinstance(error, (LaunchError, RankFailure)):
             raise
         raise LaunchError(
-            f"rank {rank} lost the store while it waited for the other ranks: {_first_line(error)}",
-            fix="look at the process that hosts it (rank 0, or the one that started the others): it has ended.",
+            f"Rank {rank} lost its connection to the store while it waited for the other ranks: {_first_line(error)}",
+            fix="see why the process that hosts the store (rank 0, or the launcher) has ended.",
         ) from error
 
 
@@ -438,10 +439,10 @@ def _incomplete(shared: Store, size: int, timeout_s: float) -> LaunchError:
     present = [rank for rank in range(size) if rank not in missing]
     hosts = "; ".join(f"rank {rank} on {shared.get(f'rank{rank}').decode()}" for rank in present[:_MOST_NAMED])
     return LaunchError(
-        f"{_listed(missing)} of {size} did not come within {timeout_s:g} s. Here are: {hosts}"
+        f"Expected {size} ranks within {timeout_s:g} s, but {_listed(missing)} did not connect. Connected: {hosts}"
         f"{' and others' if len(present) > _MOST_NAMED else ''}.",
-        fix="look at what the missing ranks print. Perhaps they were not started (is num_nodes= right, does the script "
-        "run on every node, with srun or torchrun?), or they are slow: give the strategy a longer timeout=.",
+        fix="see the output of the missing ranks. If they were not started, check num_nodes= and that the script runs "
+        "on every node (with srun or torchrun). If they are slow, pass a longer timeout= to the strategy.",
     )
 
 
@@ -451,13 +452,14 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
 
 
-def _failed_before(said: dict[str, Any]) -> RankFailure:
-    """Return the error for a failure that was posted during the roll call."""
-    trace = f"\n--- traceback of rank {said['rank']} ---\n{said['trace'].rstrip()}" if said.get("trace") else ""
+def _failed_before(failure: dict[str, Any]) -> RankFailure:
+    """Return the error for a failure that was posted before all ranks were registered."""
+    rank = failure["rank"]
+    trace = f"\n--- traceback of rank {rank} ---\n{failure['trace'].rstrip()}" if failure.get("trace") else ""
     return RankFailure(
-        f"rank {said['rank']} (host {said['host']}, pid {said['pid']}) failed before all ranks had met: "
-        f"{said['how']}{trace}",
-        fix=f"look at what rank {said['rank']} printed; the messages of the other ranks follow from it.",
+        f"Rank {rank} (host {failure['host']}, pid {failure['pid']}) failed before all ranks were connected: "
+        f"{failure['how']}{trace}",
+        fix=f"see the output of rank {rank}; the errors of the other ranks follow from it.",
     )
 
 
@@ -467,12 +469,12 @@ def _failed_before(said: dict[str, Any]) -> RankFailure:
 def _mark_left(world: _World) -> None:
     try:
         world.store.add("left", 1)
-    except RuntimeError:  # the store's host ended before us: the counter is not needed any more
-        log.debug("rank %d leaves a store that is gone", world.rank)
+    except RuntimeError:  # the store's host has ended, so that no process needs the counter
+        log.debug("Rank %d: the store has ended already", world.rank)
 
 
 def _wait_until_left(world: _World) -> None:
-    """Give the others, who may be about to read from the store, a few seconds before it goes."""
+    """Wait a few seconds for the other ranks, which may still read from the store."""
     ends = time.monotonic() + _LINGER_S
     while world.store.add("left", 0) < world.size and time.monotonic() < ends:
         time.sleep(0.02)

@@ -44,14 +44,14 @@ def has_shards(tree: object) -> bool:
 
 
 def has_parts(tree: object) -> bool:
-    """Return whether other ranks are needed for what a structure holds: shards, or what an engine will gather."""
+    """Return whether other ranks are needed to read a structure: it has shards, or objects that an engine gathers."""
     return has_shards(tree) or any(getattr(value, "is_part", False) is True for _, value in leaves(tree))
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the local shards, without empty ones; tensors that are not sharded are returned unchanged.
 
-    The shards share memory with the tensors: a change in place is one of the tensors.
+    The shards share memory with the tensors, so that changes in place change the tensors.
     """
     shards = [_local(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
     return [shard for shard in shards if shard.numel()]
@@ -68,10 +68,10 @@ def local_slice(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Raises:
         NotImplementedError: The local shard is not one contiguous slice: the sharding is strided.
     """
-    # What torch.distributed.checkpoint asks a sharded tensor.
+    # The method that torch.distributed.checkpoint calls on a sharded tensor.
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
-        raise NotImplementedError(f"this rank has {len(chunks)} slices of a tensor, expected one")
+        raise NotImplementedError(f"Expected one slice of a sharded tensor on this rank, got {len(chunks)}.")
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
@@ -80,9 +80,9 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
 
     Args:
         value: The same on all ranks, with the shape of `like`; in memory, or in a file and not read yet.
-        like: Has the placement and the device of the result; its dtype does not matter.
-        is_kept: Whether the result gets memory of its own; else it may lie in that of `value` or its file, for who
-            copies it at once.
+        like: Provides the placement and the device of the result; its dtype is ignored.
+        is_kept: Whether to allocate memory for the result. If False, it may share memory with `value` or its file, for
+            callers that copy it immediately.
     """
     from torch.distributed.tensor import DTensor
 
@@ -96,7 +96,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
     else:
         viewed = None if is_kept else value.view_slice(offsets, sizes)
         part = value.read(offsets, sizes) if viewed is None else viewed
-    # Contiguous and with memory of its own, which `read` gives: a view would keep the full tensor alive.
+    # Contiguous and in newly allocated memory, as `read` returns it: a view would keep the full tensor alive.
     is_copied = is_kept and isinstance(value, Tensor)
     part = part.to(like.device, copy=is_copied, memory_format=torch.contiguous_format)
     return DTensor.from_local(
@@ -105,7 +105,7 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """Return the full tensor, with memory of its own, on its device. On every rank: it communicates."""
+    """Return the full tensor in newly allocated memory, on its device. Call it on every rank: it communicates."""
     with torch.no_grad():
         result = tensor.full_tensor()
         part = tensor.to_local()
@@ -114,13 +114,13 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 def gather_full(tree: object, *, keep: bool) -> object:
-    """Return a structure with full tensors on the CPU in place of sharded ones. On every rank: it communicates.
+    """Return a structure with full CPU tensors instead of sharded ones. Call it on every rank: it communicates.
 
-    One full tensor at a time is in the memory of all ranks. Those that share memory (tied weights) still do.
+    One full tensor at a time is in device memory. Tensors that share memory (tied weights) still do in the result.
 
     Args:
         tree: The same on all ranks, except for the local shards.
-        keep: Whether this rank wants them; where not, None stands in their place.
+        keep: Whether this rank keeps the full tensors; if False, its result has None instead of them.
     """
     # The sharded tensors are kept beside the full ones: else their memory, and with it the key, could be used again.
     done: dict[tuple[object, ...], tuple[DTensor, Tensor]] = {}
@@ -128,7 +128,7 @@ def gather_full(tree: object, *, keep: bool) -> object:
     def gather(value: object) -> object:
         if not is_sharded(value):
             return value
-        full = full_tensor(value)  # also of a second name: a rank that has no elements of it cannot tell that it is one
+        full = full_tensor(value)  # also for a second name, which a rank with an empty shard cannot recognize
         if not keep:
             return None
         part = _local(value)

@@ -155,7 +155,7 @@ def _some_come(rank: int, size: int, present: list[int]) -> str:
 def test_missing_ranks_are_named() -> None:
     first, _, third, _ = run_ranks(_some_come, 4, [0, 2], connect=False)
     for message in (first, third):
-        assert "ranks 1, 3 of 4 did not come within 0.5 s" in message
+        assert "Expected 4 ranks within 0.5 s, but ranks 1, 3 did not connect" in message
         assert socket.gethostname() in message
         assert "timeout=" in message
 
@@ -175,7 +175,7 @@ def _same_rank(rank: int, size: int) -> str:
 
 def test_two_processes_with_one_rank_are_named() -> None:
     messages = run_ranks(_same_rank, 2, connect=False)
-    assert sum("two processes have rank 0" in message for message in messages) == 1
+    assert sum("Expected one process with rank 0, got two" in message for message in messages) == 1
 
 
 def _other_size(rank: int, size: int) -> str:
@@ -185,7 +185,9 @@ def _other_size(rank: int, size: int) -> str:
 
 
 def test_different_counts_are_named() -> None:
-    assert any("counts" in message for message in run_ranks(_other_size, 2, connect=False))
+    assert any(
+        "Expected the same number of processes" in message for message in run_ranks(_other_size, 2, connect=False)
+    )
 
 
 def _failure_posted(rank: int, size: int) -> str:
@@ -205,21 +207,21 @@ def _failure_posted(rank: int, size: int) -> str:
 
 def test_a_failure_ends_the_waiting_at_once() -> None:
     message = run_ranks(_failure_posted, 2, connect=False)[0]
-    assert "rank 1 (host" in message
+    assert "Rank 1 (host" in message
     assert "no such file" in message
     assert "--- traceback of rank 1 ---" in message
 
 
 def test_a_taken_port_is_named() -> None:
     server = rendezvous.host_store("127.0.0.1", 0, SHORT)
-    with pytest.raises(LaunchError, match=rf"port {server.port} of this host is in use by process {os.getpid()} \("):
+    with pytest.raises(LaunchError, match=rf"got port {server.port}, which is in use by process {os.getpid()} \("):
         rendezvous.host_store("127.0.0.1", server.port, SHORT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_several_ranks_need_a_port(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOPWRIGHT_STORE", raising=False)
-    with pytest.raises(LaunchError, match=f"(?s)rank {rank} does not know where rank 0 is.*MASTER_PORT"):
+    with pytest.raises(LaunchError, match=f"(?s)port of rank 0 in the environment of rank {rank}.*MASTER_PORT"):
         rendezvous.open_store(Place(rank, 2, 0), SHORT)
 
 
@@ -227,7 +229,7 @@ def test_an_absent_host_is_named() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"rank 1 did not reach rank 0 at 127.0.0.1:{port}"):
+        with pytest.raises(LaunchError, match=f"Rank 1 could not connect to rank 0 at 127.0.0.1:{port}"):
             rendezvous.open_store(Place(1, 2, port), timedelta(seconds=0.2))
 
 
@@ -248,7 +250,7 @@ def _host_goes(rank: int, size: int, read: int, write: int) -> str:
 def test_a_store_that_goes_away_is_told() -> None:
     read, write = os.pipe()
     try:
-        assert "rank 0 lost the store" in run_ranks(_host_goes, 2, read, write, connect=False)[0]
+        assert "Rank 0 lost its connection to the store" in run_ranks(_host_goes, 2, read, write, connect=False)[0]
     finally:
         os.close(read)
         os.close(write)
@@ -257,9 +259,9 @@ def test_a_store_that_goes_away_is_told() -> None:
 def test_a_waiting_process_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_FIRST_REPORT_S", 0.05)
     store = rendezvous.attempt_store(rendezvous.host_store("127.0.0.1", 0, SHORT))
-    with pytest.raises(LaunchError, match="rank 1 of 2 did not come"):
-        rendezvous._call_roll(store, 0, 2, 0.3)
-    assert "rank 0 waits for rank 1" in caplog.text
+    with pytest.raises(LaunchError, match="rank 1 did not connect"):
+        rendezvous._register(store, 0, 2, 0.3)
+    assert "Rank 0 is waiting for rank 1" in caplog.text
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ def test_waiting_can_be_interrupted() -> None:
     store = rendezvous.attempt_store(rendezvous.host_store("127.0.0.1", 0, SHORT))
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        rendezvous._call_roll(store, 0, 2, 30)
+        rendezvous._register(store, 0, 2, 30)
 
 
 class Stranger:
@@ -374,7 +376,7 @@ class Stranger:
             one.close()
 
 
-def _meet_strangers(rank: int, size: int) -> list[str]:
+def _meet_other_programs(rank: int, size: int) -> list[str]:
     said = []
     for kind in ("silent", "http", "closes"):
         stranger = Stranger(kind)
@@ -387,9 +389,9 @@ def _meet_strangers(rank: int, size: int) -> list[str]:
     return said
 
 
-def test_a_stranger_at_the_port_is_named_within_the_time_out() -> None:
+def test_another_program_at_the_port_is_reported_within_the_timeout() -> None:
     # In a process of its own: the thread that torch tries in is left behind.
-    said = run_ranks(_meet_strangers, 1, connect=False)[0]
+    said = run_ranks(_meet_other_programs, 1, connect=False)[0]
     assert "did not answer within 1 s" in said[0]
     assert all("set MASTER_PORT to a free port" in one for one in said)
 

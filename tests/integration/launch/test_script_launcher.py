@@ -139,8 +139,8 @@ def test_a_rank_that_fails_while_it_starts_is_named_at_once(tmp_path: Path) -> N
     assert time.monotonic() - began < 150
     assert done.returncode == 1
     assert "OSError: no such data" in done.stderr
-    assert "RankFailure: rank 1 (host" in done.stderr
-    assert "failed before all ranks had met: the process ended with exit code 1" in done.stderr
+    assert "RankFailure: Rank 1 (host" in done.stderr
+    assert "failed before all ranks were connected: the process ended with exit code 1" in done.stderr
 
 
 def test_a_rank_that_dies_ends_one_that_does_not_notice(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_weights_of_other_shapes_are_all_named_with_what_to_do(read: str, tmp_pa
     text = str(caught.value)
     assert "size mismatch for net.0.weight" in text
     assert "size mismatch for net.0.bias" in text
-    assert "delete these from checkpoint['state_dict'] in on_load_checkpoint" in text
+    assert "delete these tensors from checkpoint['state_dict'] in on_load_checkpoint" in text
 
 
 class Leaves:

@@ -86,7 +86,7 @@ def test_a_strategy_can_be_sent_to_a_process_that_is_spawned() -> None:
 
 
 def test_without_a_cluster_the_processes_cannot_be_connected() -> None:
-    with pytest.raises(LaunchError, match="no cluster environment"):
+    with pytest.raises(LaunchError, match="Expected a cluster environment"):
         DDPStrategy().setup_environment()
 
 

@@ -53,5 +53,5 @@ def test_on_the_cpu_the_layers_are_named() -> None:
     module = TorchSyncBatchNorm().apply(model())
     check_sync_batchnorm(model(), torch.device("cpu"))
     check_sync_batchnorm(module, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"1, 2\.0 would run on 'cpu'"):
+    with pytest.raises(ConfigError, match=r"1, 2\.0 on 'cpu'"):
         check_sync_batchnorm(module, torch.device("cpu"))
