@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["inherit_descriptions", "passed_on"]
+__all__ = ["inherit_descriptions", "passed_on", "rest_of"]
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _SECTION = re.compile(r"^Args:\n((?: {4}.*\n)+)", re.MULTILINE)
@@ -20,9 +20,25 @@ def passed_on(target: Callable[..., object], arguments: Mapping[str, Any]) -> di
     Args:
         target: The function or the base class.
         arguments: The arguments by name: `locals()`, in the first line of the constructor.
+
+    Raises:
+        TypeError: The target names no argument.
     """
-    parameters = inspect.signature(target).parameters.values()
-    return {one.name: arguments[one.name] for one in parameters if one.kind not in _REST and one.name in arguments}
+    names = [one.name for one in inspect.signature(target).parameters.values() if one.kind not in _REST]
+    if not names:
+        raise TypeError(f"Expected a function that names its arguments, got {target!r}.")
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+def rest_of(arguments: Mapping[str, Any], *taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a constructor's arguments without `self` and those in `taken`; its `**kwargs` are among them by name.
+
+    Args:
+        arguments: A copy of `locals()`, from the first line of the constructor.
+        taken: What is passed on already.
+    """
+    used = {"self", "kwargs", "__class__"}.union(*taken)
+    return {**{name: value for name, value in arguments.items() if name not in used}, **arguments.get("kwargs", {})}
 
 
 def inherit_descriptions(cls: type) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
 from ..base import NoLoss, non_finite_norm
-from ..constructors import passed_on
+from ..constructors import passed_on, rest_of
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from ..distributed.shards import gather_full, is_sharded, local
@@ -127,11 +127,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         **kwargs: Any,
     ) -> None:
-        given, own = passed_on(ProcessGroupStrategy, locals()), passed_on(read_arguments, locals())
+        arguments = dict(locals())
+        given = passed_on(ProcessGroupStrategy, arguments)
         problems: list[tuple[str, str]] = []
         plan: ShardingPlan | None = None
         try:
-            plan = read_arguments(**own, **kwargs)
+            plan = read_arguments(**rest_of(arguments, given))
         except ConfigError as error:
             problems.append((error.what, error.fix))
         super().__init__(**given, problems=problems)

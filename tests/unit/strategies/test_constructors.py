@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -116,3 +117,39 @@ def test_the_command_line_accepts_arguments_of_torchs_wrapper() -> None:
     assert found.is_open
     assert "stall_timeout" in found.named
     assert found.named["stall_timeout"].text.startswith("Time without progress")
+
+
+def test_arguments_of_sharding_reach_the_plan() -> None:
+    default, plan = FSDPStrategy().plan, FSDPStrategy(
+        cpu_offload=True,
+        auto_wrap_policy={torch.nn.Linear},
+        activation_checkpointing=True,
+        sharding_strategy="SHARD_GRAD_OP",
+        state_dict_type="sharded",
+        backward_prefetch=2,
+        forward_prefetch=True,
+        param_init_fn=torch.nn.Module.cpu,
+        sync_module_states=False,
+        mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy(),
+        ignored_modules=[torch.nn.Linear(1, 1)],
+    ).plan  # fmt: skip
+    same = [one.name for one in fields(plan) if getattr(plan, one.name) == getattr(default, one.name)]
+    assert same == [
+        "is_hybrid",
+        "is_replicated",
+        "mesh",
+        "pin_memory",
+        "accumulate_dtype",
+        "shard_placement_fn",
+        "notes",
+    ]
+    hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)).plan
+    assert (hybrid.is_hybrid, hybrid.mesh) == (True, (2, 2))
+
+
+def test_arguments_cannot_be_lost_in_a_function_that_names_none() -> None:
+    def takes_any(**given: object) -> None:
+        del given
+
+    with pytest.raises(TypeError, match="names its arguments"):
+        passed_on(takes_any, {"a": 1})
