@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import parallel_apply, replicate
 
 from ..errors import ModuleError
 from .base import ALONE, Strategy, Topology
+from .distributed.collectives import op_name
 from .parallel import ParallelStrategy
 from .tree import leaves, map_leaves
 
@@ -116,8 +118,6 @@ class DataParallelStrategy(ParallelStrategy):
 
         The mean of integers is a float64.
         """
-        from .distributed.collectives import op_name
-
         if isinstance(group, str):
             reduce_op = group
         op = op_name(reduce_op)
@@ -186,8 +186,6 @@ class _Step(nn.Module):
 
 def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], parts: Sequence[object]) -> list[Any]:
     """Run the parts on copies of the module, in threads, and bring the outputs to the first device."""
-    from torch.nn.parallel import parallel_apply, replicate
-
     copies = replicate(_Step(module, name), list(devices), detach=not torch.is_grad_enabled())
     moved = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
     outputs = parallel_apply(copies, [m[0] for m in moved], [m[1] for m in moved], list(devices))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -92,8 +92,6 @@ class ParallelStrategy(Strategy):
             return Topology(rank, cluster.local_rank(), cluster.node_rank(), size, rank, size)
         if not self.is_connected:
             return ALONE
-        import torch.distributed as dist
-
         rank, size = dist.get_rank(), dist.get_world_size()
         local = int(os.environ.get("LOCAL_RANK", rank))
         return Topology(rank, local, int(os.environ.get("GROUP_RANK", 0)), size, rank, size)
@@ -137,9 +135,7 @@ class ParallelStrategy(Strategy):
     @property
     def is_connected(self) -> bool:
         """Whether this process is connected with others, so that collectives communicate."""
-        # Not imported yet means not initialized, and a run on one device must not pay for the import.
-        dist = sys.modules.get("torch.distributed")
-        return dist is not None and dist.is_available() and dist.is_initialized()
+        return dist.is_available() and dist.is_initialized()
 
     def setup_environment(self) -> None:
         """Make the device current and connect the processes. Called once in every process."""
@@ -231,8 +227,6 @@ class ParallelStrategy(Strategy):
         """Begin to add a tensor over ranks, in place, while other work continues; see `Strategy.start_sum`."""
         if not self.is_connected:
             return lambda: tensor
-        import torch.distributed as dist
-
         work = dist.all_reduce(tensor, async_op=True)
 
         def finish() -> Tensor:

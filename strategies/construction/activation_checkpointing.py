@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as AnyNorm
+from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError, ModuleError
 from .wrap_policy import repeated_blocks, select_modules
@@ -138,8 +139,6 @@ def _new(original: type[nn.Module]) -> nn.Module:
 def _run_twice(
     module: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    from torch.utils.checkpoint import checkpoint
-
     # By position: torch looks for devices, whose random numbers it repeats, in positional arguments only, and takes
     # keywords such as `debug` for its own.
     names = tuple(kwargs)

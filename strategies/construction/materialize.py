@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -153,8 +154,6 @@ def materialize_from_rank_zero(
     Raises:
         ModuleError: On all ranks: the modules differ, or the first rank has no values to give.
     """
-    import torch.distributed as dist
-
     root = module if root is None else root
     modules = modules_of_unit(module, inner)
     is_first = dist.get_rank(group) == 0
@@ -251,8 +250,6 @@ def _fills_itself(module: nn.Module) -> bool:
 def _check_alike(
     root: nn.Module, modules: Sequence[nn.Module], problems: Sequence[str], group: ProcessGroup | None
 ) -> None:
-    import torch.distributed as dist
-
     layout = _layout(root, modules)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (layout, list(problems)), group=group)

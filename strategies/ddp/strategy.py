@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...errors import ConfigError, ModuleError, nearest
 from ..base import NoLoss
 from ..constructors import passed_on
+from ..distributed import gradients
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from . import absence
 from .comm_hooks import CommHook, check_comm_hook
 from .local_sgd import ModelAveraging
 from .replica import NOTHING, Call, Replica, inside_a_replica, loss_tensor, replace_loss
@@ -158,9 +160,7 @@ class DDPStrategy(ProcessGroupStrategy):
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that no backward pass averaged; see `Strategy.average_gradients`."""
         if self.is_connected and self.world_size > 1:
-            from ..distributed.gradients import average_gradients
-
-            average_gradients(parameters)
+            gradients.average_gradients(parameters)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the module that the user wrote."""
@@ -235,9 +235,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def note_absence(self, window: str) -> Callable[[], int] | None:
         """Note in the store that this rank had no loss; see `Strategy.note_absence`."""
-        from .absence import note_absence  # not imported before a step returned no loss
-
-        return note_absence(window, self.device)
+        return absence.note_absence(window, self.device)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes add to the gradients of this rank only, if enabled.

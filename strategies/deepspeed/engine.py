@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError
@@ -404,8 +405,6 @@ def norm_of(tensors: list[Tensor], norm_type: float, device: torch.device) -> Te
 
 def norm_over_ranks(norm: Tensor, norm_type: float, group: Any = None) -> Tensor:  # Any: a process group
     """Return the norm over the ranks of a group, None for all, from the norm of each rank's shards."""
-    import torch.distributed as dist
-
     if group is None and dist.get_world_size() == 1:
         return norm
     if norm_type == float("inf"):

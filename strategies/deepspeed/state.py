@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -208,8 +209,6 @@ class Pending:
             source = self.source(local_fragment(root, parameter))
             assert source is not None
             return source.float().reshape(self.shape).clone()
-        import torch.distributed as dist
-
         buffer = torch.zeros(self.shape, dtype=torch.float32, device=root.engine.device)
         self.fill(buffer, local_fragment(root, parameter))
         dist.all_reduce(buffer)
@@ -366,8 +365,6 @@ def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str
 
 
 def _is_first() -> bool:
-    import torch.distributed as dist
-
     return dist.get_rank() == 0
 
 

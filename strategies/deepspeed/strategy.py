@@ -26,6 +26,7 @@ from . import ops, setup
 from .arguments import check_sections, read_given
 from .config import Config
 from .engine import EngineOptimizer, EngineRoot
+from .optimizers import make_optimizer
 from .partition import has_values, is_to_be_partitioned, partition
 from .pipeline import setup as pipelines
 from .pipeline.engine import PipelineRoot
@@ -300,8 +301,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if "optimizer" not in self.given_config and "scheduler" not in self.given_config:
             return None
         ops.import_deepspeed(self.logging_level)
-        from .optimizers import make_optimizer
-
         self._has_own_optimizer = True
         return make_optimizer(self.configure_deepspeed_config(self.given_config), module, self.where)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .shards import is_sharded, local
@@ -69,8 +70,6 @@ def over_shards(values: Tensor, tensors: Sequence[Tensor], *, is_max: bool) -> T
 
 
 def _combined(values: Tensor, mesh: DeviceMesh, axis: int, *, is_max: bool) -> Tensor:
-    import torch.distributed as dist
-
     group = mesh.get_group(axis)
     if not is_max:
         values = values.clone()
@@ -86,8 +85,6 @@ def largest_over_ranks(values: Tensor, group: object = None) -> Tensor:
         values: A floating-point tensor.
         group: Ranks that take part; None for all.
     """
-    import torch.distributed as dist
-
     # A NaN compares as neither larger nor smaller: gloo would keep or drop it by the order of the ranks.
     is_nan = values.isnan()
     both = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])

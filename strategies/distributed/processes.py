@@ -7,11 +7,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError, LaunchError, ModuleError, nearest
 from ..constructors import inherit_descriptions, passed_on
 from ..parallel import ParallelStrategy
+from .collectives import host_device, same_everywhere
+from .layer_sync import check_sync_batchnorm
+from .rendezvous import connect
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,8 +104,6 @@ class ProcessGroupStrategy(ParallelStrategy):
         Raises:
             LaunchError: This build of torch has no torch.distributed, or ranks are missing; lists them.
         """
-        import torch.distributed as dist
-
         if not dist.is_available():
             raise LaunchError(
                 f"{type(self).__name__} requires torch.distributed, which this build of torch does not include.",
@@ -115,8 +117,6 @@ class ProcessGroupStrategy(ParallelStrategy):
                 f"Expected a cluster environment for {type(self).__name__} to connect the processes, got None.",
                 fix="use it with Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
             )
-        from .rendezvous import connect
-
         connect(cluster, backend=self._backend(), timeout=self.timeout, device=self.device)
 
     def _backend(self) -> str:
@@ -133,9 +133,6 @@ class ProcessGroupStrategy(ParallelStrategy):
         Raises:
             ModuleError: The ranks built different modules, or parameters have no shape yet; lists them.
         """
-        from .collectives import host_device, same_everywhere
-        from .layer_sync import check_sync_batchnorm
-
         check_sync_batchnorm(module, self.device)
         lazy = [name for name, one in module.named_parameters() if isinstance(one, nn.UninitializedParameter)]
         if lazy:
@@ -172,8 +169,6 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None = No
         tensors: The same number, shapes and dtypes on all ranks of the group.
         group: Ranks that take part; None for all.
     """
-    import torch.distributed as dist
-
     first = 0 if group is None else dist.get_global_rank(group, 0)
     copies = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
     for work in [dist.broadcast(dense, src=first, group=group, async_op=True) for _, dense in copies]:

@@ -18,7 +18,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
 from ...errors import LaunchError, RankFailure
+from .port_owner import port_owner
 
 if TYPE_CHECKING:
     import torch
@@ -106,8 +111,6 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
         return _tcp_store(address, port, timeout or DEFAULT_TIMEOUT, is_master=True)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
-            from .port_owner import port_owner
-
             owner = port_owner(port)
             raise LaunchError(
                 f"Expected a free port for the store of rank 0, got port {port}, which is in use"
@@ -134,8 +137,6 @@ def attempt_store(base: Store) -> Store:
     torchrun's store outlives an attempt. Without a prefix for each attempt, a restarted process would read the
     addresses of processes that have ended.
     """
-    from torch.distributed.distributed_c10d import PrefixStore
-
     return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
 
 
@@ -218,8 +219,6 @@ def _not_a_store(address: str, port: int, rank: int, how: str) -> LaunchError:
 
 
 def _tcp_store(address: str, port: int, timeout: timedelta, *, is_master: bool) -> TCPStore:
-    import torch.distributed as dist
-
     store: TCPStore = dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing in torch's types
         address, port, world_size=None, is_master=is_master, timeout=timeout, wait_for_workers=False
     )
@@ -286,8 +285,6 @@ def connect(
             numbers of ranks differ.
         RankFailure: A rank failed before all ranks were connected.
     """
-    import torch.distributed as dist
-
     global _world, _num_worlds
     timeout = timeout or DEFAULT_TIMEOUT
     rank, size = cluster.global_rank(), cluster.world_size()
@@ -347,8 +344,6 @@ def disconnect() -> None:
     _world = None
     if world is None or not world.is_ours:
         return
-    import torch.distributed as dist
-
     _mark_left(world)
     if dist.is_initialized():
         # gloo's destructor waits for pending operations, and these may wait for another rank without limit.
@@ -375,10 +370,15 @@ def _hosts(rank: int) -> bool:
 
 
 def _store_of_group() -> Store:
+<<<<<<< HEAD
     """Return the store of an existing process group, with Loopwright's prefix."""
     from torch.distributed import distributed_c10d
 
     # torch has no public function for this; the name exists since torch 1.8.
+=======
+    """Return a store with a prefix of ours, on the store of an existing process group."""
+    # The only way to it; the name has been there since torch 1.8.
+>>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
     default: Store = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore("loopwright", default)
 

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ModuleError
+from ..construction.activation_checkpointing import apply_activation_checkpointing
 from ..construction.materialize import (
     check_materializable,
     empty_names,
@@ -96,8 +104,6 @@ def shard(
     chosen = [unit for _, unit in units.units]
     settings = _settings(plan, place.mesh, precision, place.device)
     if plan.activation_checkpointing is not None:
-        from ..construction.activation_checkpointing import apply_activation_checkpointing
-
         apply_activation_checkpointing(module, plan.activation_checkpointing, units=chosen)
     # A norm over a batch computes in its own dtype, whatever the rest does.
     exempt = _full_precision(module, plan, settings["mp_policy"])
@@ -188,8 +194,6 @@ def _named(module: nn.Module, names: set[str]) -> set[nn.Parameter]:
 
 
 def _check(module: nn.Module) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     old = [name for name, one in module.named_modules() if isinstance(one, FullyShardedDataParallel)]
     if old:
         raise ModuleError(

@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...errors import ConfigError, ModuleError
 from ..base import NoLoss, non_finite_norm
+<<<<<<< HEAD
 from ..constructors import passed_on, rest_of
+=======
+from ..constructors import passed_on
+from ..construction.deferred import DeferredInit
+from ..distributed import gradients
+from ..distributed.clipping import scale_to_norm, total_norm
+>>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from ..distributed.shards import gather_full, is_sharded, local
@@ -28,7 +36,6 @@ from .plan import ShardingPlan, check_mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
@@ -150,8 +157,6 @@ class FSDPStrategy(ProcessGroupStrategy):
     @property
     def mesh(self) -> DeviceMesh:
         """The processes as a grid: one axis, "shard", or two, "replicate" and "shard". On every rank: communicates."""
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
         if self._mesh is None:
             size = self.world_size
             sizes = check_mesh(self.plan, size, self._num_nodes())
@@ -209,8 +214,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         if empty_init is False:
             yield
             return
-        from ..construction.deferred import DeferredInit
-
         with DeferredInit(empty=bool(empty_init)):
             yield
 
@@ -218,8 +221,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return a context in which changes of a module without values are made when it gets them."""
         if not any(one.is_meta for one in [*module.parameters(), *module.buffers()]):
             return nullcontext()
-        from ..construction.deferred import DeferredInit
-
         return DeferredInit()
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -322,9 +323,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         known = {id(one) for root in self._roots for one in root.replicated}
         replicated = [one for one in parameters if not is_sharded(one) or id(one) in known]
         if replicated:
-            from ..distributed.gradients import average_gradients
-
-            average_gradients(replicated, self._reduce_group)
+            gradients.average_gradients(replicated, self._reduce_group)
         for root in self._roots:
             root.average_gradients(parameters)
 
@@ -486,8 +485,6 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
         """
-        from ..distributed.clipping import scale_to_norm, total_norm
-
         gradients = _gradients(optimizer)
         norm = total_norm(gradients, norm_type).to(self.device)
         if error_if_nonfinite and not bool(norm.isfinite()):

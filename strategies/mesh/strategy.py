@@ -6,13 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+<<<<<<< HEAD
 from torch import Tensor, nn
+=======
+import torch.distributed as dist
+from torch import Tensor
+>>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
 
 from ...errors import ConfigError
 from ..base import Topology, non_finite_norm
 from ..fsdp.strategy import FSDPStrategy
 from .axes import AXES, REST, MeshAxes, read_axes
+<<<<<<< HEAD
 from .pipeline.setup import runner_of
+=======
+from .groups import MeshGroups
+>>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,9 +30,12 @@ if TYPE_CHECKING:
 
     from ...protocols import StepFunction
     from ..fsdp.sharding import Place
+<<<<<<< HEAD
     from .groups import MeshGroups
     from .pipeline.options import Pipeline
     from .pipeline.window import PipelineRunner
+=======
+>>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
 
 __all__ = ["MeshStrategy"]
 
@@ -150,8 +162,6 @@ class MeshStrategy(FSDPStrategy):
     def groups(self) -> MeshGroups:
         """The meshes and process groups. On every rank: the first access communicates."""
         if self._groups is None:
-            from .groups import MeshGroups
-
             self._groups = MeshGroups(self.device.type, self.resolved_axes, self.axis_names)
         return self._groups
 
@@ -322,8 +332,6 @@ class MeshStrategy(FSDPStrategy):
         """Begin to add a tensor over the ranks that read different data; see `Strategy.start_sum`."""
         if not self.is_connected:
             return lambda: tensor
-        import torch.distributed as dist
-
         work = dist.all_reduce(tensor, group=self.groups.data, async_op=True)
 
         def finish() -> Tensor:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...accelerators.xla import import_xla
@@ -80,8 +81,6 @@ class HostCollectives:
 
     def sum_in_place(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
         """Overwrite tensors with their sums over ranks, times `scale`; one message for each dtype."""
-        import torch.distributed as dist
-
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault(tensor.dtype, []).append(tensor)
@@ -98,16 +97,12 @@ class HostCollectives:
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
         """Return the reduction over ranks."""
-        import torch.distributed as dist
-
         copy = tensor.cpu()
         dist.all_reduce(copy, getattr(dist.ReduceOp, op.upper()))
         return copy.to(tensor.device)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked."""
-        import torch.distributed as dist
-
         copy = tensor.cpu().contiguous()
         parts = [torch.empty_like(copy) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, copy)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
@@ -23,6 +24,7 @@ from ...protocols import StateDict, StepOutput
 from ..base import NoLoss, Strategy
 from ..constructors import passed_on
 from ..ddp.replica import loss_tensor, replace_loss
+from ..distributed.collectives import op_name
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
 from ..tree import map_leaves
 from .collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
@@ -299,8 +301,6 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
 
     def _fill_gaps(self, parameters: Sequence[Tensor]) -> None:
         """Set zeros as gradients that other ranks alone have: all ranks must run the same graph."""
-        import torch.distributed as dist
-
         there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
         if there.numel():
             dist.all_reduce(there, dist.ReduceOp.MAX)
@@ -348,8 +348,6 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
             group, reduce_op = None, group
         if not self._communicates:
             return tensor
-        from ..distributed.collectives import op_name
-
         op = op_name(reduce_op)
 
         def reduced(leaf: object) -> object:

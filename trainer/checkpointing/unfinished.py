@@ -15,6 +15,7 @@ import torch
 from ...callbacks import Callback, Checkpoint
 from ...data.rng import capture_rng, restore_rng
 from ...protocols import StateDict
+from ..loop import rank_rng
 from . import snapshot
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ def finish(trainer: Trainer, run: Run) -> None:
 
 def _end_validation(trainer: Trainer, run: Run, due: StateDict) -> None:
     """Bring on_validation_end, with the module and the random number generators as they are at a validation's end."""
-    from ..loop import rank_rng
-
     before = run.before_validation = snapshot.before_validation(run)
     before.is_over = True
     drawn = rank_rng.own_state(trainer.strategy, due["rng_of_ranks"], due.get("rng_places"))

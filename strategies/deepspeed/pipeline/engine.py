@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....errors import ConfigError, DataError, ModuleError
@@ -87,16 +88,12 @@ class PipelineRoot(EngineRoot):
 
     def sync_buffers(self) -> None:
         """Copy the first replica's buffers of this pipeline stage to the others. On every rank: it communicates."""
-        import torch.distributed as dist
-
         ranks = self.grid.get_data_parallel_group_ranks()
         for one in self.module.buffers() if len(ranks) > 1 else ():
             dist.broadcast(one.detach(), src=ranks[0], group=self.grid.get_data_parallel_group())
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to sum a tensor over replicas; return what waits for the sum. A replica's stages have equal values."""
-        import torch.distributed as dist
-
         work = dist.all_reduce(tensor, group=self.grid.get_data_parallel_group(), async_op=True)
 
         def finish() -> Tensor:
@@ -205,8 +202,6 @@ class PipelineRoot(EngineRoot):
 
     def _from_last_stage(self, outputs: StepOutput) -> StepOutput:
         """Return the outputs of this replica's last stage."""
-        import torch.distributed as dist
-
         source, group = self.pipeline_engine._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
         if dist.get_world_size(group) == 1:
             return outputs

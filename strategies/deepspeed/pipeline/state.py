@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....errors import CheckpointError, ModuleError
@@ -80,8 +81,6 @@ class StagePart(Pending):
 
     def full(self) -> Any:
         """Return the full tensor, or the stage's value of another kind. On every rank: it communicates."""
-        import torch.distributed as dist
-
         root, value = self.root, self.parameter
         known = root.layout.shapes[self.name]
         is_owner = root.grid.get_stage_id() == root.layout.owners[self.name] and value is not None
@@ -120,8 +119,6 @@ class StageSteps(Pending):
 
     def full(self) -> dict[int, State]:
         """Return the state of all pipeline stages, complete on rank 0. On every rank: it communicates."""
-        import torch.distributed as dist
-
         known: dict[str, State] = {}
         for theirs in reversed(_of_all_ranks({
             name: {key: None if isinstance(value, StagePart) else _on_host(value) for key, value in entry.items()}
@@ -142,8 +139,6 @@ class StageSteps(Pending):
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
-    import torch.distributed as dist
-
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

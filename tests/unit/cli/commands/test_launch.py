@@ -152,7 +152,7 @@ def test_what_cannot_work_is_said_before_anything_starts(line: str, message: str
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         plan("--nnodes 2 --strategy ddp_fork --nproc-per-node gpu a.py")
-    assert "3 things" in str(caught.value)
+    assert "3 problems" in str(caught.value)
 
 
 def test_a_problem_ends_the_command_with_a_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
