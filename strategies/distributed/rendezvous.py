@@ -370,15 +370,8 @@ def _hosts(rank: int) -> bool:
 
 
 def _store_of_group() -> Store:
-<<<<<<< HEAD
     """Return the store of an existing process group, with Loopwright's prefix."""
-    from torch.distributed import distributed_c10d
-
     # torch has no public function for this; the name exists since torch 1.8.
-=======
-    """Return a store with a prefix of ours, on the store of an existing process group."""
-    # The only way to it; the name has been there since torch 1.8.
->>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
     default: Store = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore("loopwright", default)
 

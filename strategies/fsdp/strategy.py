@@ -19,14 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...errors import ConfigError, ModuleError
 from ..base import NoLoss, non_finite_norm
-<<<<<<< HEAD
-from ..constructors import passed_on, rest_of
-=======
-from ..constructors import passed_on
 from ..construction.deferred import DeferredInit
+from ..constructors import passed_on, rest_of
 from ..distributed import gradients
 from ..distributed.clipping import scale_to_norm, total_norm
->>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from ..distributed.shards import gather_full, is_sharded, local

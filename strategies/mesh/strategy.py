@@ -6,22 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
-from torch import Tensor, nn
-=======
 import torch.distributed as dist
-from torch import Tensor
->>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
+from torch import Tensor, nn
 
 from ...errors import ConfigError
 from ..base import Topology, non_finite_norm
+from ..distributed.clipping import scale_to_norm, total_norm
 from ..fsdp.strategy import FSDPStrategy
 from .axes import AXES, REST, MeshAxes, read_axes
-<<<<<<< HEAD
-from .pipeline.setup import runner_of
-=======
 from .groups import MeshGroups
->>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
+from .pipeline.setup import runner_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,12 +24,8 @@ if TYPE_CHECKING:
 
     from ...protocols import StepFunction
     from ..fsdp.sharding import Place
-<<<<<<< HEAD
-    from .groups import MeshGroups
     from .pipeline.options import Pipeline
     from .pipeline.window import PipelineRunner
-=======
->>>>>>> 551b7d2 (strategies: imports that cost little are at the top of their files)
 
 __all__ = ["MeshStrategy"]
 
@@ -276,8 +266,6 @@ class MeshStrategy(FSDPStrategy):
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
         if not self.has_stages or not self.is_connected:
             return tensor
-        import torch.distributed as dist
-
         dist.broadcast(tensor, group=self._stage_group, group_src=self._last_stage_rank)
         return tensor
 
@@ -292,7 +280,6 @@ class MeshStrategy(FSDPStrategy):
         """Scale gradients so that their total norm, over all stages, is at most `max_norm`; see FSDPStrategy's."""
         if self._runner is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        from ..distributed.clipping import scale_to_norm, total_norm
         from .pipeline.gradients import counted_elsewhere, norm_over_stages
 
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
