@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....errors import ModuleError
 from .blocks import StagePlan, plan_stages
@@ -223,8 +224,6 @@ def _place(
 
 def _twins(sides: dict[str, tuple[nn.Module, bool]], device: torch.device | None) -> dict[str, tuple[nn.Module, Any]]:
     """Return copies of the modules before the blocks whose tensors are fake: they have shapes and no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     made = {}
