@@ -27,7 +27,7 @@ from .sources import ROOT, package_files, place, tree_of
 from .test_import_order import DOCUMENTED
 
 MIN_MS = 50
-# Module -> milliseconds over `import torch`, measured with torch 2.13 on a CPU: minimum of three fresh interpreters.
+# Module -> milliseconds over `import torch`, measured with torch 2.13 on a CPU in fresh interpreters.
 HEAVY = {
     "omegaconf": 88,
     "tensorboard": 117,

@@ -13,8 +13,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
+from .apply import apply, finish, running
 from .heads import head_problem, local_counts
-from .names import Problems
+from .names import STYLES, Problems
 from .sources import find_styles
 from .styles import Colwise, Embedding, Style, features, is_linear
 from .tied import Tied, find_tied
@@ -78,8 +79,6 @@ class TensorPlan:
             root: The module that the plan was made for.
             mesh: The axis "tp".
         """
-        from .apply import apply
-
         apply(self, modules, root, mesh)
 
     def finish(self, root: nn.Module) -> None:
@@ -88,14 +87,10 @@ class TensorPlan:
         Raises:
             ModuleError: A parameter was not applied; names it.
         """
-        from .apply import finish
-
         finish(self, root)
 
     def running(self, root: nn.Module) -> AbstractContextManager[None]:
         """Return a context for a method of the root, such as `training_step`, that is not its forward."""
-        from .apply import running
-
         return running(self, root)
 
     def shown(self, style: ParallelStyle) -> str:
@@ -217,8 +212,6 @@ def _keep_parts_of_logits(plan: TensorPlan) -> Problems:
 
 
 def _shown(style: ParallelStyle) -> str:
-    from .names import STYLES
-
     for name, make in STYLES.items():
         one = make()
         if type(one) is type(style) and vars(one) == vars(style):
