@@ -52,7 +52,6 @@ EXCUSED = {
         "strategies/ddp/comm_hooks.py",
         "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
     ): "one of several hooks, of which a run uses one",
-    ("compat/lightning/site/sitecustomize.py", "loopwright.compat.lightning"): "Python starts without it on an error",
     (
         "strategies/ddp/comm_hooks.py",
         "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
