@@ -6,7 +6,8 @@ An import may stand within a function if it is of
 2. a module that takes more than 50 ms over `import torch` (`HEAVY`), or a module of the package that imports one, or
    torch, where the file that imports it does without;
 3. a module that `import loopwright.Trainer` does not load, in a file that it does load: a feature of some runs;
-4. an engine (`strategies/ddp`, ...) or a command of the command line: a process uses one of several;
+4. an engine (`strategies/ddp`, ...), a part of a mesh (`strategies/mesh/pipeline`, ...) or a command of the command
+   line: a process uses one of several;
 5. a part that stands in a later row of the order of imports (`test_import_order.DOCUMENTED`).
 """
 
@@ -42,6 +43,7 @@ HEAVY = {
 # Packages that come with a required one, by the name under which they are imported.
 COMES_WITH_REQUIRED = {"google": "tensorboard", "yaml": "omegaconf", "typing_extensions": "torch"}
 PLATFORM = {"resource"}  # absent on Windows
+MESH_PARTS = {"pipeline", "tensor", "context", "experts"}
 ENGINES = {"ddp", "deepspeed", "fsdp", "mesh", "xla"}
 # (file, module): why an import stands within a function although no rule above allows it.
 EXCUSED = {
@@ -113,6 +115,10 @@ def _is_allowed(file: Path, target: str) -> bool:
     engine = target.split(".")[2] if target.startswith("loopwright.strategies.") else ""
     if engine in ENGINES and not module.startswith(f"loopwright.strategies.{engine}"):
         return True
+    parts = target.split(".")[:4]
+    if parts[:3] == ["loopwright", "strategies", "mesh"] and parts[-1] in MESH_PARTS:
+        if module.split(".")[:4] != parts:
+            return True
     if module == "loopwright.cli" and target.startswith("loopwright.cli.commands."):
         return True
     if (str(file.relative_to(ROOT)), target.split(".")[1] if "." in target else "") in DOCUMENTED:

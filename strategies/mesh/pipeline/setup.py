@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from ....errors import ModuleError
+from ...distributed.gradients import average_gradients
+from ...fsdp.root import root_of
+from .gradients import add_shared_gradients
+from .split import split_stages
+from .window import PipelineRunner
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +22,6 @@ if TYPE_CHECKING:
 
     from ...fsdp.root import ShardedRoot
     from .options import Pipeline
-    from .window import PipelineRunner
 
 __all__ = ["run_window", "runner_of", "split_module"]
 
@@ -45,9 +51,6 @@ def split_module(module: nn.Module, options: Pipeline, group: ProcessGroup, *, r
         ConfigError: A name in the options does not exist.
         ModuleError: The module cannot be split, or trains by manual optimization.
     """
-    from .split import split_stages
-    from .window import PipelineRunner
-
     if not getattr(module, "automatic_optimization", True):
         raise ModuleError(
             f"Expected automatic optimization with pipeline stages, got {type(module).__name__} with "
@@ -62,9 +65,6 @@ def run_window(
     runner: PipelineRunner, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor]
 ) -> Sequence[Any]:
     """Run a window through all stages, and reduce its gradients; see `Strategy.run_window`."""
-    from ...fsdp.root import root_of
-    from .gradients import add_shared_gradients
-
     root = root_of(runner.split.module)
     assert root is not None
     with _reducing_once(root):
@@ -79,10 +79,6 @@ def _reducing_once(root: ShardedRoot) -> Iterator[None]:
 
     Parameters stay gathered within it: forward and backward passes of several micro-batches alternate.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    from ...distributed.gradients import average_gradients
-
     units: Any = root  # Any: torch makes it an FSDPModule
     if not isinstance(root, FSDPModule):
         yield
