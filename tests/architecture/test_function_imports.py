@@ -116,9 +116,9 @@ def _is_allowed(file: Path, target: str) -> bool:
     if engine in ENGINES and not module.startswith(f"loopwright.strategies.{engine}"):
         return True
     parts = target.split(".")[:4]
-    if parts[:3] == ["loopwright", "strategies", "mesh"] and parts[-1] in MESH_PARTS:
-        if module.split(".")[:4] != parts:
-            return True
+    is_part = parts[:3] == ["loopwright", "strategies", "mesh"] and parts[-1] in MESH_PARTS
+    if is_part and module.split(".")[:4] != parts:
+        return True
     if module == "loopwright.cli" and target.startswith("loopwright.cli.commands."):
         return True
     if (str(file.relative_to(ROOT)), target.split(".")[1] if "." in target else "") in DOCUMENTED:
