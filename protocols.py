@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 __all__ = [
     "AnyBatch",
     "AnyLoaders",
     "AnyOutput",
+    "BackgroundPlugin",
     "Batch",
+    "CheckpointPlugin",
+    "Cluster",
     "Gather",
     "Loader",
     "Loaders",
     "MapLocation",
+    "Rendezvous",
     "StateDict",
     "Stateful",
     "StatefulLoader",
@@ -101,4 +107,103 @@ class StoredTensor(Protocol):
 
     def view_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
         """Return the slice in the memory that its file is mapped to; None if that is not possible."""
+        ...
+
+
+class CheckpointPlugin(Protocol):
+    """What a strategy saves, loads and removes checkpoints with: a `CheckpointIO`, or any object with its methods."""
+
+    def save_checkpoint(self, checkpoint: StateDict, path: str | Path, /, storage_options: Any = None) -> object:
+        """Write a checkpoint; when this returns, it is written or being written."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> Callable[..., Any]:
+        """Returns the checkpoint at a path; called with those of the arguments of `CheckpointIO` that it accepts."""
+        ...
+
+    def remove_checkpoint(self, path: str | Path, /) -> object:
+        """Remove the checkpoint at a path."""
+        ...
+
+
+class BackgroundPlugin(CheckpointPlugin, Protocol):
+    """A plugin whose `save_checkpoint` returns before the file is complete, such as `AsyncCheckpointIO`."""
+
+    on_failure: Callable[[], None] | None
+    """Called in the thread that writes when a save failed; set by the Trainer."""
+
+    def save_checkpoint(
+        self,
+        checkpoint: StateDict,
+        path: str | Path,
+        /,
+        storage_options: Any = None,
+        *,
+        also_to: Sequence[str | Path] = ...,
+    ) -> object:
+        """Begin to write a checkpoint to `path`, and after that to the paths in `also_to`."""
+        ...
+
+    def wait(self, *, before_save: bool = ...) -> object:
+        """Wait for the pending save, and raise its error."""
+        ...
+
+    def wait_for(self, path: str | Path, /) -> object:
+        """Return when no save is pending; raise the error of the save to this very path."""
+        ...
+
+
+class Rendezvous(Protocol):
+    """What a process needs to know to connect with the others."""
+
+    @property
+    def main_address(self) -> str:
+        """Host name or address of the process with global rank 0."""
+        ...
+
+    @property
+    def main_port(self) -> int:
+        """Port on which the process with global rank 0 listens; 0 if the launcher opens one later, or it is alone."""
+        ...
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        ...
+
+    def global_rank(self) -> int:
+        """Return the rank among all processes."""
+        ...
+
+
+class Cluster(Rendezvous, Protocol):
+    """Ranks, sizes, and the address of rank 0: a `ClusterEnvironment`, or any object with its methods."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether another program (torchrun, SLURM) starts all processes."""
+        ...
+
+    def set_world_size(self, size: int, /) -> None:
+        """Set the number of processes, if Loopwright starts them."""
+        ...
+
+    def set_global_rank(self, rank: int, /) -> None:
+        """Set the rank among all processes, if Loopwright starts them."""
+        ...
+
+    def local_rank(self) -> int:
+        """Return the rank among the processes of this node."""
+        ...
+
+    def node_rank(self) -> int:
+        """Return the rank of this node."""
+        ...
+
+    def validate_settings(self, num_devices: int, num_nodes: int, /) -> None:
+        """Raise an error if the started processes differ from the arguments."""
+        ...
+
+    def teardown(self) -> None:
+        """Undo what this object changed in the process."""
         ...

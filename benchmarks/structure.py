@@ -1,8 +1,9 @@
 """Prints the structure of the package as numbers: `python benchmarks/structure.py [GIT_REF ...]`.
 
 Without a reference the files on disk are counted; with references, one column each, as of those commits. Counted per
-room (a folder): files and lines. Counted over the package: functions above 40 and 80 lines, `Any` per thousand lines,
-documented public things, imports within functions, and import cycles when typing-only imports count as imports.
+room (a folder): files, lines, and `Any` per thousand lines. Counted over the package: functions above 40 and 80 lines,
+`Any` per thousand lines, documented public things, imports within functions, and import cycles when typing-only imports
+count as imports.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Structure:
     """The numbers of one tree.
 
     Attributes:
-        rooms: Folder -> (files, lines).
+        rooms: Folder -> (files, lines, occurrences of the name `Any`).
         functions: Lengths of all functions, in lines.
         any_names: Occurrences of the name `Any` in code: annotations, imports, casts.
         lines: Lines of all files.
@@ -40,7 +41,7 @@ class Structure:
         cycles: Groups of modules that import each other, typing-only imports included: their sizes, largest first.
     """
 
-    rooms: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rooms: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     functions: list[int] = field(default_factory=list)
     any_names: int = 0
     lines: int = 0
@@ -70,20 +71,22 @@ def measure(sources: dict[str, str]) -> Structure:
     """Count everything in `sources`: path -> text."""
     result = Structure()
     trees = {name: ast.parse(text, name) for name, text in sources.items()}
-    rooms: dict[str, list[int]] = defaultdict(list)
+    rooms: dict[str, list[tuple[int, int]]] = defaultdict(list)
     documented = public = 0
     for name, tree in trees.items():
-        rooms[str(PurePosixPath(name).parent)].append(sources[name].count("\n"))
+        any_names = len(re.findall(r"\bAny\b", sources[name]))
+        rooms[str(PurePosixPath(name).parent)].append((sources[name].count("\n"), any_names))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 result.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
-        result.any_names += len(re.findall(r"\bAny\b", sources[name]))
+        result.any_names += any_names
         result.local_imports += sum(1 for _ in _local_imports(tree))
         for node in _public(tree):
             public += 1
             documented += ast.get_docstring(node) is not None
-    result.rooms = {room: (len(lengths), sum(lengths)) for room, lengths in sorted(rooms.items())}
-    result.lines = sum(lines for _, lines in result.rooms.values())
+    for room, files in sorted(rooms.items()):
+        result.rooms[room] = len(files), sum(lines for lines, _ in files), sum(found for _, found in files)
+    result.lines = sum(lines for _, lines, _ in result.rooms.values())
     result.public = (public, documented)
     result.cycles = _cycles(trees)
     return result
@@ -172,11 +175,11 @@ def _rows(columns: list[Structure]) -> Iterator[list[str]]:
     def row(name: str, values: list[str]) -> list[str]:
         return [name, *values]
 
-    files = [sum(count for count, _ in one.rooms.values()) for one in columns]
+    files = [sum(count for count, _, _ in one.rooms.values()) for one in columns]
     yield row("files", [f"{count:,}" for count in files])
     yield row("lines", [f"{one.lines:,}" for one in columns])
     yield row("rooms", [str(len(one.rooms)) for one in columns])
-    crowded = [[f"{room} {count}" for room, (count, _) in one.rooms.items() if count > CROWDED] for one in columns]
+    crowded = [[f"{room} {count}" for room, (count, _, _) in one.rooms.items() if count > CROWDED] for one in columns]
     yield row(f"rooms above {CROWDED} files", [", ".join(rooms) or "none" for rooms in crowded])
     yield row("functions above 40 lines", [f"{one.share_above(40):.1%}" for one in columns])
     yield row("functions above 80 lines", [f"{one.share_above(80):.1%}" for one in columns])
@@ -187,7 +190,12 @@ def _rows(columns: list[Structure]) -> Iterator[list[str]]:
     yield row("import cycles with typing-only imports (modules in each)", cycles)
     for room in sorted({room for one in columns for room in one.rooms}):
         counted = [one.rooms.get(room) for one in columns]
-        yield row(room, ["" if one is None else f"{one[0]} files, {one[1]:,} lines" for one in counted])
+        yield row(room, ["" if one is None else _room(*one) for one in counted])
+
+
+def _room(files: int, lines: int, any_names: int) -> str:
+    density = 1000 * any_names / lines if lines else 0.0
+    return f"{files} files, {lines:,} lines, {density:.1f} `Any`"
 
 
 def main() -> None:

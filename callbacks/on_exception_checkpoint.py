@@ -64,4 +64,4 @@ class OnExceptionCheckpoint(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Remove the checkpoint of an earlier failure: the training has succeeded."""
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
-            trainer.strategy.checkpoint_io.remove_checkpoint(self.ckpt_path)
+            trainer.fabric.checkpoint_io.remove_checkpoint(self.ckpt_path)

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigError
-from ..protocols import MapLocation, StateDict
-from .checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through
+from ..protocols import CheckpointPlugin, MapLocation, StateDict
+from .checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through, saves_in_background
 from .host_copy import HostCopy
 from .plain import require_plain
 from .sharded import holds_sharded
@@ -57,18 +57,18 @@ class AsyncCheckpointIO(CheckpointIO):
 
     is_background = True
 
-    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+    def __init__(self, checkpoint_io: CheckpointPlugin | None = None) -> None:
         if checkpoint_io is not None and not callable(getattr(checkpoint_io, "save_checkpoint", None)):
             raise ConfigError(
                 f"Expected a CheckpointIO for AsyncCheckpointIO, got {checkpoint_io!r}.",
                 fix="pass a CheckpointIO, or omit it.",
             )
-        if isinstance(checkpoint_io, CheckpointIO) and checkpoint_io.is_background:
+        if saves_in_background(checkpoint_io):
             raise ConfigError(
                 f"Expected a CheckpointIO that does not save in the background, got {type(checkpoint_io).__name__}.",
                 fix="wrap the plugin that writes the files.",
             )
-        self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
+        self.checkpoint_io: CheckpointPlugin = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.on_failure: Callable[[], None] | None = None
         # A user's plugin may keep the checkpoint: the next copy must not overwrite it.
         self._is_ours = type(self.checkpoint_io) is TorchCheckpointIO

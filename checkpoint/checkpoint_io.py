@@ -7,12 +7,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from ..protocols import MapLocation, StateDict, StorageOptions
+from ..protocols import BackgroundPlugin, CheckpointPlugin, MapLocation, StateDict, StorageOptions
 from . import storage
 
-__all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through"]
+__all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through", "saves_in_background"]
 
 
 class CheckpointIO(ABC):
@@ -127,8 +127,13 @@ class TorchCheckpointIO(CheckpointIO):
         storage.remove(path)
 
 
+def saves_in_background(io: CheckpointPlugin | None) -> TypeGuard[BackgroundPlugin]:
+    """Return whether a save through this plugin returns before the file is complete."""
+    return isinstance(io, CheckpointIO) and io.is_background
+
+
 def load_through(
-    io: Any,  # Any: a user's own, with whatever arguments its load_checkpoint has
+    io: CheckpointPlugin,
     path: str | Path,
     *,
     map_location: MapLocation,
@@ -140,7 +145,7 @@ def load_through(
     Older plugins accept neither map_location nor weights_only.
 
     Args:
-        io: A CheckpointIO.
+        io: Reads the checkpoint.
         path: File, folder or URL.
         map_location: As in torch.load.
         weights_only: Whether to read tensors and plain values only.

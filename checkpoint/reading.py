@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .checkpoint_io import CheckpointIO, load_through
+from ..protocols import CheckpointPlugin
+from .checkpoint_io import load_through, saves_in_background
 
 __all__ = ["Ranks", "read_on_all_ranks"]
 
@@ -22,7 +23,7 @@ __all__ = ["Ranks", "read_on_all_ranks"]
 _PAUSES_S = (0.05, 0.2, 1.0, 4.0)
 
 
-# Any in this file: a user's own IO, what it returns, and what ranks exchange.
+# Any in this file: what an IO returns, and what ranks exchange.
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The processes that read a checkpoint.
@@ -40,11 +41,11 @@ class Ranks:
     together: Callable[[Callable[[], object]], Any]
 
 
-def read_on_all_ranks(io: Any, path: str | Path, ranks: Ranks, *, is_safe: bool, by_parts: bool) -> Any:
+def read_on_all_ranks(io: CheckpointPlugin, path: str | Path, ranks: Ranks, *, is_safe: bool, by_parts: bool) -> Any:
     """Wait for saves in the background, and return the content of a checkpoint, on the CPU. On every rank.
 
     Args:
-        io: A CheckpointIO. Ranks can agree only on what it can `identify`.
+        io: Reads the checkpoint. Ranks can agree only on what it can `identify`.
         path: File, folder or URL. A rank that passes another path than rank 0 reads what is there.
         ranks: Who reads.
         is_safe: Whether to read tensors and plain values only.
@@ -58,11 +59,10 @@ def read_on_all_ranks(io: Any, path: str | Path, ranks: Ranks, *, is_safe: bool,
     """
     if ranks.size == 1:
         return _read(io, path, is_safe=is_safe, by_parts=by_parts, is_verified=False)
-    waits = isinstance(io, CheckpointIO) and io.is_background
     share = getattr(io, "verify_share", None) if by_parts else None
     for pause_s in (0.0, *_PAUSES_S):
         time.sleep(pause_s)
-        if waits:  # which rank writes depends on the format: on others nothing is pending
+        if saves_in_background(io):  # which rank writes depends on the format: on others nothing is pending
             ranks.together(lambda: io.wait_for(path))
         attempt = _Attempt(io, path, ranks)
         # Only the others' success makes this rank's share enough.
@@ -85,7 +85,7 @@ class _Attempt:
         is_other: Whether this rank saw another one, before or after what it did.
     """
 
-    def __init__(self, io: Any, path: str | Path, ranks: Ranks) -> None:
+    def __init__(self, io: CheckpointPlugin, path: str | Path, ranks: Ranks) -> None:
         self._identify: Callable[[Any], str | None] = getattr(io, "identify", lambda path: None)
         self._path = path
         self._ranks = ranks
@@ -118,6 +118,6 @@ class _Attempt:
         return self.is_other
 
 
-def _read(io: Any, path: str | Path, *, is_safe: bool, by_parts: bool, is_verified: bool) -> Any:
+def _read(io: CheckpointPlugin, path: str | Path, *, is_safe: bool, by_parts: bool, is_verified: bool) -> Any:
     optional = {**({"lazy": True} if by_parts else {}), **({"verify": False} if is_verified else {})}
     return load_through(io, path, map_location="cpu", weights_only=is_safe, optional=optional)

@@ -14,7 +14,7 @@ from ..precision import MixedPrecision, Precision
 from ..strategies import STRATEGY_REGISTRY, Given, Strategy
 
 if TYPE_CHECKING:
-    from .cluster import ClusterEnvironment
+    from ..protocols import CheckpointPlugin, Cluster
 
 __all__ = [
     "Plugins",
@@ -52,8 +52,8 @@ class Plugins:
     """The plugins by kind; None where no plugin of a kind was passed."""
 
     precision: Precision | None = None
-    checkpoint_io: Any = None  # Any: see Parts
-    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointPlugin | None = None
+    cluster_environment: Cluster | None = None
     layer_sync: Any = None  # Any: see Parts
 
 

@@ -36,6 +36,7 @@ from .state import bare, collect_state, put_back, put_back_state
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ..protocols import CheckpointPlugin, Cluster
     from .accumulation import Accumulation, Reader, Window
     from .dataloaders import EvaluationPass
     from .watch import Watch
@@ -217,12 +218,14 @@ class Fabric:
         return self.loggers[0]
 
     @property
-    def checkpoint_io(self) -> Any:  # Any: a user's checkpoint IO
+    def checkpoint_io(self) -> CheckpointPlugin:
         """The checkpoint IO."""
-        return self.strategy.checkpoint_io
+        checkpoint_io = self.strategy.checkpoint_io
+        assert checkpoint_io is not None  # `fill` set one
+        return checkpoint_io
 
     @property
-    def cluster_environment(self) -> Any:  # Any: a ClusterEnvironment, which one process need not import
+    def cluster_environment(self) -> Cluster | None:
         """The cluster environment, with ranks and addresses; None with one process."""
         return self._cluster
 
@@ -1052,7 +1055,7 @@ def _does_something(precision: Precision, name: str) -> bool:
     return method is not getattr(Precision, name)
 
 
-def _default_checkpoint_io() -> object:
+def _default_checkpoint_io() -> CheckpointPlugin:
     return TorchCheckpointIO()
 
 

@@ -35,7 +35,7 @@ from .choose import (
 from .launch import InProcessLauncher
 
 if TYPE_CHECKING:
-    from .cluster import ClusterEnvironment
+    from ..protocols import CheckpointPlugin, Cluster
 
 __all__ = ["Environment", "Parts", "resolve"]
 
@@ -67,9 +67,9 @@ class Parts:
     devices: tuple[torch.device, ...]
     """One per process of this node."""
     num_nodes: int
-    checkpoint_io: Any  # Any: a user's checkpoint IO
+    checkpoint_io: CheckpointPlugin | None
     """None uses Fabric's default."""
-    cluster_environment: ClusterEnvironment | None
+    cluster_environment: Cluster | None
     """None with one process and an environment that indicates no others."""
     layer_sync: Any  # Any: a user's layer synchronization
     """For strategies with several processes; None if none was passed."""
@@ -314,7 +314,7 @@ def _speaks_of_processes(variables: Mapping[str, str]) -> bool:
     return any(name in variables for name in _OF_PROCESSES) or "mpi4py.MPI" in sys.modules
 
 
-def _detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
+def _detect(variables: Mapping[str, str] | None) -> Cluster:
     from .world import detect
 
     return detect(variables)
@@ -325,7 +325,7 @@ def _is_launched_by_us(variables: Mapping[str, str]) -> bool:
     return variables.get("LOOPWRIGHT_STORE") == "hosted"
 
 
-def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, num_nodes: int) -> list[torch.device]:
+def _find_devices(choice: tuple[Any, ...], cluster: Cluster | None, num_nodes: int) -> list[torch.device]:
     """Return one device per process of this node, from the existing processes or the user's choice."""
     devices, accelerator, _, given, *_ = choice
     if cluster is not None and not given.parallel_devices:
@@ -337,9 +337,7 @@ def _find_devices(choice: tuple[Any, ...], cluster: ClusterEnvironment | None, n
     return find_devices(*choice)
 
 
-def _auto(
-    devices: list[torch.device], num_nodes: int, cluster: ClusterEnvironment | None, interactive: bool
-) -> Strategy:
+def _auto(devices: list[torch.device], num_nodes: int, cluster: Cluster | None, interactive: bool) -> Strategy:
     """Return the strategy for "auto"."""
     num_devices = len(devices)
     if devices[0].type == "xla":

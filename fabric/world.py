@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -16,7 +16,7 @@ from .launch import ExternalLauncher, InProcessLauncher, ProcessLauncher, Script
 from .launch.processes import check_start_method
 
 if TYPE_CHECKING:
-    from .cluster import ClusterEnvironment
+    from ..protocols import Cluster
 
 __all__ = [
     "auto_strategy",
@@ -85,32 +85,45 @@ def _plain(name: str, value: object) -> str:
 # -- processes that exist --------------------------------------------------------------------------------------------
 
 
-def detect(variables: Mapping[str, str] | None) -> ClusterEnvironment:
+def detect(variables: Mapping[str, str] | None) -> Cluster:
     """Return the cluster environment for these variables; None reads this process's variables on each access."""
     return detect_cluster(variables)
 
 
-def num_local_processes(cluster: ClusterEnvironment, num_nodes: int) -> int | None:
+def num_local_processes(cluster: Cluster, num_nodes: int) -> int | None:
     """Return the number of processes on this node; None if they are not started yet, or unknown."""
     if not cluster.creates_processes_externally:
         return None
-    local = cluster.num_local_processes()
+    local = _count_local_processes(cluster)
     size = cluster.world_size()
     if local is None and size > 1 and size % num_nodes == 0:
         local = size // num_nodes
     return local
 
 
-def infer_num_nodes(cluster: ClusterEnvironment, num_nodes: int) -> int:
+@runtime_checkable
+class _CountsLocalProcesses(Protocol):
+    """A cluster environment that may know how many processes its node has; `Cluster` does not ask for it."""
+
+    def num_local_processes(self) -> int | None:
+        """Return the number of processes on this node; None if unknown."""
+        ...
+
+
+def _count_local_processes(cluster: Cluster) -> int | None:
+    return cluster.num_local_processes() if isinstance(cluster, _CountsLocalProcesses) else None
+
+
+def infer_num_nodes(cluster: Cluster, num_nodes: int) -> int:
     """Return the number of nodes: the user's value, or the environment's if the user gave none."""
     if num_nodes > 1 or not cluster.creates_processes_externally:
         return num_nodes
-    local, size = cluster.num_local_processes(), cluster.world_size()
+    local, size = _count_local_processes(cluster), cluster.world_size()
     return size // local if local and size > local and size % local == 0 else num_nodes
 
 
 def local_devices(
-    devices: object, accelerator: Accelerator, cluster: ClusterEnvironment, num_nodes: int
+    devices: object, accelerator: Accelerator, cluster: Cluster, num_nodes: int
 ) -> list[torch.device] | None:
     """Return one device for each process already running on this node; None if `devices=` alone decides.
 
@@ -131,7 +144,7 @@ def local_devices(
     return accelerator.get_parallel_devices(accelerator.parse_devices(local)) if is_auto else None
 
 
-def check_world(cluster: ClusterEnvironment, variables: Mapping[str, str], num_devices: int, num_nodes: int) -> None:
+def check_world(cluster: Cluster, variables: Mapping[str, str], num_devices: int, num_nodes: int) -> None:
     """Compare the existing processes with those that the arguments request.
 
     Raises:
@@ -153,9 +166,7 @@ def check_world(cluster: ClusterEnvironment, variables: Mapping[str, str], num_d
 # -- launchers -------------------------------------------------------------------------------------------------
 
 
-def auto_strategy(
-    num_devices: int, num_nodes: int, cluster: ClusterEnvironment | None, *, interactive: bool
-) -> str | None:
+def auto_strategy(num_devices: int, num_nodes: int, cluster: Cluster | None, *, interactive: bool) -> str | None:
     """Return the name of the strategy that "auto" selects for several processes; None if there is one process."""
     exists = cluster is not None and cluster.creates_processes_externally
     is_several = num_devices * num_nodes > 1 or (exists and cluster is not None and cluster.world_size() > 1)
@@ -164,9 +175,7 @@ def auto_strategy(
     return "ddp_fork" if interactive and num_nodes == 1 and not exists else "ddp"
 
 
-def choose_launcher(
-    strategy: Strategy, cluster: ClusterEnvironment | None, num_devices: int, num_nodes: int
-) -> Launcher:
+def choose_launcher(strategy: Strategy, cluster: Cluster | None, num_devices: int, num_nodes: int) -> Launcher:
     """Return the launcher of the strategy, or the one that `start_method` and the environment require.
 
     Raises:

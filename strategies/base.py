@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
-    from ..protocols import StateDict, StepFunction
+    from ..protocols import CheckpointPlugin, StateDict, StepFunction
 
 __all__ = ["Given", "Launcher", "NoLoss", "RunWindow", "Strategy", "Topology", "TrainerConfig"]
 
@@ -89,7 +89,7 @@ class Strategy(Capabilities):
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     _accelerator: Accelerator | None = None
-    _checkpoint_io: Any = None  # Any: a checkpoint IO, whose package lies above this one
+    _checkpoint_io: CheckpointPlugin | None = None
     _precision: Precision | None = None
     _device: torch.device | None = None
     # Choices of Fabric where the user made none; replaced entirely when another Fabric takes the strategy.
@@ -98,7 +98,7 @@ class Strategy(Capabilities):
     def __init__(
         self,
         accelerator: Accelerator | None = None,
-        checkpoint_io: Any = None,  # Any: see above
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         *,
         precision: Precision | None = None,
@@ -199,7 +199,7 @@ class Strategy(Capabilities):
     precision_plugin = precision
 
     @property
-    def checkpoint_io(self) -> Any:  # Any: see __init__
+    def checkpoint_io(self) -> CheckpointPlugin | None:
         """What reads and writes checkpoints; None until Fabric sets it."""
         if self._checkpoint_io is not None:
             return self._checkpoint_io
@@ -208,7 +208,7 @@ class Strategy(Capabilities):
         return self._filled.get("checkpoint_io")
 
     @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: object) -> None:
+    def checkpoint_io(self, checkpoint_io: CheckpointPlugin | None) -> None:
         self._checkpoint_io = checkpoint_io
 
     @property

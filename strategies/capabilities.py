@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
     from ..precision import Precision
+    from ..protocols import CheckpointPlugin, Cluster
 
 __all__ = ["Capabilities", "Given", "Launcher", "TrainerConfig"]
 
@@ -72,8 +73,8 @@ class Given:
     device: torch.device | None = None
     parallel_devices: tuple[torch.device, ...] | None = None
     precision: Precision | None = None
-    checkpoint_io: Any = None  # Any: a checkpoint IO, whose package lies above this one
-    cluster_environment: Any = None  # Any: a ClusterEnvironment, whose package lies above this one
+    checkpoint_io: CheckpointPlugin | None = None
+    cluster_environment: Cluster | None = None
 
 
 class Capabilities:

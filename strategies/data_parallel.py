@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
     from ..precision import Precision
-    from ..protocols import StepFunction
+    from ..protocols import CheckpointPlugin, StepFunction
 
 __all__ = ["DataParallelStrategy"]
 
@@ -64,7 +64,7 @@ class DataParallelStrategy(ParallelStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        checkpoint_io: Any = None,  # Any: see Strategy
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         *,
         precision: Precision | None = None,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
     from ..precision import Precision
+    from ..protocols import CheckpointPlugin, Cluster
 
 __all__ = ["ParallelStrategy"]
 
@@ -44,15 +45,15 @@ class ParallelStrategy(Strategy):
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     parallel_devices: list[torch.device] | None = None
-    cluster_environment: Any = None  # Any: a ClusterEnvironment, whose package lies above this one
+    cluster_environment: Cluster | None = None
     _topology: Topology | None = None  # fixed once the processes are connected
 
     def __init__(
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Any = None,  # Any: see above
-        checkpoint_io: Any = None,  # Any: see Strategy
+        cluster_environment: Cluster | None = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         *,
         precision: Precision | None = None,
@@ -77,7 +78,7 @@ class ParallelStrategy(Strategy):
         self._topology = None
 
     @property
-    def cluster(self) -> Any:  # Any: see __init__
+    def cluster(self) -> Cluster | None:
         """The cluster environment: the user's, else Fabric's; None without either."""
         return self.cluster_environment or self._filled.get("cluster_environment")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from .registry import STRATEGY_REGISTRY
 if TYPE_CHECKING:
     from ..accelerators import Accelerator
     from ..precision import Precision
+    from ..protocols import CheckpointPlugin
 
 __all__ = ["SingleDeviceStrategy"]
 
@@ -40,7 +41,7 @@ class SingleDeviceStrategy(Strategy):
         self,
         device: torch.device | str | int | None = None,
         accelerator: Accelerator | None = None,
-        checkpoint_io: Any = None,  # Any: see Strategy
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         *,
         precision: Precision | None = None,

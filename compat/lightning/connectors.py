@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from ...protocols import Cluster
     from ...trainer.trainer import Trainer
 
 __all__ = ["LoopView", "ResultsView", "bind_strategy", "replace_optimizers"]
@@ -145,7 +146,7 @@ class _AcceleratorConnector:
         return bool(self._trainer.use_distributed_sampler)
 
     @property
-    def cluster_environment(self) -> Any:  # Any: a cluster of any kind
+    def cluster_environment(self) -> Cluster | None:
         """The strategy, which provides the other processes."""
         return self._trainer.fabric.cluster_environment
 

@@ -10,7 +10,7 @@ from . import InProcessLauncher
 from .parent_watchdog import watch_parent
 
 if TYPE_CHECKING:
-    from ..cluster import ClusterEnvironment
+    from ...protocols import Cluster
     from .script import ScriptLauncher
 
 __all__ = ["ExternalLauncher"]
@@ -27,7 +27,7 @@ class ExternalLauncher(InProcessLauncher):
         num_nodes: Number of nodes, from the user's arguments.
     """
 
-    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+    def __init__(self, cluster: Cluster, num_processes: int, num_nodes: int = 1) -> None:
         self._cluster = cluster
         self._num_processes = num_processes
         self._num_nodes = num_nodes

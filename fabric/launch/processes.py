@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store, TCPStore
 
-    from ..cluster import ClusterEnvironment
+    from ...protocols import Cluster
 
 __all__ = ["START_METHODS", "ProcessLauncher"]
 
@@ -87,7 +87,7 @@ class ProcessLauncher(InProcessLauncher):
         ConfigError: The start method is unknown or unavailable on this system.
     """
 
-    def __init__(self, start_method: str, cluster: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+    def __init__(self, start_method: str, cluster: Cluster, num_processes: int, num_nodes: int = 1) -> None:
         check_start_method(start_method)
         self.start_method = start_method
         self._cluster = cluster

@@ -30,7 +30,7 @@ from .variables import rank_variables
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-    from ..cluster import ClusterEnvironment
+    from ...protocols import Cluster
 
 __all__ = ["ScriptLauncher", "leave_ended_job", "num_threads_per_process", "started_here"]
 
@@ -69,7 +69,7 @@ class ScriptLauncher(InProcessLauncher):
             a collective breaks or the watch ends it. None for no limit.
     """
 
-    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+    def __init__(self, cluster: Cluster, num_processes: int, num_nodes: int = 1) -> None:
         self.grace_s: float | None = 10.0
         self._cluster = cluster
         self._num_processes = num_processes

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import StateDict, StepFunction
+    from ...protocols import CheckpointPlugin, Cluster, StateDict, StepFunction
 
 __all__ = ["DDPStrategy"]
 
@@ -73,8 +73,8 @@ class DDPStrategy(ProcessGroupStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Any = None,  # Any: see ParallelStrategy
-        checkpoint_io: Any = None,  # Any: see Strategy
+        cluster_environment: Cluster | None = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         ddp_comm_state: Any = None,  # Any, here and below: see the docstring
         ddp_comm_hook: Any = None,

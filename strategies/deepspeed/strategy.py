@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
+    from ...protocols import CheckpointPlugin, Cluster
     from .engine_types import Engine, Pipeline, State
 
 __all__ = ["DeepSpeedStrategy"]
@@ -145,7 +146,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         config: Config | str | os.PathLike[str] | None = None,
         logging_level: int = logging.WARN,
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Any = None,  # Any: see ParallelStrategy
+        cluster_environment: Cluster | None = None,
         loss_scale: float = 0,
         initial_scale_power: int = 16,
         loss_scale_window: int = 1000,
@@ -161,7 +162,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         exclude_frozen_parameters: bool = False,
         *,
-        checkpoint_io: Any = None,  # Any: see Strategy
+        checkpoint_io: CheckpointPlugin | None = None,
         precision: Precision | None = None,
         start_method: str = "popen",
         uneven: str = "stop_all",

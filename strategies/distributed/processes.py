@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
+    from ...protocols import CheckpointPlugin, Cluster
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessGroupStrategy", "broadcast_tensors"]
 
@@ -68,8 +69,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Any = None,  # Any: see ParallelStrategy
-        checkpoint_io: Any = None,  # Any: see Strategy
+        cluster_environment: Cluster | None = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         *,
         process_group_backend: str | None = None,

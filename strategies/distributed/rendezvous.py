@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store, TCPStore
 
-__all__ = ["Cluster", "attempt_store", "connect", "disconnect", "host_store", "keep_store", "open_store", "store"]
+    from ...protocols import Rendezvous
+
+__all__ = ["attempt_store", "connect", "disconnect", "host_store", "keep_store", "open_store", "store"]
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +47,6 @@ _SLOWEST_POLL_S = 0.25
 _DESTROY_S = 5.0
 _LINGER_S = 5.0
 _MOST_NAMED = 16
-
-
-class Cluster(Protocol):
-    """The attributes of a cluster environment that connecting needs."""
-
-    @property
-    def main_address(self) -> str:
-        """Host name or address of the process with global rank 0."""
-        ...
-
-    @property
-    def main_port(self) -> int:
-        """The store's port; 0 for any free port, if rank 0 is the only rank."""
-        ...
-
-    def world_size(self) -> int:
-        """Return the number of processes."""
-        ...
-
-    def global_rank(self) -> int:
-        """Return the rank among all processes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -140,7 +120,7 @@ def attempt_store(base: Store) -> Store:
     return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
 
 
-def open_store(cluster: Cluster, timeout: timedelta | None = None) -> Store:
+def open_store(cluster: Rendezvous, timeout: timedelta | None = None) -> Store:
     """Return a connection to the store of all ranks; rank 0 also opens its server, unless the launcher did.
 
     If the launcher opened the server in this process, its object is returned.
@@ -264,7 +244,7 @@ def store() -> Store | None:
 
 
 def connect(
-    cluster: Cluster, *, backend: str, timeout: timedelta | None = None, device: torch.device | None = None
+    cluster: Rendezvous, *, backend: str, timeout: timedelta | None = None, device: torch.device | None = None
 ) -> Store:
     """Connect all ranks in a process group of torch.distributed. Further calls have no effect.
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import StateDict, StepFunction
+    from ...protocols import CheckpointPlugin, Cluster, StateDict, StepFunction
     from .root import ShardedRoot
     from .sharding import Place
 
@@ -104,8 +104,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
+        cluster_environment: Cluster | None = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,

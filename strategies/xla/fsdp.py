@@ -26,6 +26,7 @@ from .strategy import XLAStrategy
 if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
+    from ...protocols import CheckpointPlugin, Cluster
 
 __all__ = ["XLAFSDPStrategy"]
 
@@ -68,7 +69,7 @@ class XLAFSDPStrategy(XLAStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        checkpoint_io: Any = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         auto_wrap_policy: Any = None,
         activation_checkpointing_policy: Any = None,
@@ -78,7 +79,7 @@ class XLAFSDPStrategy(XLAStrategy):
         sync_module_states: bool = True,
         *,
         activation_checkpointing: Any = None,
-        cluster_environment: Any = None,
+        cluster_environment: Cluster | None = None,
         precision: Precision | None = None,
         **kwargs: Any,
     ) -> None:

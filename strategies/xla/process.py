@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
-from ...protocols import Batch, StateDict, StepOutput
+from ...protocols import Batch, CheckpointPlugin, StateDict, StepOutput
 from ..base import Strategy
 from ..constructors import inherit_descriptions
 from ..skip_init import SkipInit
@@ -64,7 +64,7 @@ class XLAProcessStrategy(Strategy):
     def __init__(
         self,
         accelerator: Accelerator | None = None,
-        checkpoint_io: Any = None,  # Any: see Strategy
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         *,
         debug: bool = False,

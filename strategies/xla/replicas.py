@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import LaunchError
-from ...protocols import StateDict, StepOutput
+from ...protocols import CheckpointPlugin, Cluster, StateDict, StepOutput
 from ..base import NoLoss, Strategy
 from ..constructors import passed_on
 from ..ddp.replica import loss_tensor, replace_loss
@@ -67,11 +67,11 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        checkpoint_io: Any = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         debug: bool = False,
         sync_module_states: bool = True,
-        cluster_environment: Any = None,
+        cluster_environment: Cluster | None = None,
         *,
         one_graph: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,7 @@ from .process import XLAProcessStrategy
 if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
+    from ...protocols import CheckpointPlugin
 
 __all__ = ["SingleDeviceXLAStrategy"]
 
@@ -32,7 +33,7 @@ class SingleDeviceXLAStrategy(XLAProcessStrategy):
         self,
         device: torch.device | str | int | None = None,
         accelerator: Accelerator | None = None,
-        checkpoint_io: Any = None,  # Any: see Strategy
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         debug: bool = False,
         *,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError
-from ...protocols import Batch, StateDict
+from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict
 from ..base import Given
 from ..tree import leaves, map_leaves
 from .process import XLAProcessStrategy, state_like_parameters
@@ -65,12 +65,12 @@ class XLAStrategy(XLAProcessStrategy):
         self,
         accelerator: Accelerator | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
-        checkpoint_io: Any = None,
+        checkpoint_io: CheckpointPlugin | None = None,
         precision_plugin: Precision | None = None,
         debug: bool = False,
         sync_module_states: bool = True,
         *,
-        cluster_environment: Any = None,
+        cluster_environment: Cluster | None = None,
         precision: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)

@@ -7,11 +7,12 @@ is done in the main thread, at the same place of the program on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ...protocols import BackgroundPlugin
     from ..trainer import Trainer
 
 __all__ = ["PendingSave"]
@@ -25,7 +26,7 @@ class PendingSave:
         path: Where to, for messages.
     """
 
-    def __init__(self, checkpoint_io: Any, path: str) -> None:  # Any: a plugin with `wait`
+    def __init__(self, checkpoint_io: BackgroundPlugin, path: str) -> None:
         self._checkpoint_io = checkpoint_io
         self._path = path
         self._error: Exception | None = None

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ...checkpoint import storage
 
 if TYPE_CHECKING:
+    from ...protocols import Cluster
     from ..trainer import Trainer
 
 __all__ = ["find_requeued", "numbered_checkpoints", "requeue", "requeue_signal"]
@@ -25,12 +26,34 @@ logger = logging.getLogger(__name__)
 _KEPT = 2
 
 
+class _RequeuingCluster(Protocol):
+    """A cluster environment that can put the job back into the queue, such as `SLURMEnvironment`."""
+
+    requeue_signal: signal.Signals | None
+
+    def job_id(self) -> object:
+        """Return what identifies the job; None if it does not belong to one."""
+        ...
+
+    def restart_count(self) -> int:
+        """Return how many times the job was put back into the queue."""
+        ...
+
+    def requeue(self) -> object:
+        """Put the job back into the queue."""
+        ...
+
+
+def _requeues(cluster: Cluster | None) -> TypeGuard[_RequeuingCluster]:
+    """Return whether the cluster environment has the methods above; the attribute `auto_requeue` says so."""
+    return bool(getattr(cluster, "auto_requeue", False))
+
+
 def requeue_signal(trainer: Trainer) -> signal.Signals | None:
     """Return the signal after which the job is to be put back into the queue; None where nothing can do that."""
     cluster = trainer.fabric.cluster_environment
-    if getattr(cluster, "auto_requeue", False) and cluster.job_id() is not None:
-        number: signal.Signals | None = cluster.requeue_signal
-        return number
+    if _requeues(cluster) and cluster.job_id() is not None:
+        return cluster.requeue_signal
     return None
 
 
@@ -45,15 +68,16 @@ def requeue(trainer: Trainer) -> None:
         return
     logger.warning("the run is saved in %s", path)
     for old in sorted(found)[: -(_KEPT - 1)]:
-        trainer.strategy.checkpoint_io.remove_checkpoint(found[old])
-    cluster: Any = trainer.fabric.cluster_environment  # Any: an environment with `requeue`
+        trainer.fabric.checkpoint_io.remove_checkpoint(found[old])
+    cluster = trainer.fabric.cluster_environment
+    assert _requeues(cluster)  # or there would be no signal
     cluster.requeue()
 
 
 def find_requeued(trainer: Trainer) -> str | None:
     """Return the checkpoint that this job was put back into the queue with; None if the job was not requeued."""
     cluster = trainer.fabric.cluster_environment
-    if requeue_signal(trainer) is None or not cluster.restart_count():
+    if requeue_signal(trainer) is None or not (_requeues(cluster) and cluster.restart_count()):
         return None
     found = numbered_checkpoints(Path(trainer.default_root_dir))
 

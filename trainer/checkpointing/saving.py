@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...checkpoint import CheckpointIO
+from ...checkpoint.checkpoint_io import saves_in_background
 from ...errors import CheckpointError
 from ...protocols import StateDict
 from ..loop.run_signals import add_place
@@ -57,8 +57,7 @@ class Saving:
     @property
     def is_in_background(self) -> bool:
         """Whether a save returns before the file is complete."""
-        checkpoint_io = self._trainer.strategy.checkpoint_io
-        return isinstance(checkpoint_io, CheckpointIO) and checkpoint_io.is_background
+        return saves_in_background(self._trainer.strategy.checkpoint_io)
 
     def save(
         self,
@@ -148,22 +147,25 @@ class Saving:
         self._begin_wait(filepaths)
 
     def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
-        io = self._trainer.strategy.checkpoint_io
-        if not self.is_in_background:
+        io = self._trainer.fabric.checkpoint_io
+        if not saves_in_background(io):
             for filepath in filepaths:
                 io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         io.on_failure = self._trainer.run_signals.note_failed_save
-        more = {"also_to": filepaths[1:]} if len(filepaths) > 1 else {}
-        io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, **more)
+        if len(filepaths) == 1:  # a plugin need not know `also_to`
+            io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options)
+        else:
+            io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, also_to=filepaths[1:])
 
     def _begin_wait(self, filepaths: Sequence[str | Path]) -> None:
         """Note that a save is on its way, on every rank that took part in it, if that is what the plugin does."""
-        if not self.is_in_background:
+        io = self._trainer.fabric.checkpoint_io
+        if not saves_in_background(io):
             return
         from .pending_save import PendingSave
 
-        self._pending = PendingSave(self._trainer.strategy.checkpoint_io, str(filepaths[0]))
+        self._pending = PendingSave(io, str(filepaths[0]))
         if self._trainer.present_run() is None:
             self.wait()  # no training continues that could report an error later
 

@@ -297,7 +297,7 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
         return run_on_all_ranks(strategy, function)
 
     checkpoint = read_on_all_ranks(
-        strategy.checkpoint_io,
+        fabric.checkpoint_io,
         path,
         Ranks(fabric.global_rank, fabric.world_size, strategy.gather_objects, on_all_ranks),
         is_safe=not is_trusted,

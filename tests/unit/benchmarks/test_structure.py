@@ -32,7 +32,7 @@ def test_the_numbers_are_those_of_the_sources(monkeypatch: pytest.MonkeyPatch) -
     import structure
 
     counted = structure.measure(SOURCES)
-    assert counted.rooms == {".": (1, 1), "other": (1, 1), "room": (3, 62)}
+    assert counted.rooms == {".": (1, 1, 0), "other": (1, 1, 0), "room": (3, 62, 2)}
     assert sorted(counted.functions) == [1, 3, 51]
     assert counted.share_above(40) == pytest.approx(1 / 3)
     assert counted.any_names == 2

@@ -15,7 +15,7 @@ from loopwright.fabric import Environment, InProcessLauncher, LightningEnvironme
 from loopwright.fabric.launch import ExternalLauncher, ProcessLauncher, ScriptLauncher
 from loopwright.fabric.resolve import _OF_PROCESSES, _speaks_of_processes
 from loopwright.precision import MixedPrecision
-from loopwright.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from loopwright.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 
 CPU = torch.device("cpu")
 TORCHRUN = {
@@ -321,3 +321,37 @@ def test_a_strategy_of_one_process_stays_one() -> None:
     assert type(find(strategy=Own()).launcher) is InProcessLauncher
     with pytest.raises(ConfigError, match="got devices=2, which selects 2"):
         find(strategy=Own(), devices=2)
+
+
+class Foreign:
+    """The methods of Lightning's ClusterEnvironment, which does not count the processes of a node."""
+
+    creates_processes_externally = True
+    main_address, main_port = "127.0.0.1", 29500
+
+    def world_size(self) -> int:
+        return 2
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return 1
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return 1
+
+    def node_rank(self) -> int:
+        return 0
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+def test_an_environment_that_does_not_count_local_processes_gives_its_world_size() -> None:
+    strategy = DDPStrategy(cluster_environment=Foreign())
+    parts = find(strategy=strategy)
+    assert parts.cluster_environment is strategy.cluster_environment
+    assert (len(parts.devices), parts.num_nodes) == (2, 1)

@@ -11,11 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import loopwright as lw
 import torch
+from loopwright.protocols import BackgroundPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -112,6 +115,95 @@ class Files(lw.CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink()
+
+
+class Duck:
+    # Derives from nothing; its arguments have names of their own.
+
+
+    def save_checkpoint(self, state: Mapping[str, Any], file: str | Path, storage_options: object = None) -> bool:
+        torch.save(state, file)
+        return True
+
+    def load_checkpoint(self, file: str | Path, *, retries: int = 3) -> dict[str, Tensor]:
+        loaded: dict[str, Tensor] = torch.load(file)
+        return loaded
+
+    def remove_checkpoint(self, file: str | Path) -> None:
+        Path(file).unlink()
+
+
+class LightningsCheckpointIO(ABC):
+    # The signatures of lightning.fabric.plugins.CheckpointIO.
+
+
+    @abstractmethod
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None: ...
+
+    @abstractmethod
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def remove_checkpoint(self, path: str | Path) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+class LightningsEnvironment(ABC):
+    # The signatures of lightning.fabric.plugins.ClusterEnvironment.
+
+
+    @property
+    @abstractmethod
+    def creates_processes_externally(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def main_address(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def main_port(self) -> int: ...
+
+    @staticmethod
+    @abstractmethod
+    def detect() -> bool: ...
+
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @abstractmethod
+    def set_world_size(self, size: int) -> None: ...
+
+    @abstractmethod
+    def global_rank(self) -> int: ...
+
+    @abstractmethod
+    def set_global_rank(self, rank: int) -> None: ...
+
+    @abstractmethod
+    def local_rank(self) -> int: ...
+
+    @abstractmethod
+    def node_rank(self) -> int: ...
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+def plugins_of_all_kinds(theirs: LightningsCheckpointIO, environment: LightningsEnvironment) -> None:
+    lw.DDPStrategy(checkpoint_io=Duck(), cluster_environment=lw.fabric.SLURMEnvironment())
+    lw.FSDPStrategy(checkpoint_io=theirs, cluster_environment=environment)
+    lw.DeepSpeedStrategy(checkpoint_io=lw.AsyncCheckpointIO(Duck()))
+    lw.DDPStrategy(checkpoint_io=Path())  # type: ignore[arg-type]
+    lw.DDPStrategy(cluster_environment="slurm")  # type: ignore[arg-type]
+    background: BackgroundPlugin = lw.AsyncCheckpointIO()
+    background.wait()
 
 
 class Data(lw.DataModule):
