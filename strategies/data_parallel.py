@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataParallelStrategy"]
 
-# Any in this file: batches, and what the user's steps return.
+# Any in this file: batches, and outputs of the user's steps.
 
 
 class DataParallelStrategy(ParallelStrategy):
@@ -55,7 +55,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     strategy_name = "dp"
     compile_refusal = (
-        "it copies the module at each step, and compiled code is that of the original",
+        "it copies the module at each step, but only the original is compiled",
         "use strategy='ddp'",
     )
     start_method: str | None = None
@@ -91,7 +91,7 @@ class DataParallelStrategy(ParallelStrategy):
         return "torch adds up the gradients of its devices", "pass strategy='ddp'"
 
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
-        """Return what runs `module.<name>`: "training_step" and "forward" split over the devices, others on one."""
+        """Return a function that runs `module.<name>`; "training_step" and "forward" run on all devices."""
         step: StepFunction = module if name == "forward" else getattr(module, name)
         devices = self.devices
         if name not in ("training_step", "forward") or len(devices) == 1:
@@ -111,10 +111,10 @@ class DataParallelStrategy(ParallelStrategy):
 
         return run
 
-    # -- collectives: there is one process, whatever else this program connected -----------------------------------
+    # -- collectives of one process, even if this program is connected with others ---------------------------------
 
     def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
-        """Return the mean (or sum, min, max, product) of each tensor's elements: what the devices gave, as one value.
+        """Return the mean (or sum, min, max, product) of each tensor's elements, one per device.
 
         The mean of integers is a float64.
         """
@@ -172,7 +172,7 @@ def _slice_of(leaf: object, part: slice) -> object:
 
 
 class _Step(nn.Module):
-    """A module whose forward is one of the user's steps: copies of it have that step of the module's copies."""
+    """A module whose forward is one of the user's steps; copies of it run that step on copies of the module."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class _Step(nn.Module):
 
 
 def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], parts: Sequence[object]) -> list[Any]:
-    """Run the parts on copies of the module, in threads, and bring the outputs to the first device."""
+    """Run the parts on copies of the module, in threads, and move the outputs to the first device."""
     copies = replicate(_Step(module, name), list(devices), detach=not torch.is_grad_enabled())
     moved = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
     outputs = parallel_apply(copies, [m[0] for m in moved], [m[1] for m in moved], list(devices))
@@ -203,7 +203,7 @@ def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> object:
     """Return one training step's output from those of the parts.
 
     Raises:
-        ModuleError: The parts returned different forms.
+        ModuleError: The parts returned different types.
     """
     given = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
     if not given:
@@ -211,9 +211,9 @@ def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> object:
     first, kept = given[0][0], [size for _, size in given]
     if any(type(output) is not type(first) for output, _ in given):
         raise ModuleError(
-            f"training_step returned {' and '.join(sorted({type(output).__name__ for output, _ in given}))} for parts "
-            "of one batch under strategy='dp'.",
-            fix="return the same form for every batch.",
+            "Expected the same type from training_step for all parts of a batch with strategy='dp', got "
+            f"{' and '.join(sorted({type(output).__name__ for output, _ in given}))}.",
+            fix="return the same type for every batch.",
         )
     values = [output for output, _ in given]
     if isinstance(first, Mapping):

@@ -1,4 +1,4 @@
-"""The base of strategies with several processes, whatever connects them."""
+"""The base class of strategies with several processes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class ParallelStrategy(Strategy):
-    """Several processes, one device each: the base of strategies that communicate.
+    """The base class of strategies with several processes, one device each.
 
-    Before the processes are connected, every collective returns what it was given, as with one process.
+    Before the processes are connected, every collective returns its argument, as with one process.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
@@ -64,7 +64,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def given(self) -> Given:
-        """What the user gave to the constructor, or set on the strategy."""
+        """The arguments of the constructor, or what the user set on the strategy."""
         devices = self.parallel_devices
         return replace(
             super().given,
@@ -73,7 +73,7 @@ class ParallelStrategy(Strategy):
         )
 
     def fill(self, **choices: object) -> None:
-        """Take what Fabric chose; see `Strategy.fill`."""
+        """Set the objects that Fabric chose; see `Strategy.fill`."""
         super().fill(**choices)
         self._topology = None
 
@@ -84,7 +84,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def topology(self) -> Topology:
-        """Ranks and sizes, as the cluster environment knows them; without one, as the connected processes do."""
+        """Ranks and sizes, from the cluster environment; without one, from the process group."""
         if self._topology is not None:
             return self._topology
         cluster = self.cluster
@@ -116,9 +116,9 @@ class ParallelStrategy(Strategy):
         if devices[0].type == "cpu":
             return CPU
         raise ConfigError(
-            f"the process with local rank {local_rank} has no device: this node has {len(devices)} "
-            f"({', '.join(map(str, devices))}).",
-            fix=f"start {len(devices)} processes per node, or pass devices={local_rank + 1} where the node has them.",
+            f"Expected a device for the process with local rank {local_rank}, got {len(devices)} on this node: "
+            f"{', '.join(map(str, devices))}.",
+            fix=f"start {len(devices)} processes per node, or pass devices={local_rank + 1} if the node has as many.",
         )
 
     @device.setter
@@ -159,7 +159,7 @@ class ParallelStrategy(Strategy):
             reduce_op: "mean" ("avg"), "sum", "min", "max", "product", or torch's own. Integers have a float64 mean.
 
         Raises:
-            RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; lists the difference of each rank.
         """
         if isinstance(group, str):  # all_reduce(tensor, "sum")
             group, reduce_op = None, group
@@ -177,8 +177,8 @@ class ParallelStrategy(Strategy):
         """Return this rank's chunk of a reduction over ranks; see `Strategy.reduce_scatter`.
 
         Raises:
-            ConfigError: The operation is unknown, or dimension 0 does not divide.
-            RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
+            ConfigError: The operation is unknown, or dimension 0 is not divisible by the number of ranks.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; lists the difference of each rank.
         """
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
             group, reduce_op = None, group
@@ -196,10 +196,10 @@ class ParallelStrategy(Strategy):
         Args:
             tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
             group: Ranks that take part; None for all.
-            sync_grads: Let gradients flow back through the gathering.
+            sync_grads: Whether gradients flow back to the ranks' tensors.
 
         Raises:
-            RankFailure: On the CPU: shapes, dtypes or structure differ; names the difference of each rank.
+            RankFailure: On the CPU: shapes, dtypes or structure differ; lists the difference of each rank.
         """
         if isinstance(group, bool):  # all_gather(tensor, True)
             sync_grads, group = group, None
@@ -210,7 +210,7 @@ class ParallelStrategy(Strategy):
         return all_gather(tensor, group=group, sync_grads=sync_grads, device=self.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s object, which must be picklable; its tensors arrive on the receiver's device."""
+        """Return rank `src`'s object, which must be picklable; its tensors are received on this rank's device."""
         if not self.is_connected:
             return obj
         from .distributed.collectives import broadcast
@@ -218,14 +218,14 @@ class ParallelStrategy(Strategy):
         return broadcast(obj, src=src, device=self.device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this method."""
         if self.is_connected:
             from .distributed.collectives import barrier
 
             barrier(self.device)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to add a tensor over ranks, in place, while other work continues; see `Strategy.start_sum`."""
+        """Start an asynchronous in-place sum of a tensor over ranks; see `Strategy.start_sum`."""
         if not self.is_connected:
             return lambda: tensor
         work = dist.all_reduce(tensor, async_op=True)

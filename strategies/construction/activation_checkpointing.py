@@ -1,8 +1,8 @@
 """Activation checkpointing: activations are recomputed in the backward pass instead of being kept.
 
-A module's class is replaced by a subclass of it whose forward runs under torch's checkpoint: parameters, names in state
-dicts and hooks stay what they are. Tried and rejected: torch's composable `checkpoint`, which runs the user's hooks a
-second time (a hook that changes arguments then gives wrong gradients) and leaves modules that cannot be pickled.
+A module's class is replaced by a subclass whose forward runs under torch's checkpoint. Parameters, names in state dicts
+and hooks do not change. Tried and rejected: torch's composable `checkpoint`, which runs the user's hooks twice (a hook
+that changes arguments then gives wrong gradients), and whose modules cannot be pickled.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _MARK = "_loopwright_checkpointed"
 
 
 def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: Iterable[nn.Module] = ()) -> list[str]:
-    """Let submodules keep only their inputs between forward and backward pass, in place, and return their names.
+    """Enable activation checkpointing for submodules, in place, and return their names.
 
-    Gradients are the same to the bit, dropout included; running statistics of norms are updated once. Without
-    gradients nothing changes. A submodule that is checkpointed already is left alone. Call it before or after
-    fully_shard; no rank communicates.
+    Gradients are bitwise equal, including dropout; running statistics of norms are updated once. Without gradients,
+    checkpointing has no effect. Submodules that are already checkpointed are not changed. Call it before or after
+    fully_shard; it does not communicate.
 
     Args:
-        module: The user's module; it is never checkpointed itself, only its submodules.
-        policy: True: `units`, or without any the repeated blocks of any size; not single layers of torch. Else a
-            class, classes or their names, a function module -> bool, or one of torch's policies.
-        units: The modules that are sharded as units of their own.
+        module: The user's module; only its submodules are checkpointed.
+        policy: True for `units` or, without units, for repeated blocks of any size, without single layers of torch.
+            Otherwise a class, classes or their names, a function module -> bool, or one of torch's policies.
+        units: The modules that are sharded as separate units.
 
     Raises:
-        ConfigError: There is nothing to checkpoint; names the classes that there are.
+        ConfigError: No submodule is chosen; lists the classes of the submodules.
         ModuleError: A chosen module is compiled to TorchScript, or its forward was replaced on the object.
     """
     chosen = _chosen(module, policy, units)
     wrong = [name for name, one in chosen if isinstance(one, torch.jit.ScriptModule) or "forward" in vars(one)]
     if wrong:
         raise ModuleError(
-            f"activations of {', '.join(wrong)} cannot be computed again: they are TorchScript, or their forward was "
-            "replaced on the object.",
-            fix="define forward in the class, or leave them out of activation_checkpointing=.",
+            f"Expected modules with a forward defined in their class for activation_checkpointing=, got "
+            f"{', '.join(wrong)}: TorchScript, or forward was replaced on the object.",
+            fix="define forward in the class, or remove these modules from activation_checkpointing=.",
         )
     done = []
     for name, one in chosen:
@@ -61,7 +61,7 @@ def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: 
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether `apply_activation_checkpointing` has chosen this very module."""
+    """Return whether `apply_activation_checkpointing` was applied to this module."""
     return hasattr(type(module), _MARK)
 
 
@@ -75,14 +75,14 @@ def _chosen(module: nn.Module, policy: object, units: Iterable[nn.Module]) -> li
     if not chosen:
         names = sorted({type(one).__name__ for one in module.modules() if one is not module})
         raise ConfigError(
-            f"activation_checkpointing=True finds no repeated blocks in {type(module).__name__}.",
-            fix=f"pass the classes whose activations are to be computed again: {', '.join(names) or 'it has none'}.",
+            f"Expected repeated blocks in {type(module).__name__} for activation_checkpointing=True, found none.",
+            fix=f"pass the classes of modules to checkpoint; submodules: {', '.join(names) or 'none'}.",
         )
     return chosen
 
 
 def _is_simple(module: nn.Module) -> bool:
-    """Return whether it is one of torch's layers that keeps no more than its input anyway."""
+    """Return whether the module is a layer of torch that keeps only its input for the backward pass."""
     has_parts = any(True for _ in module.children())
     return not has_parts and type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RNNBase)
 
@@ -94,7 +94,7 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a module's class that keeps no activations; always the same one."""
+    """Return the checkpointed subclass of a module's class; the same one in every call."""
     if original not in _made:
         _made[original] = _make_class(original)
     return _made[original]
@@ -107,13 +107,13 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         return _run_twice(self, original.forward, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> object:
-        # pickle and deepcopy look classes up by name, and would find the user's.
+        # pickle and deepcopy look up classes by name, and would find the user's class.
         reduced: object = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[:1] == (copyreg.__newobj__,):  # type: ignore[attr-defined]
             return (_new, (original,), *reduced[2:])
         return reduced
 
-    # One that is made by indexing a Sequential is none of those that were chosen.
+    # A new instance, such as a slice of a Sequential, is not checkpointed.
     def new(cls: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
         return original(*args, **kwargs)
 
@@ -139,8 +139,8 @@ def _new(original: type[nn.Module]) -> nn.Module:
 def _run_twice(
     module: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    # By position: torch looks for devices, whose random numbers it repeats, in positional arguments only, and takes
-    # keywords such as `debug` for its own.
+    # Passed by position: torch reads devices, whose random state it restores, only from positional arguments, and
+    # interprets keywords such as `debug`.
     names = tuple(kwargs)
     num_args = len(args)
     again: _Again | None = None
@@ -166,10 +166,10 @@ def _run_twice(
 
 
 class _Again:
-    """A context for the second time that a module runs: what it does to its buffers then is forgotten.
+    """A context for a module's second forward pass, which discards changes to its buffers.
 
     Args:
-        module: Where buffers may change: running statistics, counters.
+        module: A module whose forward may change buffers, such as running statistics and counters.
     """
 
     __slots__ = ("_before", "_changed", "_kept")
@@ -184,9 +184,9 @@ class _Again:
         self._kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def find_changed(self) -> None:
-        """Note which modules changed their buffers since this object was made."""
+        """Record which modules changed their buffers since this object was created."""
         for one, buffers in self._before:
-            # The statistics of a batch norm change without a new version.
+            # A batch norm changes its statistics without incrementing their version.
             is_norm = isinstance(one, AnyNorm) and one.training and one.track_running_stats
             if is_norm or any(one._buffers.get(name) is not old or _version(old) != was for name, old, was in buffers):
                 self._changed.append(one)

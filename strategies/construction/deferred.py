@@ -1,10 +1,10 @@
-"""Deferred initialization: a module is built without memory, and its values are computed later, a few at a time.
+"""Deferred initialization: a module is built without memory, and its values are computed later, unit by unit.
 
-Strategies that shard a model enter `DeferredInit` in their `init_context`; materialize.py fills in the values. Within
-the context new tensors are on the meta device, and operations on them are recorded in the terms of operator_replay.py.
+Strategies that shard a model enter `DeferredInit` in their `init_context`; materialize.py computes the values. Within
+the context new tensors are on the meta device, and operations on them are recorded as operator_replay.py defines.
 
-An operation that draws random numbers records the state of the generator and then draws into memory that is freed at
-once. Later code sees the same random numbers as without deferral, and the replay starts from the recorded state.
+An operation that draws random numbers records the state of the generator and then draws into temporary memory. Later
+code sees the same random numbers as without deferral, and the replay starts from the recorded state.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from .recording import Functions, Operations
 
 __all__ = ["DeferredInit", "changed_names", "forget_marks", "own_tensors"]
 
-# Where a module keeps {name of a deferred tensor: its version when the context ended}.
+# The attribute of a module for {name of a deferred tensor: its version when the context ended}.
 _MARKS = "_loopwright_deferred"
-_LOST = -1  # in place of a version: the tensor was changed where operations are not recorded
+_LOST = -1  # instead of a version: the tensor was changed where operations are not recorded
 
 _active = threading.local()
 _marked: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by id
 
 
 class DeferredInit:
-    """A context in which tensors are made on the meta device, and the operations that fill them are recorded.
+    """A context in which tensors are created on the meta device, and the operations that fill them are recorded.
 
-    It covers the constructors of modules, `torch.nn.init`, `deepcopy`, tied weights, tables computed for buffers, and
-    `load_state_dict` into what was built. Within the context a tensor reports the CPU as its device. Values that the
-    code reads (`item()`, `if tensor.any():`, `tolist()`, `numpy()`) are computed on the spot, and thrown away unless
-    they are small. Tensors that torch makes of Python or numpy values have their values at once.
+    It supports the constructors of modules, `torch.nn.init`, `deepcopy`, tied weights, tables computed for buffers, and
+    `load_state_dict` into modules built in the context. Within the context a tensor reports the CPU as its device.
+    Values that the code reads (`item()`, `if tensor.any():`, `tolist()`, `numpy()`) are computed immediately, and kept
+    only if they are small. Tensors that torch creates from Python or NumPy values have their values immediately.
 
-    A module that was built in an earlier such context may be changed in a later one. Within another one it does nothing
-    but set `empty` for a while.
+    A module built in an earlier context can be changed in a later one. A nested context only sets `empty` until it
+    ends.
 
     Args:
-        empty: Draw no random numbers and give parameters no values, for a checkpoint that is loaded next. Buffers have
-            theirs nevertheless (unless they are random), as a checkpoint may leave them out.
+        empty: Whether to draw no random numbers and leave parameters without values, for a checkpoint that is loaded
+            next. Buffers that are not random still get values, because a checkpoint may not contain them.
     """
 
     def __init__(self, empty: bool = False) -> None:
         self.empty = empty
-        self.is_inside = False  # in a function of torch that was given a deferred tensor
+        self.is_inside = False  # within a torch function that was called with a deferred tensor
         self._stack = ExitStack()
         self._modules: dict[int, nn.Module] = {}
 
@@ -94,14 +94,14 @@ def _empty(context: DeferredInit, empty: bool) -> Iterator[None]:
         context.empty = before
 
 
-# --- what was lost ----------------------------------------------------------------------------------------------------
+# --- lost changes -----------------------------------------------------------------------------------------------------
 
 
 def changed_names(module: nn.Module) -> set[str]:
-    """Return the names of the module's own deferred tensors that were changed after the context had ended.
+    """Return the names of the module's deferred tensors, without its children's, that changed after the context ended.
 
-    On the meta device that changes nothing but the tensor's version, or (`module.to(dtype)`, `deepcopy`) makes a new
-    tensor that nothing is known of. Changes through `parameter.data` leave no trace.
+    On the meta device such a change only increments the tensor's version, or creates a new tensor without a record
+    (`module.to(dtype)`, `deepcopy`). Changes through `parameter.data` are not detected.
     """
     tensors = own_tensors(module)
     return {
@@ -114,7 +114,7 @@ def changed_names(module: nn.Module) -> set[str]:
 
 
 def forget_marks(module: nn.Module) -> None:
-    """Take from a module what the context noted in it: its tensors have values."""
+    """Remove the context's marks from a module whose tensors have values."""
     module.__dict__.pop(_MARKS, None)
     _marked.pop(id(module), None)
 

@@ -1,6 +1,6 @@
-"""Materialization of a module that was built on the meta device, one unit after the other.
+"""Materialization of a module that was built on the meta device, unit by unit.
 
-Values come from the operations that deferred.py recorded, from the module's own `reset_parameters`, or from rank 0.
+Values come from the operations that deferred.py recorded, from the module's `reset_parameters`, or from rank 0.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
     "update_attributes",
 ]
 
-# Any in this file: process groups, and what modules keep in their attributes.
+# Any in this file: process groups, and attributes of modules.
 
-# Where a tensor keeps the one that took its place, for other modules that hold it, too: these keep both alive.
+# The attribute of a deferred tensor for its replacement, for other modules that also refer to it.
 _MADE = "_loopwright_made"
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def modules_of_unit(unit: nn.Module, inner: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return a module and all below it, parents first, without the modules of `inner` and what is below these.
+    """Return a module and its descendants, parents first, without the modules of `inner` and their descendants.
 
-    A module that also has a place outside of `inner` is part of the unit.
+    A module that is also used outside of `inner` is part of the unit.
     """
     left_out = {id(module) for module in inner}
     found: dict[int, nn.Module] = {}
@@ -57,7 +57,7 @@ def modules_of_unit(unit: nn.Module, inner: Collection[nn.Module] = ()) -> list[
 def check_materializable(
     root: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None, empty: bool = False
 ) -> None:
-    """Raise an error if some module of a model cannot be given values. Called before the first one is materialized.
+    """Check that every module of a model can be materialized. Call it before the first one is.
 
     Args:
         root: The full model.
@@ -65,13 +65,13 @@ def check_materializable(
         empty: As for `materialize`.
 
     Raises:
-        ModuleError: Names all such modules.
+        ModuleError: Some modules cannot; lists them.
     """
     _check(root, list(root.modules()), param_init_fn, empty=empty)
 
 
 def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None) -> list[str]:
-    """Return the parameters that get their values from a checkpoint only: built with `empty=True`, for a checkpoint.
+    """Return the names of parameters that only a checkpoint gives values, because they were built with `empty=True`.
 
     Args:
         root: The full model, before `materialize`.
@@ -100,28 +100,28 @@ def materialize(
 ) -> None:
     """Replace a module's parameters and buffers on the meta device with tensors that have values.
 
-    - Those that were built under `DeferredInit` get the values that they would have had without it: bit for bit, as far
-      as torch's own operations repeat. They are computed on the CPU. So do deferred tensors in the module's attributes,
-      and in lists, tuples and dicts there.
-    - Others are made without values; then `param_init_fn`, or the `reset_parameters` of the module that owns them, is
-      called once for each such module, parents first, without gradients. So it is for parameters that were built with
-      `empty=True`, if `reset_parameters` is the user's own.
+    - Tensors built under `DeferredInit`, including those in attributes of the module and in lists, tuples and dicts
+      there, get the values that they would have without it, computed on the CPU. They are bitwise equal if torch's
+      operations are deterministic.
+    - Other tensors are allocated; then `param_init_fn`, or the `reset_parameters` of the module that owns them, is
+      called once per module, parents first, without gradients. This also applies to parameters built with
+      `empty=True`, if the user defined `reset_parameters`.
     - Tensors that have values are moved to the device.
 
-    A parameter keeps its class, its `requires_grad` and its attributes. It is a new object: hooks of the old one are
-    lost. A tied parameter is made once, also where its places are materialized one after the other.
+    A parameter keeps its class, its `requires_grad` and its attributes. It is a new object, so hooks of the old one are
+    lost. A tied parameter is created once, even if the modules that share it are materialized separately.
 
     Args:
         module: The module, or unit.
-        device: Where it is to live.
-        recurse: Also the modules below it.
-        inner: Modules to leave out, with all that is below them: units which have their values already.
-        root: The full model, whose names appear in errors; None: `module`.
+        device: Device of the new tensors.
+        recurse: Whether to include the module's descendants.
+        inner: Modules to skip with their descendants: units that are already materialized.
+        root: The full model, whose names appear in errors; None for `module`.
         param_init_fn: Fills the tensors of one module, not of its children. It may replace them (`module.to_empty`).
-        empty: Leave what was not built under `DeferredInit` without values, for a checkpoint that is loaded next.
+        empty: Whether tensors not built under `DeferredInit` stay without values, for a checkpoint that is loaded next.
 
     Raises:
-        ModuleError: Names all modules that get no values, or were changed where the change is lost.
+        ModuleError: Modules have no source of values, or were changed where changes are lost; lists them.
     """
     modules = modules_of_unit(module, inner) if recurse else [module]
     _check(module if root is None else root, modules, param_init_fn, empty=empty)
@@ -139,20 +139,20 @@ def materialize_from_rank_zero(
     group: ProcessGroup | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> None:
-    """Do on the group's first rank what `materialize` does, and give its parameters and buffers to the other ranks.
+    """Materialize on the group's first rank, and broadcast parameters and buffers to the other ranks.
 
-    Called on all ranks: it communicates. It does not matter what the others have: values, or the meta device.
+    Call it on all ranks: it communicates. On the other ranks, tensors may have values or be on the meta device.
 
     Args:
         module: As for `materialize`; the same on all ranks.
-        device: As for `materialize`; the group's backend must know it.
+        device: As for `materialize`; the group's backend must support it.
         inner: As for `materialize`.
         root: As for `materialize`.
-        group: The ranks; None for all.
+        group: Ranks that take part; None for all.
         param_init_fn: As for `materialize`, on the first rank.
 
     Raises:
-        ModuleError: On all ranks: the modules differ, or the first rank has no values to give.
+        ModuleError: On all ranks: the modules differ, or the first rank has no source of values.
     """
     root = module if root is None else root
     modules = modules_of_unit(module, inner)
@@ -166,8 +166,8 @@ def materialize_from_rank_zero(
     with torch.no_grad():
         for tensor in _distinct(modules):
             if is_sharded(tensor):
-                continue  # by the user: each rank has a part of its own
-            # As bytes, as a backend may not know the type.
+                continue  # sharded by the user: the ranks have different shards
+            # As bytes, because a backend may not support the dtype.
             dense = tensor.detach().resolve_conj().contiguous()
             if dense.numel():
                 dist.broadcast(dense.reshape(-1).view(torch.uint8), first, group=group)
@@ -176,15 +176,15 @@ def materialize_from_rank_zero(
 
 
 def made_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that took a deferred one's place; a tensor that was not replaced as it is."""
+    """Return the replacement of a deferred tensor; the tensor itself if it was not replaced."""
     made: Tensor = tensor.__dict__.get(_MADE, tensor)
     return made
 
 
 def update_attributes(module: nn.Module) -> None:
-    """Replace deferred tensors in the attributes of all modules by those that took their place.
+    """Replace deferred tensors in the attributes of all modules by their materialized replacements.
 
-    For parameters of a submodule that had its turn in `materialize` after the one whose attribute holds them.
+    Needed for parameters of a submodule that was materialized after the module whose attribute refers to them.
     """
     _put({}, list(module.modules()))
 
@@ -202,7 +202,8 @@ def _check(
 
 def _refuse(problems: Sequence[str]) -> None:
     raise ModuleError(
-        "parts of the model have no values and cannot be given any:\n" + "\n".join(f"  - {line}" for line in problems),
+        "Expected initial values for all tensors of the model, found none for:\n"
+        + "\n".join(f"  - {line}" for line in problems),
         fix="build and change the model within configure_model or fabric.init_module(), or define reset_parameters() "
         "in the modules that own these tensors, or pass param_init_fn= to the strategy.",
     )
@@ -219,8 +220,8 @@ def _problems(
         changed = changed_names(module)
         if changed:
             lines.append(
-                f"{who}: {', '.join(sorted(changed))} changed, moved or copied after init_module() had ended, where "
-                "that has no effect"
+                f"{who}: {', '.join(sorted(changed))} changed, moved or copied after init_module() ended, which has "
+                "no effect"
             )
         unknown = sorted(name for name in _unknown(module) if name not in changed)
         if unknown and not (empty or param_init_fn is not None or hasattr(module, "reset_parameters")):
@@ -235,13 +236,13 @@ def _unknown(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _empty(module: nn.Module) -> list[str]:
-    """Return the module's own parameters that were built with `empty=True` and are not made yet."""
+    """Return the module's own parameters that were built with `empty=True` and are not materialized yet."""
     own = module._parameters.items()
     return [name for name, one in own if one is not None and is_empty(one) and _MADE not in one.__dict__]
 
 
 def _fills_itself(module: nn.Module) -> bool:
-    """Return whether the module has a `reset_parameters` that the user wrote, in its class or on the object."""
+    """Return whether the user defined the module's `reset_parameters`, in its class or on the object."""
     own = getattr(module, "reset_parameters", None)
     is_torchs = str(getattr(own, "__module__", "")).partition(".")[0] == "torch"
     return own is not None and ("reset_parameters" in module.__dict__ or not is_torchs)
@@ -262,13 +263,13 @@ def _check_alike(
     if unlike:
         found = "; ".join(f"rank {rank}: {_shown(entries)}" for rank, entries in unlike.items())
         raise ModuleError(
-            f"the model is not the same on all ranks, so that rank 0 cannot give its values. Unlike rank 0's: {found}.",
+            f"Expected the same model on all ranks, got differences from rank 0: {found}.",
             fix="build the same model on every rank.",
         )
 
 
 def _layout(root: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return name, shape and dtype of the modules' tensors; for a tied tensor, the one it is tied to replaces the
+    """Return name, shape and dtype of the modules' tensors; for a tied tensor, the name of the other instead of
     dtype."""
     names = {id(module): name for name, module in root.named_modules()}
     first: dict[int, str] = {}
@@ -299,7 +300,7 @@ def _make(
     *,
     with_values: bool,
 ) -> list[nn.Module]:
-    """Put tensors on the device into the modules, and return those modules whose tensors are still to be filled."""
+    """Put tensors on the device into the modules, and return the modules whose tensors have no values yet."""
     unfilled = [
         module
         for module in modules
@@ -334,7 +335,7 @@ def _make(
 
 
 def _gets_values(tensor: Tensor, *, is_own: bool, with_values: bool) -> bool:
-    """Return whether a deferred tensor is computed; otherwise a checkpoint, or another rank, gives the values."""
+    """Return whether a deferred tensor is computed; otherwise its values come from a checkpoint or another rank."""
     if isinstance(tensor, nn.Parameter):
         return with_values and not is_empty(tensor)
     return with_values or not is_own
@@ -368,7 +369,7 @@ def _put(new: dict[int, Tensor], modules: Sequence[nn.Module]) -> None:
 def _fill(
     modules: Sequence[nn.Module], device: torch.device, param_init_fn: Callable[[nn.Module], object] | None
 ) -> None:
-    """Fill tensors without values by the user's function, or by the modules' `reset_parameters`."""
+    """Fill tensors without values with the user's function, or with the modules' `reset_parameters`."""
     with torch.no_grad(), device:
         for module in modules:
             if param_init_fn is not None:
@@ -381,7 +382,7 @@ def _fill(
 
 
 def _distinct(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the modules' own parameters and buffers; a tied one once, where it is found first."""
+    """Return the modules' own parameters and buffers; a tied one once, at its first occurrence."""
     return list({id(tensor): tensor for module in modules for tensor in own_tensors(module).values()}.values())
 
 
@@ -393,7 +394,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _deferred_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Give deferred tensors of attributes. Parameters are left to the modules that own them."""
+    """Yield deferred tensors in attributes, except parameters, which belong to the modules that own them."""
     seen: set[int] = set()
     for _, value in _attributes(module):
         for tensor in _tensors(value, seen):

@@ -1,8 +1,8 @@
 """Operator replay: records how a tensor without memory gets its values, and computes them.
 
-Operations on tensors of the meta device are recorded for each memory (a storage of torch, which views share): a memory
-knows the last operation that wrote to it, and an operation knows the memories that it read, as they were then. To
-replay a tensor is to run, in their old order, the operations that it depends on, and no others.
+Operations on meta tensors are recorded per memory (a storage of torch, which views share). A memory refers to the last
+operation that wrote to it, and an operation to the memories that it read, in their state at that time. Replaying a
+tensor runs the operations that it depends on, and no others, in the original order.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ Kwargs: TypeAlias = dict[str, Any]
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
-# Where a storage keeps its Memory. torch keeps the Python object of a storage, and what is set on it, as long as the
-# storage itself.
+# The attribute of a storage for its Memory. torch keeps the Python object of a storage, with its attributes, as long as
+# the storage itself.
 _MEMORY = "_loopwright_memory"
-# Where a storage with values keeps (weakly) the constants that were taken of it.
+# The attribute of a storage with values for weak references to the constants that were taken from it.
 _CONSTANTS = "_loopwright_constants"
 
 next_time = count().__next__
@@ -79,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor on a memory, with the values that it had at some time."""
+    """A tensor on a memory, at the time after one of the writes to it."""
 
     memory: Memory
     write: Operation | Constant | None  # the last one before that time; None: the memory may hold anything
@@ -99,7 +99,7 @@ class Operation:
     func: OpOverload
     args: Any  # Views replace deferred tensors
     kwargs: Kwargs
-    made: tuple[tuple[int, View], ...]  # which of its results lie in new memories
+    made: tuple[tuple[int, View], ...]  # the results that lie in new memories, with their indices
     read: tuple[View, ...]
     rng_state: Tensor | None
     is_skipped: bool  # it draws random numbers, and `empty` was set
@@ -108,23 +108,23 @@ class Operation:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Constant:
-    """A tensor that had values already. They are not copied, unless it is changed within the context."""
+    """A tensor that already had values. They are copied only if it is changed within the context."""
 
     time: int
     memory: Memory
     value: Tensor
-    stride: tuple[int, ...]  # of the deferred tensor: it covers its memory
+    stride: tuple[int, ...]  # of the deferred tensor, which covers its memory
     version: int
-    line: str  # where it was taken
+    line: str  # the line of the user's code that uses it
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Return whether the values of this tensor are still to be computed, and it is known how."""
+    """Return whether this tensor has recorded operations that are not replayed yet."""
     return _memory_of(tensor) is not None
 
 
 def view_of(tensor: Tensor, *, with_values: bool = True) -> View:
-    """Return what `replay` takes for a deferred tensor; without values it only gets memory."""
+    """Return the view of a deferred tensor for `replay`; with `with_values=False`, replay only allocates memory."""
     memory = _memory_of(tensor)
     assert memory is not None
     memory.num_bytes = max(memory.num_bytes, tensor.untyped_storage().nbytes())
@@ -141,13 +141,13 @@ def view_of(tensor: Tensor, *, with_values: bool = True) -> View:
 
 
 def is_empty(tensor: Tensor) -> bool:
-    """Return whether a deferred tensor was made where parameters get no values."""
+    """Return whether a deferred tensor was created with `empty=True`."""
     memory = _memory_of(tensor)
     return memory is not None and memory.empty
 
 
 def is_replaying() -> bool:
-    """Return whether this thread computes for real, so that nothing is to be deferred."""
+    """Return whether this thread is replaying, so that operations must not be deferred."""
     return getattr(_replaying, "is_on", False)
 
 
@@ -156,14 +156,14 @@ def _memory_of(tensor: Tensor) -> Memory | None:
         return None
     try:
         storage = tensor.untyped_storage()
-    except NotImplementedError:  # classes of tensors that have none
+    except NotImplementedError:  # tensor subclasses without a storage
         return None
     memory: Memory | None = getattr(storage, _MEMORY, None)
     return memory
 
 
 def new_memory(tensor: Tensor, *, empty: bool) -> Memory:
-    """Make a tensor on the meta device a deferred one, which nothing was written to yet."""
+    """Turn a meta tensor into a deferred tensor without recorded writes."""
     storage = tensor.untyped_storage()
     memory = Memory(storage.nbytes(), empty)
     setattr(storage, _MEMORY, memory)
@@ -184,7 +184,7 @@ def constant_of(value: Tensor) -> Tensor:
 
 
 def keep_constants(written: Sequence[Tensor]) -> None:
-    """Copy what was taken from tensors that are about to be changed."""
+    """Copy the constants that were taken from tensors that are about to be changed."""
     for tensor in written:
         if tensor.layout is torch.strided and not tensor.is_meta:
             for known in getattr(tensor.untyped_storage(), _CONSTANTS, ()):
@@ -198,16 +198,16 @@ def keep_constants(written: Sequence[Tensor]) -> None:
 
 
 def replay(views: Sequence[View], device: torch.device) -> list[Tensor]:
-    """Compute tensors, and what they depend on, on the CPU.
+    """Compute tensors, and the tensors that they depend on, on the CPU.
 
-    Memory is given back, or moved to the device, after the last operation that needs it. The generators are left as
-    they were.
+    Memory is freed, or moved to the device, after the last operation that needs it. The state of the random number
+    generators does not change.
 
     Returns:
-        Tensors on the device. Those of one memory share a storage, as they would if nothing had been deferred.
+        Tensors on the device. Tensors on one memory share a storage, as without deferral.
 
     Raises:
-        ModuleError: A tensor that was used as an input was changed since.
+        ModuleError: A tensor that was used as an input has been changed.
     """
     writes = sorted(writes_needed(views), key=lambda write: write.time)
     last_use: dict[Memory, int] = {}
@@ -230,7 +230,7 @@ def replay(views: Sequence[View], device: torch.device) -> list[Tensor]:
 
 
 def writes_needed(views: Sequence[View]) -> list[Operation | Constant]:
-    """Return all that tensors depend on, in no order."""
+    """Return all writes that the tensors depend on, in no particular order."""
     todo = [view.write for view in views if view.write is not None]
     found: dict[int, Operation | Constant] = {}
     while todo:
@@ -252,9 +252,9 @@ def _run(write: Operation | Constant, storages: dict[Memory, torch.UntypedStorag
     if isinstance(write, Constant):
         if not write.value.is_inference() and write.value._version != write.version:
             raise ModuleError(
-                f"a tensor of shape {tuple(write.value.shape)}, which {write.line} used to initialize a module, was "
-                "changed before the module's values were computed.",
-                fix="give the module a copy of its own: tensor.clone().",
+                f"A tensor of shape {tuple(write.value.shape)} that initializes a module at {write.line} was changed "
+                "before the module was materialized.",
+                fix="initialize the module with a copy: tensor.clone().",
             )
         place = (write.value.dtype, write.value.size(), write.stride, 0, False, False)
         _tensor(View(write.memory, None, *place), storages, CPU).copy_(write.value)
@@ -274,7 +274,7 @@ def _run(write: Operation | Constant, storages: dict[Memory, torch.UntypedStorag
         fits = result.stride() == view.stride and storage.nbytes() == view.memory.num_bytes
         if fits and result.storage_offset() == view.offset:
             storages[view.memory] = storage
-        else:  # a kernel for the meta device promised another layout
+        else:  # the meta kernel returned another layout
             _tensor(view, storages, CPU).copy_(result)
 
 
@@ -283,7 +283,7 @@ def _map_views(values: object, storages: dict[Memory, torch.UntypedStorage]) -> 
 
 
 def _tensor(view: View, storages: dict[Memory, torch.UntypedStorage], device: torch.device) -> Tensor:
-    """Return the tensor of a view; a memory that is not there yet is made, and holds anything."""
+    """Return the tensor of a view; a missing memory is allocated uninitialized."""
     if view.memory not in storages:
         new = torch.empty(view.memory.num_bytes, dtype=torch.uint8, device=device)
         storages[view.memory] = new.untyped_storage()
@@ -301,7 +301,7 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
 
 
 def _set_rng_state(kwargs: Kwargs, state: Tensor) -> None:
-    """Let an operation draw from where it drew before; one that was given a generator gets another one like it."""
+    """Restore the recorded random state for an operation; an explicit generator is replaced by an equal one."""
     if kwargs.get("generator") is None:
         torch.set_rng_state(state)
     else:
@@ -311,7 +311,7 @@ def _set_rng_state(kwargs: Kwargs, state: Tensor) -> None:
 
 @contextmanager
 def _for_real() -> Iterator[None]:
-    """Compute for real within the context of a DeferredInit."""
+    """Compute values, instead of recording operations, within the context of a DeferredInit."""
     before, _replaying.is_on = is_replaying(), True
     try:
         yield
@@ -345,7 +345,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """Apply a function to all that is not a list, tuple or dict."""
+    """Apply a function to each value that is not a list, tuple or dict."""
     if isinstance(values, dict):
         return {key: map_leaves(function, value) for key, value in values.items()}
     if type(values) in (list, tuple):
@@ -364,7 +364,7 @@ def _leaves(values: object) -> Iterator[Any]:
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:
-    """Give the tensors among the arguments or results of an operation."""
+    """Yield the tensors among the arguments or results of an operation."""
     return (value for value in _leaves(values) if isinstance(value, Tensor))
 
 
@@ -374,7 +374,7 @@ def views_in(values: object) -> Iterator[View]:
 
 
 def users_line() -> str:
-    """Return where, outside of torch and of this folder, the code that runs is."""
+    """Return the innermost line of the current stack that is outside of torch and of this folder."""
     inside = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):

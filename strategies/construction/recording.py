@@ -1,7 +1,7 @@
-"""Records of tensors without values: each operation that makes or changes one.
+"""Recording of the operations that create or change tensors without values.
 
-Two modes of torch see what a program does: `Operations` all operations below autograd, `Functions` the calls of Python
-that ask a tensor for values. Both belong to a `DeferredInit`, which decides whether random numbers are drawn.
+Two torch modes intercept a program: `Operations` intercepts all operations below autograd, `Functions` the Python calls
+that read values of a tensor. Both belong to a `DeferredInit`, which decides whether random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ __all__ = ["Functions", "Operations"]
 
 # Any in this file: operations of torch, their arguments and results.
 
-# A tensor that was read on the way, and is not larger than this, is not computed again for the next reader.
+# Largest tensor whose values are kept after they are read, so that the next read does not compute them again.
 _SMALL_BYTES = 2**16
 
 _FILL_AT_RANDOM = frozenset(
     ["normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"]
 )
-# What these draw does not depend on what their only tensor holds.
+# Operations whose random numbers do not depend on the values of their only tensor.
 _BLIND = _FILL_AT_RANDOM | {"rand_like", "randn_like", "randint_like"}
-# What the tensor held before is lost, so that it need not be computed.
+# Operations that overwrite the tensor, so that its previous values need not be computed.
 _OVERWRITES = _FILL_AT_RANDOM | {"zero_", "fill_", "copy_"}
 _UNWRITTEN = frozenset(["empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"])
 
 
 class Operations(TorchDispatchMode):
-    """Sees every operation below autograd."""
+    """Intercepts every operation below autograd."""
 
     def __init__(self, context: DeferredInit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Run an operation, or write it down if it makes a new tensor or takes a deferred one."""
+        """Run an operation, or record it if it creates a new tensor or has a deferred one as an argument."""
         kwargs = kwargs or {}
         if is_replaying():
             return func(*args, **kwargs)
@@ -101,7 +101,7 @@ class Operations(TorchDispatchMode):
         try:
             result = func(*meta_args, **meta_kwargs)
         except RuntimeError:
-            # No kernel for the meta device, or the result depends on values. The user's own mistakes raise again.
+            # No meta kernel, or the result depends on values. Errors in the user's code are raised again.
             real = func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
             result = _result_like(func, real, args, kwargs)
         else:
@@ -145,7 +145,7 @@ class Operations(TorchDispatchMode):
 
 
 def _draw(func: OpOverload, views: tuple[Any, Kwargs], args: Any, kwargs: Kwargs) -> None:
-    """Advance the generator as the operation does."""
+    """Advance the random number generator as the operation does."""
     if _name(func) in _BLIND and len(list(views_in(views))) == 1:
         func(*map_leaves(_throwaway, views[0]), **map_leaves(_throwaway, views[1]))
     else:
@@ -153,7 +153,7 @@ def _draw(func: OpOverload, views: tuple[Any, Kwargs], args: Any, kwargs: Kwargs
 
 
 class Functions(TorchFunctionMode):
-    """Sees the calls of Python that a mode below autograd does not see, or sees too late."""
+    """Intercepts Python calls that a mode below autograd does not intercept, or intercepts too late."""
 
     def __init__(self, context: DeferredInit) -> None:
         super().__init__()
@@ -166,10 +166,10 @@ class Functions(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Kwargs | None = None,
     ) -> object:
-        """Answer for a deferred tensor as if it lay on the CPU."""
+        """Handle a call for a deferred tensor as if the tensor were on the CPU."""
         kwargs = kwargs or {}
         if func in _ANSWERS and is_deferred(args[0]):
-            # Without values it is true, and lets trunc_normal_ skip its loop over what it would have drawn.
+            # True without values, so that trunc_normal_ skips its loop over drawn values.
             return self._context.empty if func == _IS_META else _ANSWERS[func]
         if func in _READERS and not (func in _CONVERTERS and _is_given_tensor(args, kwargs)):
             return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
@@ -223,16 +223,15 @@ def _is_given_tensor(args: Sequence[object], kwargs: Kwargs) -> bool:
 
 
 def _read(value: object) -> object:
-    """Return a deferred tensor's values, and any other object as it is."""
+    """Return a deferred tensor's values, and any other object unchanged."""
     if not isinstance(value, Tensor) or not is_deferred(value):
         return value
     view = view_of(value)
     if any(isinstance(write, Operation) and write.is_skipped for write in writes_needed([view])):
         raise ModuleError(
-            f"{users_line()} reads values that depend on random numbers, but the module is built with "
-            "empty_init=True, which draws none.",
-            fix="build the module with empty_init=False, or compute what decides its structure without torch's random "
-            "numbers.",
+            f"Expected a constructor that does not read random values with empty_init=True, which draws none, got a "
+            f"read at {users_line()}.",
+            fix="build the module with empty_init=False, or do not use torch's random numbers to decide its structure.",
         )
     everything = View(view.memory, view.write, torch.uint8, torch.Size([view.memory.num_bytes]), (1,), 0, False, False)
     real, all_bytes = replay([view, everything], CPU)
@@ -259,7 +258,7 @@ def _throwaway(value: object) -> object:
 
 
 def _without_past(views: tuple[object, Kwargs], target: Tensor) -> tuple[Any, Kwargs]:
-    """Let the written tensor's view forget its past, if all of its memory is overwritten and nothing else reads it."""
+    """Drop the recorded writes of the written tensor if all of its memory is overwritten and no argument reads it."""
     written = view_of(target)
     covers = target.is_contiguous() and target.numel() * target.element_size() == written.memory.num_bytes
     if not covers or sum(view.memory is written.memory for view in views_in(views)) > 1:
@@ -273,7 +272,7 @@ def _without_past(views: tuple[object, Kwargs], target: Tensor) -> tuple[Any, Kw
 
 
 def _result_like(func: OpOverload, real: object, args: object, kwargs: Kwargs) -> object:
-    """Return deferred tensors of the shapes of real results; a result that is an argument is that argument."""
+    """Return deferred tensors with the shapes of computed results; a result that is an argument stays that argument."""
     if not isinstance(real, (Tensor, list, tuple)):
         return real
     written = iter(_written(func, args, kwargs))
@@ -301,12 +300,12 @@ def _device_of(kwargs: Kwargs) -> Kwargs:
 
 
 def _makes_tensor(func: OpOverload, tensors: Sequence[Tensor], args: Any, kwargs: Kwargs) -> bool:
-    """Return whether this makes a new tensor out of nothing, or in the shape of one that has no values."""
+    """Return whether this creates a tensor without tensor arguments, or one like a tensor that has no values."""
     device = kwargs.get("device")
     if not _takes_device(func) or (device is not None and device.type == "meta"):
         return False
     if not tensors:
-        # torch.load and deepcopy make an empty tensor first, and then give it the storage that they have filled.
+        # torch.load and deepcopy create an empty tensor first, and then set its storage to one with values.
         return not (_name(func) == "empty" and 0 in args[0])
     return device is not None and _is_like(_name(func)) and all(_is_plain_meta(tensor) for tensor in tensors)
 
@@ -316,22 +315,23 @@ def _is_like(name: str) -> bool:
 
 
 def _is_plain_meta(tensor: Tensor) -> bool:
-    # The device is asked of an operation's argument, where Functions may answer: only for deferred tensors.
+    # For deferred tensors, Functions replaces the device of an operation's argument.
     return tensor.is_meta and not is_deferred(tensor)
 
 
 def _refuse_plain_meta(func: object, values: object) -> None:
     if not _is_like(_name(func)) and any(_is_plain_meta(tensor) for tensor in tensors_in(values)):
         raise ModuleError(
-            f"{users_line()} calls {_name(func)} with a tensor on the meta device, which has no values.",
-            fix="leave out device='meta' within init_module and configure_model: what is built there takes no memory.",
+            f"Expected a tensor with values for {_name(func)} at {users_line()}, got one on the meta device.",
+            fix="remove device='meta' within init_module and configure_model; modules built there take no memory.",
         )
 
 
 def _refuse_storage(func: object, args: Any) -> None:
     if any(isinstance(value, torch.UntypedStorage) and value.device.type != "meta" for value in args):
         raise ModuleError(
-            f"{users_line()} calls {_name(func)} to give a storage with values to a new tensor that has none yet.",
+            f"{_name(func)} at {users_line()} sets a storage with values on a new tensor without values, which is not "
+            "supported within init_module and configure_model.",
             fix="use tensor.copy_(), or build this part of the model outside of init_module and configure_model.",
         )
 

@@ -1,4 +1,4 @@
-"""Which modules are sharded as units of their own, by a class, a function, one of torch's policies, or by default."""
+"""Choice of the modules that are sharded as units: by a class, a function, one of torch's policies, or by default."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _Problem = tuple[str, str]
 
 @dataclass(frozen=True)
 class Units:
-    """What `choose_units` chose.
+    """The result of `choose_units`.
 
     Attributes:
         units: Name and module of each unit, children before their parents.
-        notes: What the user should know about the choice, as sentences.
+        notes: Messages for the user about the choice, as sentences.
     """
 
     units: list[tuple[str, nn.Module]]
@@ -49,40 +49,44 @@ class Units:
 
 
 def check_policy(argument: str, policy: object) -> list[_Problem]:
-    """Return the problems of a policy before there is a module, each as (what happened, what to do).
+    """Return the problems of a policy that can be found without a module, as pairs (problem, fix).
 
     Args:
         argument: Name of the argument.
-        policy: What the user passed; None is always right.
+        policy: The user's argument; None is always valid.
     """
     if policy is None or isinstance(policy, type) or hasattr(policy, "_run_policy"):
         return []
     if isinstance(policy, str | set | frozenset | list | tuple):
         wrong = [one for one in _members(policy) if not isinstance(one, type | str)]
         listed = ", ".join(sorted(_short(one) for one in wrong))
-        return [(f"{argument}= holds {listed}, no class", "pass classes, or their names")] if wrong else []
+        what = f"Expected {argument}= to contain only classes, got {listed}"
+        return [(what, "pass classes, or their names")] if wrong else []
     if not callable(policy) or isinstance(policy, nn.Module):
-        return [(f"{argument}={_short(policy)} is not a policy", "pass a set of classes, or a function module -> bool")]
+        what = f"Expected {argument}= to be a policy, got {_short(policy)}"
+        return [(what, "pass a set of classes, or a function module -> bool")]
     missing = _missing(policy)
     if missing and not _is_bare_transformer(policy):
         name = _name_of(policy)
         if _is_recursive(policy):
-            return [(f"{argument}={name} lacks {', '.join(missing)}", f"pass functools.partial({name}, {missing[0]}=)")]
-        return [(f"{argument}={name} takes more than the module", "pass a function module -> bool")]
+            what = f"Expected {argument}={name} with {', '.join(missing)}, got the function without it"
+            return [(what, f"pass functools.partial({name}, {missing[0]}=)")]
+        what = f"Expected {argument}= to be a function of the module, got {name}, which requires more arguments"
+        return [(what, "pass a function module -> bool")]
     return []
 
 
 def choose_units(module: nn.Module, policy: object, *, ignored: Collection[nn.Parameter] = frozenset()) -> Units:
-    """Return the submodules that are to be units of their own, in the order in which torch needs them.
+    """Return the submodules to shard as separate units, in the order that torch requires.
 
     Args:
-        module: The user's module, which is not a unit itself. Submodules that are sharded already are left unchanged.
+        module: The user's module, which is not a unit itself. Submodules that are already sharded are not changed.
         policy: A class, a collection of classes or of their names, a function module -> bool, one of torch's policies.
-            None: repeated blocks if they are large enough, and very large modules beside them.
+            None: repeated blocks if they are large enough, and other very large modules.
         ignored: Parameters that are not sharded.
 
     Raises:
-        ConfigError: No submodule has one of the classes; names those that there are.
+        ConfigError: No submodule has one of the classes; lists the classes of the submodules.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -93,7 +97,7 @@ def choose_units(module: nn.Module, policy: object, *, ignored: Collection[nn.Pa
     inside = _always_inside(module, skipped)
 
     def shared_by(unit: nn.Module) -> str | None:
-        """Return the name of a parameter that a module outside of the unit has as well."""
+        """Return the name of a parameter that a module outside of the unit also has."""
         named = unit.named_parameters()
         return next((name for name, one in named if id(one) not in skipped and id(unit) not in inside[id(one)]), None)
 
@@ -134,7 +138,7 @@ def select_modules(
         argument: Name of the argument for messages.
 
     Raises:
-        ConfigError: The policy is invalid, or matches no submodule; names the classes of the submodules.
+        ConfigError: The policy is invalid, or matches no submodule; lists the classes of the submodules.
     """
     problems = check_policy(argument, policy)
     if problems:
@@ -153,8 +157,9 @@ def select_modules(
         own = sorted({name for answer in answers.values() if isinstance(answer, dict) for name in answer})
         if own:
             raise ConfigError(
-                f"{argument}= has arguments for single modules ({', '.join(own)}), which are not supported.",
-                fix="return True or False; or call fully_shard on such modules in configure_model.",
+                f"Expected True or False from {argument}= for each module, got arguments for {', '.join(own)}, which "
+                "are not supported.",
+                fix="return True or False, or call fully_shard on these modules in configure_model.",
             )
         chosen = {one for one, answer in answers.items() if answer}
     matched = [(name, one) for name, one in found if id(one) in chosen]
@@ -169,7 +174,7 @@ def repeated_blocks(
     Args:
         module: The user's module.
         ignored: Parameters that count as size 0.
-        least: Elements that a block must have.
+        least: Minimum number of elements of a block.
     """
     skipped = {id(one) for one in ignored}
     return _blocks(module, skipped, _CLOSED, lambda one: _numel(one, skipped) >= least)
@@ -222,7 +227,7 @@ def _blocks(
 
 
 def _members_of(name: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give what a list holds; lists in lists (of attention and feed-forward, say) are one."""
+    """Yield the modules of a container; a container in it (of attention and feed-forward, say) is one module."""
     for key, one in container.named_children():
         path = _join(name, key)
         if type(one) is nn.Sequential or (isinstance(one, nn.ModuleList | nn.ModuleDict) and not _is_called(one)):
@@ -246,14 +251,14 @@ def _of_classes(
         asked = {one if isinstance(one, str) else one.__name__ for one in unmatched}
         hints = "".join(sorted({nearest(one, names) for one in asked}))
         raise ConfigError(
-            f"{argument}={{{listed}}}: {type(root).__name__} has no submodule of such a class{hints}.",
-            fix=f"use some of {', '.join(names) or 'none: it has no submodules'}; or leave {argument} out.",
+            f"Expected {argument}= to contain a class of {type(root).__name__}'s submodules, got {{{listed}}}{hints}.",
+            fix=f"use one of {', '.join(names) or 'none (it has no submodules)'}, or remove {argument}=.",
         )
     notes = [
         f"{argument}= names {one!r}, which is not a class of a submodule." for one in unmatched if isinstance(one, str)
     ]
     matched = [(name, one) for name, one in found if any(_is_a(one, each) for each in wanted)]
-    # Only those that a policy asks for by their own class are worth a word.
+    # Reported only if the policy contains their class itself, not a base class.
     reachable = {id(one) for _, one in found}
     inside = [one for one in everyone if id(one) not in reachable and any(_is_a(one, each) for each in wanted)]
     containers = sorted({type(one).__name__ for one in inside if not _is_called(one)})
@@ -269,7 +274,8 @@ def _of_classes(
 def _ask_recursively(
     root: nn.Module, policy: Callable[..., object], skipped: set[int], closed: tuple[type, ...]
 ) -> set[int]:
-    """Return the ids of chosen modules, asked as FullyShardedDataParallel asks: first whether to look into a module."""
+    """Return the ids of the chosen modules, calling the policy as FullyShardedDataParallel does: with `recurse=True`
+    first."""
     chosen: set[int] = set()
     held = set(skipped)
     seen: set[int] = set()
@@ -303,7 +309,7 @@ def _members(policy: Any) -> list[object]:
 
 
 def _classes_of(policy: Any) -> list[object] | None:
-    """Return the classes, or names of classes, that a policy is about; None if it is a function."""
+    """Return the classes, or names of classes, of a policy; None if it is a function."""
     if isinstance(policy, type | str | set | frozenset | list | tuple):
         return _members(policy)
     if isinstance(policy, functools.partial) and _name_of(policy) == "transformer_auto_wrap_policy":
@@ -322,12 +328,12 @@ def _is_a(module: nn.Module, wanted: type | str) -> bool:
 def _parameters_of(policy: Callable[..., object]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(policy).parameters)
-    except ValueError:  # built in: nothing is known about it
+    except ValueError:  # a built-in function without a signature
         return {}
 
 
 def _is_recursive(policy: Callable[..., object]) -> bool:
-    """Return whether a function is asked as FullyShardedDataParallel asks: module=, recurse=, nonwrapped_numel=."""
+    """Return whether a function has FullyShardedDataParallel's arguments: module=, recurse=, nonwrapped_numel=."""
     parameters = _parameters_of(policy)
     kinds = {one.kind for one in parameters.values()}
     # always_wrap_policy(*args, **kwargs) is.
@@ -335,7 +341,7 @@ def _is_recursive(policy: Callable[..., object]) -> bool:
 
 
 def _missing(policy: Callable[..., object]) -> list[str]:
-    """Return the names of arguments that the function requires and does not get."""
+    """Return the names of required arguments that the function is called without."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     free = [
         name
@@ -346,15 +352,15 @@ def _missing(policy: Callable[..., object]) -> list[str]:
 
 
 def _is_bare_transformer(policy: Any) -> bool:
-    """Return whether it is torch's transformer_auto_wrap_policy without the classes that it asks for."""
+    """Return whether the policy is torch's transformer_auto_wrap_policy without its required classes."""
     return _name_of(policy) == "transformer_auto_wrap_policy" and bool(_missing(policy))
 
 
 def _bare_note(chosen: list[tuple[str, nn.Module]]) -> str:
     classes = ", ".join(sorted({type(one).__name__ for _, one in chosen})) or "the full model"
     return (
-        "auto_wrap_policy=transformer_auto_wrap_policy names no transformer_layer_cls; "
-        f"chosen as without a policy: {classes}. To choose, {_BLOCK}."
+        "auto_wrap_policy=transformer_auto_wrap_policy was passed without transformer_layer_cls; "
+        f"the default units are used: {classes}. To choose the units, {_BLOCK}."
     )
 
 
@@ -371,7 +377,7 @@ def _short(value: object) -> str:
 
 
 def _walk(root: nn.Module, closed: tuple[type, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Give name and module of everything that can be called below the root, once each, children before parents."""
+    """Yield name and module of each submodule that can be called, once each, children before parents."""
     seen = {id(root)}
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -389,7 +395,7 @@ def _walk(root: nn.Module, closed: tuple[type, ...]) -> Iterator[tuple[str, nn.M
 
 
 def _always_inside(root: nn.Module, skipped: set[int]) -> dict[int, set[int]]:
-    """Return, by the id of each parameter, the ids of modules that lie on all ways from the root to it."""
+    """Return, by the id of each parameter, the ids of modules that lie on all paths from the root to it."""
     inside: dict[int, set[int]] = {}
 
     def visit(module: nn.Module, above: tuple[int, ...]) -> None:
@@ -406,7 +412,7 @@ def _always_inside(root: nn.Module, skipped: set[int]) -> dict[int, set[int]]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether the module can be called: it has a forward."""
+    """Return whether the module has a forward, so that it can be called."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 

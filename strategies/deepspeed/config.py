@@ -108,7 +108,8 @@ def read(config: object, environment: Mapping[str, str] = os.environ) -> tuple[C
         raise ConfigError(f"{where}: the file is not valid JSON: {error}.", fix="correct the file.") from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where}: expected a JSON object, got a {type(content).__name__}.", fix="write {...} into the file."
+            f"{where}: expected a JSON object, got a {type(content).__name__}.",
+            fix="write an object, {...}, into the file.",
         )
     return content, where
 
@@ -191,8 +192,8 @@ def differences(rows: Iterable[Row], left: str, right: str) -> ConfigError:
     first, second = (max(len(row[column]) for row in table) for column in (0, 1))
     lines = "".join(f"\n  {path:<{first}}  {one:<{second}}  {other}" for path, one, other in table)
     return ConfigError(
-        f"DeepSpeed's configuration differs from the run:{lines}",
-        fix='make the values equal, write "auto" into the configuration, or leave the keys out.',
+        f"Expected values of the run in DeepSpeed's configuration, got:{lines}",
+        fix='make the values equal, write "auto" into the configuration, or remove the keys.',
     )
 
 
@@ -205,7 +206,8 @@ def _drop_auto(config: Config, where: str) -> None:
     wrong = [path for path in open_keys if path.split(".")[0] not in _OPTIONAL]
     if wrong:
         raise ConfigError(
-            f'{where}: "auto" has no value for {", ".join(wrong)}.', fix="write the value, or leave the key out."
+            f'{where}: Expected a value for {", ".join(wrong)}, got "auto", which is not supported for it.',
+            fix="write the value, or remove the key.",
         )
     for path in open_keys:
         section, _, key = path.rpartition(".")

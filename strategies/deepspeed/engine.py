@@ -151,8 +151,8 @@ class EngineRoot(nn.Module):
         is_manual = own["is_manual"]
         if retain_graph and self.stage == 3:
             raise ConfigError(
-                "backward was called with retain_graph in ZeRO stage 3, where a pass releases the parameters that a "
-                "second pass over the same graph needs.",
+                "Expected backward without retain_graph in ZeRO stage 3, which frees gathered parameters after each "
+                "backward pass.",
                 fix="add the losses and call backward once, run the forward pass again, or use stage 2.",
             )
         ends_window = own["ends_window"] and not is_manual
@@ -281,7 +281,7 @@ class EngineRoot(nn.Module):
     def _clip_in_engine(self, max_norm: float, norm_type: float) -> Tensor:
         if norm_type != 2.0:
             raise ConfigError(
-                f"Expected norm_type=2.0 for gradients on a disk, got {norm_type!r}.",
+                f"Expected norm_type=2.0 for gradients offloaded to disk, got {norm_type!r}.",
                 fix="use norm_type=2.0, or offload the optimizer to the CPU.",
             )
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -295,7 +295,7 @@ class EngineRoot(nn.Module):
         self.finish_window()
         if self.swaps_gradients:
             raise ConfigError(
-                "gradients on a disk cannot be clipped by value.",
+                "Expected clipping by norm for gradients offloaded to disk, got clipping by value.",
                 fix="clip by norm (gradient_clip_algorithm='norm'), or offload the optimizer to the CPU.",
             )
         limit = limit * self.loss_scale

@@ -83,7 +83,9 @@ def refusals(where: str) -> Iterator[None]:
         problems = error.errors()  # type: ignore[attr-defined]  # pydantic's
         lines = "".join(f"\n  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
         title = error.title  # type: ignore[attr-defined]  # pydantic's
-        raise ConfigError(f"{where}: DeepSpeed refuses these keys ({title}):{lines}", fix="correct them.") from error
+        raise ConfigError(
+            f"{where}: DeepSpeed rejects these keys ({title}):{lines}", fix="correct these keys."
+        ) from error
 
 
 def connect(*, backend: str, timeout: timedelta) -> None:

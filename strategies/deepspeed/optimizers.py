@@ -41,7 +41,8 @@ def make_optimizer(config: Config, module: nn.Module, where: str) -> Config:
     """
     if "optimizer" not in config:
         raise ConfigError(
-            f'{where} has a section "scheduler" without "optimizer", and the module configures no optimizer either.',
+            f'Expected an optimizer for the section "scheduler" of {where}, got neither a section "optimizer" nor an '
+            "optimizer from configure_optimizers.",
             fix='add the section "optimizer", or define configure_optimizers.',
         )
     optimizer = _optimizer(config, [one for one in module.parameters() if one.requires_grad], where)
@@ -57,7 +58,10 @@ def _optimizer(config: Config, parameters: list[nn.Parameter], where: str) -> Op
     options = dict(section.get("params", {}))
     own = {key: options.pop(key) for key in _OWN_PARAMETERS if key in options}
     if own.get("bias_correction", True) is not True:
-        raise ConfigError(f"{where}: optimizer.params.bias_correction=false.", fix="make it in configure_optimizers.")
+        raise ConfigError(
+            f"{where}: optimizer.params.bias_correction=false is not supported.",
+            fix="create the optimizer in configure_optimizers.",
+        )
     kind = name.lower()
     made: Callable[..., Optimizer]
     if kind in ("adam", "adamw"):
@@ -74,14 +78,15 @@ def _optimizer(config: Config, parameters: list[nn.Parameter], where: str) -> Op
         if kind not in known:
             names = [one.__name__ for one in known.values()]
             raise ConfigError(
-                f"{where}: optimizer.type={name!r} is unknown{nearest(name, names)}.",
-                fix="use Adam, AdamW or another one of torch.optim; or make DeepSpeed's own in configure_optimizers.",
+                f"{where}: Expected the name of an optimizer, got optimizer.type={name!r}{nearest(name, names)}.",
+                fix="use Adam, AdamW or another optimizer of torch.optim, or create DeepSpeed's optimizer in "
+                "configure_optimizers.",
             )
         made = known[kind]
     try:
         return made(parameters, **options)
     except TypeError as error:
-        raise ConfigError(f"{where}: optimizer.params: {error}.", fix="leave that parameter out.") from error
+        raise ConfigError(f"{where}: optimizer.params: {error}.", fix="remove this parameter.") from error
 
 
 def _schedule(config: Config, optimizer: Optimizer, module: nn.Module, where: str) -> LRScheduler:
@@ -97,20 +102,22 @@ def _schedule(config: Config, optimizer: Optimizer, module: nn.Module, where: st
         total = math.inf if trainer is None else trainer.estimated_stepping_batches
         if math.isinf(total):
             raise ConfigError(
-                f'{where}: "auto" for scheduler.params.total_num_steps, and the number of steps is unknown.',
-                fix="write the number, or pass max_steps to a Trainer.",
+                f'{where}: Expected a known number of steps for scheduler.params.total_num_steps="auto", but it is '
+                "unknown.",
+                fix="write the number, or pass max_steps to the Trainer.",
             )
         options["total_num_steps"] = int(total)
     kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(kind, type):
         raise ConfigError(
-            f"{where}: scheduler.type={name!r} is unknown{nearest(name, lr_schedules.VALID_LR_SCHEDULES)}.",
+            f"{where}: Expected the name of a scheduler, got scheduler.type={name!r}"
+            f"{nearest(name, lr_schedules.VALID_LR_SCHEDULES)}.",
             fix=f"use one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}, or one of torch.optim.lr_scheduler.",
         )
     try:
         schedule = kind(optimizer, **options)
     except TypeError as error:
-        raise ConfigError(f"{where}: scheduler.params: {error}.", fix="correct that parameter.") from error
+        raise ConfigError(f"{where}: scheduler.params: {error}.", fix="correct this parameter.") from error
     return schedule if isinstance(schedule, LRScheduler) else ConfiguredSchedule(schedule)
 
 

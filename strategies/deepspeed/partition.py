@@ -109,9 +109,9 @@ def _check(module: nn.Module) -> None:
     names = [name for name, one in module.named_parameters() if is_partitioned(one) and one.ds_tensor.is_meta]
     if names:
         raise ModuleError(
-            f"{type(module).__name__} was partitioned before its parameters had values: {', '.join(names[:5])}"
-            f"{' ...' if len(names) > 5 else ''}.",
-            fix="leave deepspeed.zero.Init out of configure_model and init_module: the strategy partitions what is "
-            "built there.",
+            f"Expected {type(module).__name__} to be partitioned after its parameters have values, got partitioned "
+            f"parameters without values: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}.",
+            fix="remove deepspeed.zero.Init from configure_model and init_module; the strategy partitions modules "
+            "that are built there.",
         )
     check_materializable(module)

@@ -45,14 +45,15 @@ class DeepSpeedPrecision(Precision):
         dtype = _DTYPES.get(precision)
         if dtype is None:
             raise ConfigError(
-                f"precision={precision!r} cannot be used with strategy='deepspeed', whose masters are float32.",
-                fix=f"use one of {', '.join(_DTYPES)}; or strategy='ddp' or 'fsdp'.",
+                "Expected a precision with float32 master weights for strategy='deepspeed', got "
+                f"precision={precision!r}.",
+                fix=f"use one of {', '.join(_DTYPES)}, or strategy='ddp' or 'fsdp'.",
             )
         if dtype is torch.float16 and device == "cpu" and not _cpu_has_float16():
             raise ConfigError(
-                f"precision={precision!r} with strategy='deepspeed' needs a device with float16 arithmetic, and this "
-                "CPU has none (no avx512_fp16 or amx_fp16).",
-                fix="use 'bf16-mixed' or '32-true'; or strategy='ddp' or 'fsdp', which compute float16 on any CPU.",
+                "Expected a device with float16 arithmetic for strategy='deepspeed' and "
+                f"precision={precision!r}, got a CPU without avx512_fp16 and amx_fp16.",
+                fix="use 'bf16-mixed' or '32-true', or strategy='ddp' or 'fsdp', which support float16 on any CPU.",
             )
         self.precision = precision
         self.dtype = dtype

@@ -344,9 +344,9 @@ def load_module(root: EngineRoot, state: Mapping[str, Any], targets: Mapping[str
         if value.shape != shape:
             if is_partitioned(one):
                 raise CheckpointError(
-                    f"the checkpoint does not fit the module: {own} is {tuple(value.shape)} there, and {tuple(shape)} "
-                    "in the module.",
-                    fix="build the module with the arguments it was saved with.",
+                    f"Expected {own} of shape {tuple(shape)} in the checkpoint, as in the module, got "
+                    f"{tuple(value.shape)}.",
+                    fix="build the module with the arguments that it was saved with.",
                 )
             continue  # torch names it with every other misfit
         masters[own] = value
@@ -439,7 +439,7 @@ def check_groups(inner: Optimizer, saved: list[State], expected: list[int]) -> N
     if sizes != expected:
         raise CheckpointError(
             f"Expected a state of {type(inner).__name__} with parameter groups of the sizes {expected}, got {sizes}.",
-            fix="configure the optimizer with the parameter groups it was saved with.",
+            fix="configure the optimizer with the parameter groups that it was saved with.",
         )
 
 
@@ -461,9 +461,9 @@ def _load_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter, ent
             before = target.get(key)
             if before is not None and _number(before) != _number(full):
                 raise CheckpointError(
-                    f"the checkpoint's optimizer state has {key}={_number(before)} for one parameter and "
-                    f"{_number(full)} for another of the same group, and DeepSpeed keeps one for all.",
-                    fix="resume with another strategy, or start from the weights with load_from_checkpoint.",
+                    f"Expected one value of {key} for each parameter group in the checkpoint's optimizer state, as "
+                    f"DeepSpeed stores it, got {_number(before)} and {_number(full)} in one group.",
+                    fix="resume with another strategy, or load only the weights with load_from_checkpoint.",
                 )
             target[key] = _count(inner, full) if key == "step" else _copied(full)
             continue

@@ -290,21 +290,21 @@ class FSDPStrategy(ProcessGroupStrategy):
         mine, theirs = self.mesh, root.mesh
         if mine.mesh.tolist() != theirs.mesh.tolist():
             raise ModuleError(
-                f"{type(root.module).__name__} is sharded over {theirs} already, and this strategy's processes are "
-                f"{mine}.",
+                f"Expected {type(root.module).__name__} to be sharded over {mine}, but it is already sharded over "
+                f"{theirs}.",
                 fix="build the module again and load its weights from a checkpoint.",
             )
         new = [name for name, _ in root.module.named_parameters() if name not in root.names]
         if new:
             raise ModuleError(
-                f"{type(root.module).__name__} was sharded in an earlier run and has new parameters: "
-                f"{', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
-                fix="create all parameters before the first run; or build the module again and load its weights from "
+                f"Expected the parameters of {type(root.module).__name__} as sharded in an earlier run, got new "
+                f"parameters: {', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
+                fix="create all parameters before the first run, or build the module again and load its weights from "
                 "a checkpoint.",
             )
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Let all ranks have rank 0's buffers."""
+        """Broadcast rank 0's buffers to all ranks."""
         if self.world_size > 1:
             buffers = [one for one in self.unwrap(module).buffers() if not is_sharded(one)]
             broadcast_tensors(buffers, self._source_group)

@@ -122,8 +122,8 @@ class XLAProcessStrategy(Strategy):
         count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
         if count <= self._last_index():
             raise ConfigError(
-                f"{type(self).__name__} needs {self._last_index() + 1} devices, got {count} from XLA's runtime, which "
-                "cannot change in this process.",
+                f"Expected {self._last_index() + 1} devices for {type(self).__name__}, got {count} from XLA's runtime, "
+                "which cannot change in this process.",
                 fix=f"pass devices={count}, or start with CPU_NUM_DEVICES={self._last_index() + 1} (on a CPU).",
             )
         self._check_autograd()
@@ -145,8 +145,8 @@ class XLAProcessStrategy(Strategy):
                 if "device_ready_queues_" not in str(error):
                     raise
                 raise LaunchError(
-                    "XLA cannot train in this process: it computed gradients on another device before XLA's runtime "
-                    "was started, and torch's backward pass cannot use later devices.",
+                    "Expected XLA's runtime to be started before the first backward pass of this process, got a "
+                    "backward pass on another device first. torch's backward pass does not use devices added later.",
                     fix="train with XLA in a separate process, or begin the program with "
                     "`import torch_xla; torch_xla.device()` (for several devices, train on XLA first).",
                 ) from error
@@ -215,7 +215,7 @@ class XLAProcessStrategy(Strategy):
                 torch.utils.swap_tensors(parameter, copied)
             except RuntimeError as error:
                 raise ModuleError(
-                    f"the parameter {name} of {type(module).__name__} cannot be moved to {device}: {error}",
+                    f"The parameter {name} of {type(module).__name__} cannot be moved to {device}: {error}",
                     fix="build a new module for this run, and keep no graph or weak reference of its parameters.",
                 ) from error
             if gradient is not None:

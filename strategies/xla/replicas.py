@@ -122,8 +122,8 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         if is_runtime_started():
             if runtime.is_spmd():
                 raise LaunchError(
-                    f"{type(self).__name__} needs a separate device in each process, but this process has switched "
-                    "XLA's SPMD on, until it ends.",
+                    f"{type(self).__name__} requires a separate device in each process, but this process has enabled "
+                    "XLA's SPMD mode, which cannot be disabled.",
                     fix="use another process, or strategy='xla'.",
                 )
             return
@@ -143,10 +143,10 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         if runtime.device_type() == "CPU" and count == 1:
             return HostCollectives()
         raise LaunchError(
-            f"there are {self.world_size} processes, but XLA's runtime of rank {self.global_rank} has {count} devices: "
-            "each process needs one.",
-            fix="pass devices= as the number of chips of a host, use no XLA device before the processes start, and on "
-            "chips with two cores (TPU v2, v3) use strategy='xla'.",
+            f"Expected {self.world_size} devices in XLA's runtime, one for each process, got {count} on rank "
+            f"{self.global_rank}.",
+            fix="set devices= to the number of chips of a host, and use no XLA device before the processes start. On "
+            "chips with two cores (TPU v2, v3), use strategy='xla'.",
         )
 
     def _seed(self) -> None:

@@ -118,9 +118,9 @@ class StepWatch:
         output = places.run(self._step, args, kwargs)
         where = ", ".join(places.found[:5])
         _warn(
-            "%s reads a tensor in every step%s: the host waits there for the device, and the graph ends. .item(), "
-            "float(), print(), .cpu() and an `if` on a tensor do. To fix it: log tensors as they are (self.log), and "
-            "choose with torch.where.",
+            "%s reads a tensor in every step%s, so that the host waits for the device and the graph ends. .item(), "
+            "float(), print(), .cpu() and an `if` on a tensor read it. To fix it: pass tensors to self.log, and use "
+            "torch.where instead of `if`.",
             self._name, f", at {where}" if where else "",
         )  # fmt: skip
         return output

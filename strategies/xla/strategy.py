@@ -76,9 +76,9 @@ class XLAStrategy(XLAProcessStrategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)
         if cluster_environment is not None:
             raise ConfigError(
-                f"Expected cluster_environment=None for {type(self).__name__}, which is one process for all devices of "
-                f"a host, got {cluster_environment!r}.",
-                fix="leave it out.",
+                f"Expected cluster_environment=None for {type(self).__name__}, which uses one process for all devices "
+                f"of a host, got {cluster_environment!r}.",
+                fix="remove cluster_environment=.",
             )
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         self.sync_module_states = sync_module_states
@@ -105,12 +105,15 @@ class XLAStrategy(XLAProcessStrategy):
 
     @property
     def device(self) -> torch.device:
-        """The device of tensors: with several, one that stands for all of them."""
+        """The device of tensors; a virtual device that represents all devices if there are several."""
         return torch.device("xla", 0)
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        raise ConfigError(f"{type(self).__name__} computes on all devices.", fix="use SingleDeviceXLAStrategy(device).")
+        raise ConfigError(
+            f"{type(self).__name__} uses all devices, so its device cannot be set to {device}.",
+            fix="use SingleDeviceXLAStrategy(device).",
+        )
 
     def _last_index(self) -> int:
         return self.num_devices - 1
@@ -307,7 +310,7 @@ class BatchSharding:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a batch of %d samples cannot be split evenly over %d devices: each computes all of it; choose a "
-                "batch_size that %d divides, and drop_last=True",
+                "A batch of %d samples cannot be split evenly over %d devices, so each computes the full batch. Use a "
+                "batch_size that is a multiple of %d, and drop_last=True",
                 samples, self._size, self._size,
             )  # fmt: skip

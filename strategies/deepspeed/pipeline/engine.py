@@ -127,7 +127,7 @@ class PipelineRoot(EngineRoot):
         if not self.has_optimizer:
             raise ConfigError(
                 "train_batch was called before DeepSpeed had an optimizer.",
-                fix="pass both to fabric.setup(module, optimizer); or call eval_batch.",
+                fix="pass both to fabric.setup(module, optimizer), or call eval_batch.",
             )
         if self.has_pass:
             raise _unused("train_batch")
@@ -195,8 +195,9 @@ class PipelineRoot(EngineRoot):
         """
         if torch.is_grad_enabled():
             raise ModuleError(
-                "a PipelineModule was called with gradients, and its engine runs forward and backward passes together.",
-                fix="call train_batch((inputs, labels)); or call it under torch.no_grad() for its outputs.",
+                "A PipelineModule cannot be called with gradients enabled, because its engine runs forward and "
+                "backward passes together.",
+                fix="call train_batch((inputs, labels)), or call it under torch.no_grad() for its outputs.",
             )
         return self.predict_batch(inputs)
 
@@ -242,9 +243,9 @@ class PipelineRoot(EngineRoot):
         shapes = [shapes_of(pair[0]) for pair in pairs]
         if any(one != shapes[0] for one in shapes) and not self.pipe.dynamic_shape:
             raise DataError(
-                "Expected micro-batches of one shape within a batch, since stages receive into fixed buffers, got "
+                "Expected micro-batches of one shape within a batch, because stages receive into fixed buffers, got "
                 f"{shapes}.",
-                fix="give micro-batches of one shape, or build PipelineModule(..., dynamic_shape=True).",
+                fix="provide micro-batches of one shape, or build PipelineModule(..., dynamic_shape=True).",
             )
         if shapes[0] != own["_shapes"]:
             self.pipeline_engine.reset_activation_shape()
@@ -300,16 +301,16 @@ class PipelineRoot(EngineRoot):
         fresh, leaf = own["_fresh"], own["_leaf"]
         if fresh is None:
             raise ModuleError(
-                "backward was called with a loss that does not come from the PipelineModule.",
-                fix="call it once with what train_batch returned.",
+                "Expected the loss that train_batch returned for backward, got another tensor.",
+                fix="call backward once, with the loss that train_batch returned.",
             )
         loss.backward(retain_graph=retain_graph)
         own["_fresh"] = own["_leaf"] = None
         factor = leaf.grad
         if factor is None:
             raise ModuleError(
-                "backward was called with a loss that does not depend on what train_batch returned.",
-                fix="call it with that, or with something that is computed from it.",
+                "Expected a loss for backward that depends on the result of train_batch, got one that does not.",
+                fix="pass the loss that train_batch returned, or a tensor computed from it.",
             )
         grads = [one for one in fresh if one is not None]
         if loss is not leaf and grads:
@@ -350,6 +351,6 @@ class PipelineRoot(EngineRoot):
 
 def _unused(name: str) -> ModuleError:
     return ModuleError(
-        f"{name} was called before the last loss of train_batch was passed to backward: its gradients would not count.",
-        fix="call fabric.backward(loss) after train_batch; or return the loss from training_step.",
+        f"Expected backward with the last loss of train_batch before {name}, otherwise its gradients would be lost.",
+        fix="call fabric.backward(loss) after train_batch, or return the loss from training_step.",
     )

@@ -29,8 +29,8 @@ def micro_batches_of(data: Batch, count: int) -> list[Sequence[Batch]]:
     pairs = [pair_of(one) for one in islice(data, count)]
     if len(pairs) < count:
         raise DataError(
-            f"Expected {count} micro-batches for a batch of the pipeline, and the iterator had {len(pairs)} left.",
-            fix="stop before it ends, or pass batches, which are split into micro-batches.",
+            f"Expected {count} micro-batches for a batch of the pipeline, got {len(pairs)} from the iterator.",
+            fix="stop before the iterator ends, or pass batches, which are split into micro-batches.",
         )
     return pairs
 
@@ -54,8 +54,8 @@ def _split(batch: Sequence[Batch], count: int) -> list[Sequence[Batch]]:
     sizes = {len(one) for one in _tensors(batch) if one.ndim}
     if len(sizes) != 1:
         raise DataError(
-            f"Expected equally many samples in all tensors of a batch for a PipelineModule, got {sorted(sizes)}.",
-            fix="let the first dimension of inputs and labels be the samples, or pass an iterator of micro-batches.",
+            f"Expected the same number of samples in all tensors of a batch for a PipelineModule, got {sorted(sizes)}.",
+            fix="use the first dimension of inputs and labels for samples, or pass an iterator of micro-batches.",
         )
     size = sizes.pop()
     number = next(one for one in range(min(count, size), 0, -1) if size % one == 0)
@@ -70,7 +70,7 @@ def _tensors(data: Batch) -> list[Tensor]:
         return [one for item in data for one in _tensors(item)]
     raise DataError(
         f"Expected tensors in a batch for a PipelineModule, got a {type(data).__name__}.",
-        fix="let inputs and labels be tensors, or tuples of tensors.",
+        fix="return inputs and labels as tensors or tuples of tensors.",
     )
 
 

@@ -170,14 +170,15 @@ def learn_names(root: PipelineRoot, descriptions: Sequence[Description]) -> Layo
     for rank, described in enumerate(descriptions):
         if of_stage.setdefault(described[0], described) != described:
             raise ModuleError(
-                f"rank {rank} built stage {described[0]} from other layers than the replica before it.",
-                fix="build the PipelineModule from what is equal on all ranks.",
+                f"Expected the same layers in stage {described[0]} of all replicas, got different layers on rank "
+                f"{rank}.",
+                fix="build the PipelineModule from the same configuration on all ranks.",
             )
     stages = [of_stage[stage] for stage in sorted(of_stage)]
     empty = [stage for stage, _, num_trained in stages if not num_trained]
     if empty:
         raise ModuleError(
-            f"stages {empty} of the PipelineModule have no parameter to train, and an engine steps each.",
+            f"Expected trained parameters in each stage of the PipelineModule, got none in stages {empty}.",
             fix="use fewer stages, or another partition_method.",
         )
     before: list[str] = []
@@ -217,8 +218,8 @@ def learn_groups(layout: Layout, everyone: Sequence[Sequence[Sequence[str]]]) ->
     if len(counts) > 1 or any(not group for groups in everyone for group in groups):
         lines = "".join(f"\n  rank {rank}: {[len(group) for group in groups]}" for rank, groups in enumerate(everyone))
         raise ModuleError(
-            f"the optimizer has parameter groups of these sizes, and each stage needs something of each group:{lines}",
-            fix="use one group; or partition the layers so that every stage has parameters of every group.",
+            f"Expected parameters of each parameter group in each pipeline stage, got groups of these sizes:{lines}",
+            fix="use one group, or partition the layers so that every stage has parameters of every group.",
         )
     order = {name: place for place, name in enumerate(layout.shapes)}
     layout.groups = [
@@ -257,8 +258,9 @@ def local_state(root: PipelineRoot, state: Mapping[str, object], *, strict: bool
     unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}.",
-            fix="build the PipelineModule with the layers it was saved with, or load with strict=False.",
+            f"Expected a checkpoint that matches the PipelineModule, got missing names {missing} and unexpected names "
+            f"{unexpected}.",
+            fix="build the PipelineModule with the layers that it was saved with, or load with strict=False.",
         )
     return {name: state[name] for name in root.module.state_dict() if name in state}
 

@@ -383,10 +383,10 @@ def test_what_cannot_work_is_refused_before_a_process_starts() -> None:
         r"train_micro_batch_size_per_gpu +8 +6",
         strategy=DeepSpeedStrategy(config={"train_micro_batch_size_per_gpu": 8}),
     )
-    refused("masters are float32", precision="64-true")
+    refused("float32 master weights", precision="64-true")
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     if not (asked and asked()):
-        refused("needs a device with float16", precision="16-mixed")
+        refused("Expected a device with float16", precision="16-mixed")
     with pytest.raises(ConfigError, match="without partition_activations"):
         DeepSpeedStrategy(contiguous_memory_optimization=True)
     with pytest.raises(ConfigError, match="number_checkpoints"):
@@ -461,7 +461,7 @@ class Skipping(Trained):
 def test_what_an_engine_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> None:
     said = run_ranks(refuse_on_ranks, 2, str(tmp_path), connect=False, timeout_s=40)[0]
     assert "Expected one optimizer for a module with DeepSpeedStrategy, got 2" in said["several"]
-    assert "DeepSpeed refuses these keys" in said["unknown"]
+    assert "DeepSpeed rejects these keys" in said["unknown"]
     assert "buckets: Extra inputs are not permitted" in said["unknown"]
     assert said["sections"].count("optimizer ignored, because") == 1
     assert "before DeepSpeed had an optimizer" in said["early"]
@@ -469,10 +469,10 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> 
     assert "Expected an optimizer with parameters of a module that is set up" in said["stranger"]
     assert "Expected one optimizer" in said["again"]
     assert float(said["norm"]) == 0
-    assert "head.weight is (4, 8) there, and (3, 8) in the module" in said["shape"]
+    assert "head.weight of shape (3, 8) in the checkpoint, as in the module, got (4, 8)" in said["shape"]
     assert "from training_step, which DeepSpeed needs on every rank, got None" in said["none"]
     assert "at least one batch for each of 2 processes" in said["uneven by hand"]
     assert "1 of 2 ranks have a batch in a global batch" in said["uneven"]
-    assert "where a pass releases the parameters" in said["retain"]
+    assert "Expected backward without retain_graph" in said["retain"]
     saved = torch.load(tmp_path / "f.ckpt", weights_only=True)
     assert torch.equal(saved["model"]["head.weight"], Net().head.weight)

@@ -172,19 +172,20 @@ def test_what_cannot_work_is_refused_on_every_rank_and_tied_layers_count_once(tm
         "manual": "ConfigError: DeepSpeedStrategy cannot run Manual: manual optimization",
         "beside": "ConfigError: DeepSpeedStrategy cannot run Beside: trained parameters outside the "
         "PipelineModule (beside.weight, beside.bias)",
-        "called": "ModuleError: a PipelineModule was called with gradients",
+        "called": "ModuleError: A PipelineModule cannot be called with gradients",
         "pair": "ModuleError: Expected a pair of inputs and labels for a PipelineModule, got a Tensor",
-        "sizes": "DataError: Expected equally many samples in all tensors of a batch for a PipelineModule, got [4, 8]",
-        "end": "DataError: Expected 2 micro-batches for a batch of the pipeline, and the iterator had 1 left",
+        "sizes": "DataError: Expected the same number of samples in all tensors of a batch for a PipelineModule, "
+        "got [4, 8]",
+        "end": "DataError: Expected 2 micro-batches for a batch of the pipeline, got 1 from the iterator",
         "shapes": "DataError: Expected micro-batches of one shape",
-        "no pass": "ModuleError: backward was called with a loss that does not come from the PipelineModule",
-        "twice": "ModuleError: train_batch was called before the last loss",
-        "no backward": "ModuleError: step was called before the last loss",
+        "no pass": "ModuleError: Expected the loss that train_batch returned for backward",
+        "twice": "ModuleError: Expected backward with the last loss of train_batch before train_batch",
+        "no backward": "ModuleError: Expected backward with the last loss of train_batch before step",
         "no optimizer": "ConfigError: train_batch was called before DeepSpeed had an optimizer",
-        "names": "CheckpointError: the checkpoint does not fit the module: missing ['6.weight', '6.bias'], "
-        "unexpected []",
+        "names": "CheckpointError: Expected a checkpoint that matches the PipelineModule, got missing names "
+        "['6.weight', '6.bias'] and unexpected names []",
         "groups": "CheckpointError: Expected a state of SGD with parameter groups of the sizes [12], got [10]",
-        "unequal": "ModuleError: the optimizer has parameter groups of these sizes",
+        "unequal": "ModuleError: Expected parameters of each parameter group in each pipeline stage",
     }
     for found in (first, second):
         assert sorted(found) == sorted(texts)

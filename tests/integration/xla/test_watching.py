@@ -56,5 +56,5 @@ def test_steps_that_read_or_never_repeat_are_named_once(tmp_path: Path) -> None:
 
 def test_gradients_of_another_device_before_the_runtime_are_refused(tmp_path: Path) -> None:
     message = run(tmp_path, "gradients_before", 1)
-    assert "computed gradients on another device before XLA's runtime was started" in message
+    assert "Expected XLA's runtime to be started before the first backward pass" in message
     assert "torch_xla.device()" in message

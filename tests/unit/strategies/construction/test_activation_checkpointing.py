@@ -163,7 +163,7 @@ def test_true_means_the_units_or_the_repeated_blocks() -> None:
     # A layer that keeps no more than its input gains nothing; one that keeps every time step does.
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.LSTM(2, 2), nn.LSTM(2, 2))
     assert apply_activation_checkpointing(layers, True) == ["2", "3"]
-    with pytest.raises(ConfigError, match=r"finds no repeated blocks in Block[\s\S]*BatchNorm1d, Dropout, Inst"):
+    with pytest.raises(ConfigError, match=r"Expected repeated blocks in Block[\s\S]*BatchNorm1d, Dropout, Inst"):
         apply_activation_checkpointing(Block(), True)
     with pytest.raises(ConfigError, match=r"activation_checkpointing=\{Blok\}|did you mean 'Block'"):
         apply_activation_checkpointing(model, {"Blok"})
@@ -172,7 +172,7 @@ def test_true_means_the_units_or_the_repeated_blocks() -> None:
 def test_a_forward_that_is_not_the_classs_is_refused() -> None:
     model = make()
     model.blocks[1].forward = lambda x, debug: x  # type: ignore[method-assign]
-    with pytest.raises(ModuleError, match=r"activations of blocks\.1 cannot"):
+    with pytest.raises(ModuleError, match=r"got blocks\.1: TorchScript"):
         apply_activation_checkpointing(model, Block)
     assert not any(is_checkpointed(block) for block in model.blocks)
 

@@ -242,7 +242,7 @@ def test_without_values_nothing_is_drawn_but_tables_are_computed() -> None:
     assert not module["layer"].weight.requires_grad
     for (name, one), (_, other) in zip(module["tables"].named_buffers(), Buffers().named_buffers(), strict=True):
         assert torch.equal(one, other), name
-    with DeferredInit(empty=True), pytest.raises(ModuleError, match=r"test_deferred.py:\d+ .*reads values that depend"):
+    with DeferredInit(empty=True), pytest.raises(ModuleError, match=r"got a read at .*test_deferred.py:\d+"):
         torch.rand(1).item()
 
 
@@ -283,9 +283,9 @@ def test_the_users_own_mistakes_raise_as_ever_and_meta_tensors_have_no_values() 
         plain = nn.Linear(2, 2, device="meta")
         assert plain.weight.is_meta
         assert not is_deferred(plain.weight)
-        with pytest.raises(ModuleError, match=r"test_deferred.py:\d+ .*calls copy_ with a tensor on the meta device"):
+        with pytest.raises(ModuleError, match=r"copy_ at .*test_deferred.py:\d+ .*on the meta device"):
             nn.Linear(2, 2).weight.data.copy_(plain.weight.data)
-        with pytest.raises(ModuleError, match=r"calls set_ to give a storage with values"):
+        with pytest.raises(ModuleError, match=r"set_ at .* sets a storage with values"):
             torch.empty(2).set_(torch.tensor([1.0]).untyped_storage())
 
 
@@ -295,5 +295,5 @@ def test_an_input_that_is_changed_before_values_are_computed_is_named() -> None:
         module = nn.Linear(3, 1, bias=False)
         module.weight.data.copy_(table)
     table += 1
-    with pytest.raises(ModuleError, match=r"shape \(3,\), which .*test_deferred.py:\d+ .* was changed"):
+    with pytest.raises(ModuleError, match=r"shape \(3,\) that .*test_deferred.py:\d+ .* was changed"):
         materialize(module, device=CPU)

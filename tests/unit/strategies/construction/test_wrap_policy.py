@@ -235,17 +235,20 @@ def test_wrong_policies_are_named_with_advice() -> None:
         return bool(extra)
 
     for policy, words in [
-        (3, ["auto_wrap_policy=3 is not a policy", "set of classes"]),
-        (nn.Linear(1, 1), ["is not a policy"]),
-        ({Block, 3, None}, ["holds 3, None, no class"]),
-        (two, ["auto_wrap_policy=two takes more than the module"]),
-        (wrap.lambda_auto_wrap_policy, ["lacks lambda_fn", "functools.partial(lambda_auto_wrap_policy, lambda_fn=)"]),
-        ({nn.Conv2d}, ["{Conv2d}: Model has no submodule of such a class", "Block, Embedding, GELU, LayerNorm"]),
+        (3, ["Expected auto_wrap_policy= to be a policy, got 3.", "set of classes"]),
+        (nn.Linear(1, 1), ["to be a policy, got Linear"]),
+        ({Block, 3, None}, ["to contain only classes, got 3, None"]),
+        (two, ["to be a function of the module, got two"]),
+        (
+            wrap.lambda_auto_wrap_policy,
+            ["with lambda_fn, got", "functools.partial(lambda_auto_wrap_policy, lambda_fn=)"],
+        ),
+        ({nn.Conv2d}, ["a class of Model's submodules, got {Conv2d}", "Block, Embedding, GELU, LayerNorm"]),
         ({"Blok", "Conv"}, ["{'Blok', 'Conv'}", "did you mean 'Block'?"]),
         (ModuleWrapPolicy([nn.Conv2d]), ["{Conv2d}"]),
         (functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={nn.Conv2d}), ["{Conv2d}"]),
-        (CustomPolicy(lambda module: {"mixed_precision": None}), ["single modules (mixed_precision)", "fully_shard"]),
-        (lambda module: {"cpu_offload": True}, ["single modules (cpu_offload)"]),
+        (CustomPolicy(lambda module: {"mixed_precision": None}), ["arguments for mixed_precision", "fully_shard"]),
+        (lambda module: {"cpu_offload": True}, ["arguments for cpu_offload"]),
     ]:
         with pytest.raises(ConfigError) as caught:
             choose_units(Model(), policy)
@@ -259,7 +262,7 @@ def test_notes_say_what_a_policy_did_not_do() -> None:
     assert choose_units(Model(), lambda module: False).notes == ["auto_wrap_policy= chooses no module of Model."]
     bare = choose_units(meta(lambda: Model(Wide)), wrap.transformer_auto_wrap_policy)
     assert [name for name, _ in bare.units] == BLOCKS
-    assert "names no transformer_layer_cls; chosen as without a policy: Wide." in bare.notes[0]
+    assert "without transformer_layer_cls; the default units are used: Wide." in bare.notes[0]
     assert choose_units(meta(lambda: Model(Wide)), {Model, Block}).notes == []
     assert choose_units(Model(), Model) == choose_units(Model(), set())  # it is gathered as a whole anyway
 

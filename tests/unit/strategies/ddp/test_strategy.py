@@ -109,6 +109,6 @@ def test_the_device_is_that_of_the_local_rank() -> None:
 
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert DDPStrategy(parallel_devices=devices, cluster_environment=Cluster(1)).device == devices[1]
-    with pytest.raises(ConfigError, match=r"local rank 2 has no device: this node has 2 \(cuda:0, cuda:1\)"):
+    with pytest.raises(ConfigError, match=r"local rank 2, got 2 on this node: cuda:0, cuda:1"):
         DDPStrategy(parallel_devices=devices, cluster_environment=Cluster(2)).device  # noqa: B018
     assert isinstance(STRATEGY_REGISTRY.create("single_device"), SingleDeviceStrategy)

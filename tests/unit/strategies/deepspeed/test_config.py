@@ -138,7 +138,7 @@ def test_equal_values_and_auto_pass() -> None:
         "zero_optimization": {"stage": 2},
     }
     assert auto["gradient_clipping"] == "auto"  # the user's own is not changed
-    with pytest.raises(ConfigError, match=r"no value for steps_per_print"):
+    with pytest.raises(ConfigError, match=r"a value for steps_per_print, got \"auto\""):
         settle({"steps_per_print": "auto"}, facts, "")
 
 

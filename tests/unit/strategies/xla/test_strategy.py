@@ -68,8 +68,8 @@ def test_the_longest_dimension_is_cut(size: int) -> None:
             lambda: XLAFSDPStrategy(flatten_parameters=True, optimization_barrier_in_forward=1),
             "flatten_parameters=True",
         ),
-        (lambda: XLAFSDPStrategy(auto_wrap_policy=3), "auto_wrap_policy=3 is not a policy"),
-        (lambda: XLAFSDPStrategy(activation_checkpointing=3), "is not a policy"),
+        (lambda: XLAFSDPStrategy(auto_wrap_policy=3), "Expected auto_wrap_policy= to be a policy, got 3"),
+        (lambda: XLAFSDPStrategy(activation_checkpointing=3), "to be a policy, got 3"),
         (lambda: XLAPrecision("16-mixed"), "precision='16-mixed'"),
     ],
 )
