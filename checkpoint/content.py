@@ -36,6 +36,7 @@ _OWN_STATES = (
     "data",
     "rng",
     "rng_of_ranks",
+    "rng_places",
     "strategy",
     "metrics",
     "metric_objects",

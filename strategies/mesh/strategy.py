@@ -20,9 +20,10 @@ from .pipeline.setup import runner_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
-    from ...protocols import StepFunction
+    from ...protocols import StateDict, StepFunction
     from ..fsdp.sharding import Place
     from .pipeline.options import Pipeline
     from .pipeline.window import PipelineRunner
@@ -278,18 +279,74 @@ class MeshStrategy(FSDPStrategy):
         error_if_nonfinite: bool = False,
     ) -> Tensor:
         """Scale gradients so that their total norm, over all stages, is at most `max_norm`; see FSDPStrategy's."""
-        if self._runner is None:
+        runner = runner_of(self.unwrap(module))
+        if runner is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         from .pipeline.gradients import counted_elsewhere, norm_over_stages
 
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        elsewhere = counted_elsewhere(self._runner.split)
+        elsewhere = counted_elsewhere(runner.split)
         own = total_norm([one.grad for one in trained if id(one) not in elsewhere], norm_type)
         norm = norm_over_stages(own.to(self.device), norm_type, self._stage_group)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise non_finite_norm()
         scale_to_norm([one.grad for one in trained], max_norm, norm)
         return norm
+
+    def module_state_dict(self, module: nn.Module) -> StateDict:
+        """Return the state of a module under the user's names; what other stages have is gathered by `gather_state`."""
+        state = super().module_state_dict(module)
+        runner = runner_of(self.unwrap(module))
+        if runner is None:
+            return state
+        from .pipeline.state import stages_state
+
+        return stages_state(runner, state)
+
+    get_module_state_dict = module_state_dict
+
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
+        """Load a state of any layout; see `Strategy.load_module_state_dict`."""
+        runner = runner_of(self.unwrap(module))
+        if runner is not None:
+            from .pipeline.state import own_module_state
+
+            state = own_module_state(runner.split, state)
+        return super().load_module_state_dict(module, state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
+        """Return the state of an optimizer; those of the stages are joined by `gather_state`."""
+        state = super().optimizer_state(optimizer, module)
+        runner = None if module is None else runner_of(self.unwrap(module))
+        if runner is None:
+            return state
+        from .pipeline.state import stage_optimizer
+
+        return stage_optimizer(runner, optimizer, state)
+
+    get_optimizer_state = optimizer_state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
+        """Load a state of any layout; see `Strategy.load_optimizer_state`."""
+        runner = None if module is None else runner_of(self.unwrap(module))
+        if runner is not None:
+            from .pipeline.state import own_optimizer_state
+
+            state = own_optimizer_state(runner.split, optimizer, state)
+        super().load_optimizer_state(optimizer, state, module)
+
+    def saves_shards(self, default: str) -> bool:
+        """Return whether all ranks write checkpoints; with pipeline stages rank 0 writes full ones."""
+        return not self.has_stages and super().saves_shards(default)
+
+    def gather_state(self, state: object) -> Any:
+        """Return a state with full tensors of all stages on rank 0's CPU; see `Strategy.gather_state`."""
+        if not self.has_stages:
+            return super().gather_state(state)
+        from .pipeline.state import gather_stages, runner_in
+
+        runner = runner_in(state)
+        return super().gather_state(state) if runner is None else gather_stages(runner, state, keep=self.is_global_zero)
 
     # -- collectives over the ranks that read different data -------------------------------------------------------
 

@@ -455,6 +455,11 @@ def _load_optimizer(
         path: Where the checkpoint was read.
     """
     order = list(range(len(state["param_groups"])))
+    strategy = run.fabric.strategy
+    if saved is not None and strategy.has_stages and strategy.runs_windows and len(saved) == len(order):
+        # Each stage takes its own parameters by name.
+        named = [{**group, contents.PARAM_NAMES: n} for group, n in zip(state["param_groups"], saved, strict=True)]
+        state, saved = {**state, "param_groups": named}, None
     own = (
         names_of(run.module, optimizer)
         if saved or any(contents.PARAM_NAMES in g for g in state.get("param_groups", ()))

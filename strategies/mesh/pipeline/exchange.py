@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
 _MOST_DIMS = 8
 
 
@@ -36,18 +39,21 @@ class Exchange:
         """Send a tensor without waiting for its receiver; see `settle`.
 
         Args:
-            tensor: Floating point, of at most 8 dimensions.
+            tensor: Of at most 8 dimensions.
             rank: The receiver's place in the pipeline.
         """
         if tensor.dtype not in _DTYPES or tensor.ndim > _MOST_DIMS:
             raise ModuleError(
-                f"Expected a stage to pass on a floating-point tensor of at most {_MOST_DIMS} dimensions, got "
+                f"Expected a dense tensor of at most {_MOST_DIMS} dimensions to send to another stage, got "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}.",
                 fix="split the model between blocks that pass on their hidden state.",
             )
         padding = [0] * (_MOST_DIMS - tensor.ndim)
         header = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *padding], device=self.device)
-        for one in (header, tensor.detach().contiguous()):
+        content = tensor.detach().contiguous()
+        if tensor.dtype is torch.bool:
+            content = content.view(torch.uint8)
+        for one in (header, content):
             self._pending.append((dist.isend(one, group=self.group, group_dst=rank), one))
 
     def receive(self, rank: int) -> Tensor:
@@ -56,7 +62,8 @@ class Exchange:
         dist.recv(header, group=self.group, group_src=rank)
         code, ndim, *shape = header.tolist()
         tensor = torch.empty(shape[:ndim], dtype=_DTYPES[code], device=self.device)
-        dist.recv(tensor, group=self.group, group_src=rank)
+        content = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+        dist.recv(content, group=self.group, group_src=rank)
         return tensor
 
     def settle(self) -> None:

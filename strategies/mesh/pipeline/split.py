@@ -57,6 +57,7 @@ class StageSplit:
         stages: This rank's stages, ascending.
         owners: Name of each parameter and buffer of the unsplit module -> the ranks of the pipeline that have it.
         shared: Parameters of several ranks, in the order of the module; the same on all ranks.
+        state_names: Names in the state of the unsplit module, in its order.
         at: Where the present step is.
     """
 
@@ -67,6 +68,7 @@ class StageSplit:
     stages: tuple[int, ...]
     owners: dict[str, tuple[int, ...]]
     shared: tuple[Shared, ...]
+    state_names: tuple[str, ...]
     at: Position
     _members: dict[int, list[nn.Module]] = field(default_factory=dict, repr=False)
 
@@ -155,6 +157,7 @@ def split_stages(
             stage_of.setdefault(id(one), 0 if is_before else plan.num_stages - 1)
     at = Position(plan.called, len(blocks))
     twins = _twins(sides, device) if stages != (0,) else {}
+    state_names = tuple(module.state_dict(keep_vars=True))
     owners, shared = _owners(module, stage_of, rank_of, num_ranks)
     members: dict[int, list[nn.Module]] = {}
     for one in module.modules():
@@ -168,7 +171,7 @@ def split_stages(
         is_own = (0 if is_before else plan.num_stages - 1) in stages
         _place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
     _leave_others(module, stage_of, rank_of, rank)
-    split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, at)
+    split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, state_names, at)
     split._members = {stage: ones for stage, ones in members.items() if stage in (*stages, EVERYWHERE)}
     if not any(True for stage in stages for _ in split.parameters_of(stage)):
         raise ModuleError(
@@ -276,8 +279,13 @@ def _leave_others(module: nn.Module, stage_of: dict[int, int], rank_of: dict[int
         stage = stage_of.get(id(one), EVERYWHERE)
         if stage == EVERYWHERE or rank_of[stage] == rank:
             continue
+        one.__dict__["_load_from_state_dict"] = _load_nothing  # a norm adds entries of older versions by itself
         for tensors in (one._parameters, one._buffers):
             for key, tensor in list(tensors.items()):
                 if tensor is not None:
                     del tensors[key]
                     one.__dict__[key] = Elsewhere.of(tensor, f"{path}.{key}" if path else key, stage)
+
+
+def _load_nothing(*args: object, **kwargs: object) -> None:
+    """In place of what loads a module of another stage."""

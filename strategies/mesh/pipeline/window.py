@@ -230,9 +230,9 @@ class PipelineRunner:
             name = f"{plan.list}.{start}" if plan.list else str(start)
             raise NonFiniteError(
                 f"the loss of the first micro-batch is NaN, though what the last stage received is finite: {name} or "
-                "what follows it reads a value from before the split (a skip connection), which stages after the first "
-                "do not have; or the loss itself is NaN.",
-                fix="pass everything through the blocks' hidden state, or split elsewhere: Pipeline(split=[...]).",
+                "what follows it reads a value from before the split, which this stage does not have (a skip "
+                "connection, such as x = x + block(x) around a block); or the loss itself is NaN.",
+                fix="move the addition into the block, or split elsewhere: Pipeline(split=[...]).",
             )
 
     def _tell_once(self, count: int, *, is_uniform: bool) -> None:

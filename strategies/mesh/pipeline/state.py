@@ -1,0 +1,242 @@
+"""States of a module and its optimizers over pipeline stages, under the names of the unsplit module.
+
+Each rank's state has every name; what other stages have is a `StagePart`, until `gather_stages` brings it to rank 0.
+A state of any other layout is loaded by names: each stage takes its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...distributed.shards import full_tensor, is_sharded
+from .exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ....protocols import StateDict
+    from .split import StageSplit
+    from .window import PipelineRunner
+
+__all__ = ["StageOptimizer", "StagePart", "gather_stages", "own_module_state", "own_optimizer_state", "runner_in",
+           "stage_optimizer", "stages_state"]  # fmt: skip
+
+# Any in this file: entries of states.
+
+_NAMES = "param_names"  # as checkpoint/content.py has it, which lies above this package
+
+
+class StagePart:
+    """Placeholder of a tensor that another stage has.
+
+    Attributes:
+        runner: What runs the stages of that module.
+        is_part: What tells that other ranks are needed.
+    """
+
+    is_part = True
+
+    def __init__(self, runner: PipelineRunner) -> None:
+        self.runner = runner
+
+
+class StageOptimizer(dict[str, Any]):
+    """The state of this rank's optimizer in torch's layout, with the names of its parameters in each group.
+
+    Attributes:
+        runner: What runs the stages of that module.
+    """
+
+    runner: PipelineRunner
+
+
+def runner_in(tree: Any) -> PipelineRunner | None:
+    """Return the runner of the placeholders in a structure; None where there are none. The same on all ranks."""
+    if isinstance(tree, StagePart | StageOptimizer):
+        return tree.runner
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return next((found for value in values if (found := runner_in(value)) is not None), None)
+
+
+def stages_state(runner: PipelineRunner, own: StateDict) -> StateDict:
+    """Return a module's state under all names, from that of this rank's stages."""
+    elsewhere = StagePart(runner)
+    state = {name: own.get(name, elsewhere) for name in runner.split.state_names}
+    return {**state, **{name: value for name, value in own.items() if name not in state}}
+
+
+def own_module_state(split: StageSplit, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of a module's state."""
+    here = split.rank
+    return {
+        name: value
+        for name, value in state.items()
+        if here in split.owners.get(name, (here,)) and not isinstance(value, StagePart)
+    }
+
+
+def stage_optimizer(runner: PipelineRunner, optimizer: Optimizer, own: StateDict) -> StageOptimizer:
+    """Return an optimizer's state with the names of its parameters."""
+    names = _names_of(runner.split)
+    groups = [
+        {**saved, _NAMES: [names[id(one)] for one in group["params"]]}
+        for saved, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    state = StageOptimizer({**own, "param_groups": groups})
+    state.runner = runner
+    return state
+
+
+def own_optimizer_state(split: StageSplit, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of an optimizer's state, by names; one without names is returned as it is."""
+    saved = state["param_groups"]
+    if not all(_NAMES in group for group in saved) or len(saved) != len(optimizer.param_groups):
+        return dict(state)
+    numbers = {name: number for group in saved for name, number in zip(group[_NAMES], group["params"], strict=True)}
+    names = _names_of(split)
+    entries: dict[int, Any] = {}
+    groups = []
+    count = 0
+    for settings, group in zip(saved, optimizer.param_groups, strict=True):
+        members = [names[id(one)] for one in group["params"]]
+        for offset, name in enumerate(members):
+            if name in numbers and numbers[name] in state["state"]:
+                entries[count + offset] = state["state"][numbers[name]]
+        kept = {key: value for key, value in settings.items() if key not in ("params", _NAMES)}
+        groups.append({**kept, "params": list(range(count, count + len(members)))})
+        count += len(members)
+    return {**state, "state": entries, "param_groups": groups}
+
+
+def gather_stages(runner: PipelineRunner, tree: Any, *, keep: bool) -> Any:
+    """Return a checkpoint with full tensors of all stages on global rank 0's CPU. On every rank: it communicates.
+
+    Args:
+        runner: Has the stages.
+        tree: With `StagePart` in the states of modules and `StageOptimizer` in place of those of optimizers.
+        keep: Whether this rank wants them: global rank 0. Elsewhere None stands in place of tensors.
+    """
+    found: list[list[tuple[object, ...]]] = [[] for _ in range(runner.split.num_ranks)]
+    # A part of a state may have nothing of some stages: it is one where any rank sees that.
+    dist.all_gather_object(found, list(_states_in(tree, ())), group=runner.group)
+    gathering = _Gathering(runner, {path for paths in found for path in paths}, keep=keep)
+    return gathering.gather(tree, ())
+
+
+def _states_in(tree: Any, path: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+    if isinstance(tree, Mapping):
+        if any(isinstance(value, StagePart) for value in tree.values()):
+            yield path
+        for key, value in tree.items():
+            yield from _states_in(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for key, value in enumerate(tree):
+            yield from _states_in(value, (*path, key))
+
+
+class _Gathering:
+    """One gathering: every rank of the pipeline walks through the same structure."""
+
+    def __init__(self, runner: PipelineRunner, states: set[tuple[object, ...]], *, keep: bool) -> None:
+        self.split = runner.split
+        self.group = runner.group
+        self.keep = keep
+        self._states = states
+        self._exchange = Exchange(runner.group, runner.device)
+        # Rank 0 has coordinate 0 on all axes; others of a stage help to gather shards, and send nothing.
+        self._is_in_line = dist.get_process_group_ranks(runner.group)[0] == 0
+        self._full: dict[tuple[object, ...], Tensor] = {}
+
+    def gather(self, tree: Any, path: tuple[object, ...]) -> Any:
+        """Return a part of the checkpoint."""
+        if isinstance(tree, StageOptimizer):
+            return self._optimizer(tree)
+        if isinstance(tree, Mapping):
+            if path in self._states:
+                owners = self.split.owners
+                return {
+                    key: self._one(value, owners[key][0]) if key in owners else self.gather(value, (*path, key))
+                    for key, value in tree.items()
+                }
+            kept = {key: self.gather(value, (*path, key)) for key, value in tree.items()}
+            return kept if type(tree) is dict else _as(tree, kept)
+        if isinstance(tree, list | tuple):
+            items = [self.gather(value, (*path, key)) for key, value in enumerate(tree)]
+            return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        if is_sharded(tree):
+            full = self._of_shards(tree)
+            return full if self.keep else None
+        return tree
+
+    def _one(self, value: Any, owner: int) -> Any:
+        """Return a tensor that a rank of the pipeline has, on rank 0; None elsewhere."""
+        if self.split.rank == owner:
+            full = self._of_shards(value) if is_sharded(value) else value
+            if owner and self._is_in_line:
+                self._exchange.send(full.detach().to(self._exchange.device), 0)
+                self._exchange.settle()
+            return full if self.keep else None
+        return self._exchange.receive(owner).cpu() if self.keep else None
+
+    def _of_shards(self, tensor: Any) -> Tensor:
+        part = tensor.to_local()
+        full = full_tensor(tensor)
+        if not self.keep:
+            return full
+        key = (part.data_ptr(), tuple(tensor.shape), tensor.dtype) if part.numel() else (id(tensor),)
+        return self._full.setdefault(key, full.cpu())
+
+    def _optimizer(self, own: StageOptimizer) -> Any:
+        """Return the state of the optimizers of all stages as one, numbered in the order of the module."""
+        described = {
+            name: {key: None if isinstance(value, Tensor) else value for key, value in entry.items()}
+            for name, entry in _entries(own).items()
+        }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in own["param_groups"]]
+        everyone: list[Any] = [None] * self.split.num_ranks
+        dist.all_gather_object(everyone, (described, groups), group=self.group)
+        entries = _entries(own)
+        order = {name: place for place, name in enumerate(self.split.owners)}
+        known: dict[str, tuple[int, dict[str, Any]]] = {}
+        for rank, (theirs, _) in reversed(list(enumerate(everyone))):
+            known.update({name: (rank, entry) for name, entry in theirs.items()})  # of shared ones the first rank's
+        states: dict[str, dict[str, Any]] = {}
+        for name in sorted(known, key=order.__getitem__):
+            rank, entry = known[name]
+            mine = entries.get(name, {})
+            states[name] = {
+                key: self._one(mine.get(key), rank) if value is None else value for key, value in entry.items()
+            }
+        merged = []
+        numbers: dict[str, int] = {}
+        for index, group in enumerate(everyone[0][1]):
+            names = sorted({name for _, theirs in everyone for name in theirs[index][_NAMES]}, key=order.__getitem__)
+            for name in names:
+                numbers.setdefault(name, len(numbers))
+            merged.append({**group, _NAMES: names, "params": [numbers[name] for name in names]})
+        rest = {key: self.gather(value, ()) for key, value in own.items() if key not in ("state", "param_groups")}
+        return {"state": {numbers[name]: one for name, one in states.items()}, "param_groups": merged, **rest}
+
+
+def _entries(own: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the entries of an optimizer's state by the names of parameters."""
+    names = {n: name for group in own["param_groups"] for name, n in zip(group[_NAMES], group["params"], strict=True)}
+    return {names[number]: entry for number, entry in own["state"].items()}
+
+
+def _names_of(split: StageSplit) -> dict[int, str]:
+    """Return the names of this rank's parameters by id: of shared ones the first name in the unsplit module."""
+    first = {name: shared.names[0] for shared in split.shared for name in shared.names}
+    return {id(one): first.get(name, name) for name, one in split.module.named_parameters()}
+
+
+def _as(tree: Any, kept: dict[object, Any]) -> Any:
+    changed = copy.copy(tree)
+    changed.clear()
+    changed.update(kept)
+    return changed

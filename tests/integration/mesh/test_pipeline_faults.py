@@ -1,0 +1,132 @@
+"""Steps that cannot be pipelined: each is an error that names its cause, on some rank, and no rank waits forever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import loopwright as lw
+from loopwright.strategies import MeshStrategy
+
+# Any in this file: batches.
+
+WIDTH = 4
+
+
+class Net(lw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.last(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Skip(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        start = x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.last(x + start))
+
+
+class Twice(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch[0]) - self(-batch[0])).square().mean()
+
+
+class Reads(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = sum(cast(Tensor, one[0].weight).square().sum() for one in cast(Any, self.blocks))
+        return self(batch[0]).square().mean() + penalty
+
+
+class ReadsAfter(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean() + self.first.weight.square().sum()
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Closure(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 3 else loss
+
+
+class ByValue(Net):
+    """The shape of the hidden state follows from values of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[: 1 + int(x.sum().item() > 0)])
+
+
+class Fails(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 5:
+            raise ValueError("planted")
+        return loss
+
+
+def fit(rank: int, size: int, make: Callable[[], Net]) -> str:
+    torch.manual_seed(0)
+    trainer = lw.Trainer(
+        accelerator="cpu", strategy=MeshStrategy(pp=2), devices=size, max_epochs=1, logger=False,
+        accumulate_grad_batches=1 if make is ByHand else 2, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    data = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    try:
+        trainer.fit(make(), DataLoader(TensorDataset(data), batch_size=2))
+    # Whatever it is: its text is compared.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Skip, "NonFiniteError: the loss of the first micro-batch is NaN.*blocks.2 or what follows it"),
+        (Twice, "Expected a step to call the module once, got a second call"),
+        (Reads, r"read blocks.[02].0.weight \(square\), which stage [01]"),
+        (ReadsAfter, r"read first.weight \(square\), which stage 0"),
+        (ByHand, "Expected automatic optimization with pipeline stages, got ByHand"),
+        (Closure, "LBFGS cannot be used with MeshStrategy"),
+        (NoLoss, "where None skips a batch"),
+        (ByValue, r"pass on a tensor of shape \((1|2), 4\), as for an earlier batch of the same shape"),
+        (Fails, "ValueError: planted"),
+    ],
+)
+def test_what_cannot_be_pipelined_is_named(make: Callable[[], Net], text: str) -> None:
+    answers = run_ranks(fit, 2, make, connect=False, timeout_s=60)
+    assert "no error" not in answers
+    assert any(re.search(text, answer) for answer in answers), answers
