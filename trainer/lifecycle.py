@@ -434,7 +434,8 @@ class Lifecycle:
 
         The checkpoint then holds the state of every listener after the event, and a resumed run does not repeat the
         rest of it. The hook that saves continues when the others have been called, and it
-        cannot log afterwards. If a checkpoint callback saves, those after it are called later; `untold` names them.
+        cannot log afterwards. If a checkpoint callback saves, the checkpoint callbacks after it are called later; see
+        `pending_checkpoints`.
         """
         if self._running.event is None:
             return
@@ -445,7 +446,7 @@ class Lifecycle:
             hook(*args)
         self._metrics.close_table(name)
 
-    def untold(self) -> dict[str, object] | None:
+    def pending_checkpoints(self) -> dict[str, object] | None:
         """Return the running event and the state keys of the checkpoint callbacks that were not called yet."""
         if self._running.event is None:
             return None

@@ -17,7 +17,7 @@ class RunSignals(Protocol):
     """The signal handlers of a run, which count how often they ran."""
 
     requested: signal.Signals | None
-    heard: int
+    num_handled: int
 
     @property
     def handled(self) -> set[signal.Signals]:
@@ -72,12 +72,12 @@ class SignalWakeup:
             if number == signal.SIGINT and number in handled:
                 self._interrupted = (run_signals, self._interrupted[1] + 1)
                 if self._interrupted[1] == 2:
-                    self._interrupted_at = (now, run_signals.heard)
+                    self._interrupted_at = (now, run_signals.num_handled)
         requested = run_signals.requested
         if requested is not None and (run_signals, requested) != self._seen:
             self._seen = (run_signals, requested)
             coordinator.request(requested.name)
         if self._interrupted_at is None or now <= self._interrupted_at[0] + _UNHANDLED_S:
             return False
-        is_unhandled, self._interrupted_at = run_signals.heard == self._interrupted_at[1], None
+        is_unhandled, self._interrupted_at = run_signals.num_handled == self._interrupted_at[1], None
         return is_unhandled

@@ -194,11 +194,11 @@ def _leave_validation(run: Run, states: StateDict) -> None:
 
 
 def _unfinished(run: Run) -> StateDict:
-    """Return what is still due at the event that is under way; see trainer/checkpointing/unfinished.py."""
+    """Return the unfinished parts of the current event; see trainer/checkpointing/unfinished.py."""
     due: StateDict = {}
-    untold = None if run.is_over else run.lifecycle.untold()
-    if untold is not None:
-        due["told_later"] = untold
+    pending = None if run.is_over else run.lifecycle.pending_checkpoints()
+    if pending is not None:
+        due["told_later"] = pending  # the key of files that exist
     if run.progress.validation_ending:
         own = capture_rng()
         due["validation_end"] = {"rng_of_ranks": [own]}

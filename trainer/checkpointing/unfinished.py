@@ -1,9 +1,9 @@
-"""Events that a checkpoint was taken in, and that a resumed run finishes before it trains on.
+"""Events that were unfinished when a checkpoint was saved; a resumed run finishes them before it continues training.
 
-A save lets everybody else hear of the running event first (`Lifecycle.finish_event`), so that little can be due:
+A save first calls all other listeners of the current event (`Lifecycle.finish_event`), so that only these can remain:
 
-- `validation_end`: on_validation_epoch_end is done, and on_validation_end is not;
-- `told_later`: checkpoint callbacks that come after the one that saved.
+- `validation_end`: on_validation_epoch_end is done, but on_validation_end is not;
+- `told_later`: checkpoint callbacks after the one that saved.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["finish"]
 
 
 def finish(trainer: Trainer, run: Run) -> None:
-    """Bring what was due when the resumed checkpoint was taken. On every rank, after everything is put back."""
+    """Finish the events that were unfinished in the resumed checkpoint. On every rank, after all state is loaded."""
     due, run.unfinished = run.unfinished, {}
     if "validation_end" in due:
         _end_validation(trainer, run, due["validation_end"])
     if "told_later" in due:
-        _tell(trainer, run, due["told_later"]["event"], set(due["told_later"]["callbacks"]))
+        _call_checkpoints(trainer, run, due["told_later"]["event"], set(due["told_later"]["callbacks"]))
 
 
 def _end_validation(trainer: Trainer, run: Run, due: StateDict) -> None:
-    """Bring on_validation_end, with the module and the random number generators as they are at a validation's end."""
+    """Call on_validation_end, with the module and the random number generators as at the end of a validation."""
     before = run.before_validation = snapshot.before_validation(run)
     before.is_over = True
     drawn = rank_rng.own_state(trainer.strategy, due["rng_of_ranks"], due.get("rng_places"))
@@ -57,22 +57,22 @@ def _end_validation(trainer: Trainer, run: Run, due: StateDict) -> None:
     restore_rng(before.rng)
 
 
-def _tell(trainer: Trainer, run: Run, event: str, keys: set[str]) -> None:
-    """Tell an event to the checkpoint callbacks with these state keys."""
+def _call_checkpoints(trainer: Trainer, run: Run, event: str, keys: set[str]) -> None:
+    """Call the hook of an event on the checkpoint callbacks with these state keys."""
 
     def chosen(callback: Callback) -> bool:
         return isinstance(callback, Checkpoint) and callback.state_key in keys
 
     progress, rng = trainer.progress, capture_rng()
-    tell = run.lifecycle.of_callbacks(event, chosen=chosen)
+    fire = run.lifecycle.of_callbacks(event, chosen=chosen)
     ends_epoch = event == "on_train_epoch_end" and not progress.epoch_open
-    if ends_epoch:  # the checkpoint counts the epoch as done; its end is told while it is the present one
+    if ends_epoch:  # the checkpoint counts the epoch as ended; its hooks are called while it is the current one
         progress.epochs -= 1
         progress.epoch_open = progress.is_closing_epoch = run.is_epoch_over = True
     if event == "on_train_batch_end":
-        tell(None, None, progress.batches_in_epoch - 1)
+        fire(None, None, progress.batches_in_epoch - 1)
     else:
-        tell()
+        fire()
     if ends_epoch:
         progress.end_epoch()
     restore_rng(rng)

@@ -1,11 +1,11 @@
-"""Signals and errors of a run: Ctrl-C and SIGTERM end it between two optimizer steps, errors name their place.
+"""Signals of a run: Ctrl-C and SIGTERM end it between two optimizer steps. Also adds the position in a run to errors.
 
-Entered by the Trainer around each fit, validate, test and predict. The signal handlers only set a flag; the loops look
-at it at step boundaries. A second Ctrl-C interrupts at once.
+Entered by the Trainer around each fit, validate, test and predict. The signal handlers only set a flag, which the loops
+check at step boundaries. A second Ctrl-C interrupts immediately.
 
-With several ranks a signal comes to any of them at any moment, and all have to stop at the same step: then the flag is
-read by the rank's watch (fabric/watch/), which passes it to the stop coordinator, where the ranks agree; the loops ask
-it instead of the flag. Still no handler communicates.
+With several ranks, a signal can reach any of them at any time, but all must stop at the same step. Therefore the rank's
+watch (fabric/watch/) reads the flag and passes it to the stop coordinator, which the loops check instead of the flag.
+Signal handlers never communicate.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = ["FAILED_SAVE", "RunSignals"]
 
 logger = logging.getLogger(__name__)
 
-FAILED_SAVE = "failed save"  # why all ranks stop, where one of them could not write a checkpoint in the background
+FAILED_SAVE = "failed save"  # the reason to stop if a rank could not write a checkpoint in the background
 
 
 class RunSignals:
-    """Holds the signal handlers of one run and gives back the earlier ones after it.
+    """The signal handlers of one run. The earlier handlers are restored after it.
 
     Args:
-        requeue: A further signal, with which the cluster says that the job is to save itself and be put back into the
-            queue; None for none.
+        requeue: Another signal, with which the cluster requests that the job saves a checkpoint and is requeued; None
+            if the cluster has no such signal.
 
     Attributes:
-        requested: The signal that asked the run to end, None while there is none.
-        requested_at_s: When it first did, in seconds of the monotonic clock.
-        is_called: Whether there is anything to look at between two steps: a signal, or a save in the background that
-            failed. The only thing that a step asks.
-        watch: Looks after the other ranks; None with one process.
-        stop_coordinator: Agrees with the other ranks on where to stop; None with one process.
-        heard: How many signals the handler got to see: less than came, while the main thread is in C++.
+        requested: The signal that requested the end of the run; None without a request.
+        requested_at_s: Time of the first request, in seconds of the monotonic clock.
+        is_called: Whether a signal or a failed background save must be handled between two steps. Each step reads only
+            this attribute.
+        watch: Monitors the other ranks; None with one process.
+        stop_coordinator: Chooses the stop step together with the other ranks; None with one process.
+        num_handled: Number of signals that reached the Python handler. Signals wait while the main thread is in C++.
     """
 
     def __init__(self, requeue: signal.Signals | None = None) -> None:
@@ -54,7 +54,7 @@ class RunSignals:
         self.is_called = False
         self.watch: Watch | None = None
         self.stop_coordinator: StopCoordinator | None = None
-        self.heard = 0
+        self.num_handled = 0
         self._has_pipe = False
         self._earlier: dict[signal.Signals, Any] = {}  # Any: what signal.signal returns
 
@@ -66,19 +66,19 @@ class RunSignals:
         return self
 
     def listen_to(self, number: signal.Signals) -> bool:
-        """Let a signal end this run as SIGTERM does; called in the main thread, while the run is guarded.
+        """Make a signal end this run as SIGTERM does. Call it in the main thread, within this context.
 
         Returns:
-            Whether it will: a handler of the user's own stays, it knows better what its program wants.
+            Whether the handler was set; False if the user has set a handler, which is kept.
         """
         if number not in self._earlier and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             self._earlier[number] = signal.signal(number, self._on_signal)
         return number in self._earlier
 
     def request(self) -> None:
-        """End the run as a signal would: between two steps, on all ranks alike. Called from any thread.
+        """End the run as a signal does: between two steps, at the same step on all ranks. Thread-safe.
 
-        Where the cluster can put the job back into the queue, it does, as after its own warning.
+        If the cluster has a requeue signal, the job is requeued, as after that signal.
         """
         if self.requested is None:
             self.requested_at_s = time.monotonic()
@@ -86,7 +86,7 @@ class RunSignals:
             self.is_called = True
 
     def note_failed_save(self) -> None:
-        """Let the main thread look, between two steps, how a save in the background went. Called from any thread."""
+        """Make the main thread check the background save between two steps. Thread-safe."""
         self.is_called = True
 
     def __exit__(
@@ -99,11 +99,11 @@ class RunSignals:
 
     @property
     def handled(self) -> set[signal.Signals]:
-        """The signals that end the run; those for which the user has a handler are not among them."""
+        """The signals that end the run, without those for which the user has set a handler."""
         return set(self._earlier)
 
     def connect(self, watch: Watch) -> None:
-        """Let the ranks agree on where this run stops; on every rank, before the run's first phase.
+        """Use the watch's stop coordinator for this run. Call it on every rank, before the run's first phase.
 
         Raises:
             RankFailure: Another rank failed in an earlier run.
@@ -115,7 +115,7 @@ class RunSignals:
             self._has_pipe = _write_signals_to(watch.signal_pipe)
 
     def rejoin(self) -> None:
-        """Take this run's place in the ranks' agreement again, after a run within it had it; on every rank."""
+        """Use the stop coordinator again after a nested run has ended. Call it on every rank."""
         assert self.watch is not None
         self.watch.begin_run()
         self.watch.run_signals = self
@@ -128,23 +128,23 @@ class RunSignals:
             _write_signals_nowhere()
         watch.run_signals = None
         if self.requested is not None:
-            # If it came after the last phase, then the next run of all ranks stops where it begins.
+            # A signal after the last phase stops the next run of all ranks at its beginning.
             coordinator.request(self.requested.name)
         watch.end_run()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number)
-        self.heard += 1
+        self.num_handled += 1
         if self.requested is not None and name is signal.SIGINT:
             raise KeyboardInterrupt
         if self.requested_at_s is None:
             self.requested_at_s = time.monotonic()
-        # SIGTERM after Ctrl-C still means that the process is to go.
+        # SIGTERM after Ctrl-C still means that the process must end.
         self.requested = name
         self.is_called = True
 
     def check(self) -> None:
-        """End the run if a signal asked for it; called between two optimizer steps, where there is one process.
+        """End the run if a signal requested it. Called between two optimizer steps, with one process.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C.
@@ -159,7 +159,7 @@ class RunSignals:
         raise StopBySignal
 
     def stop(self) -> NoReturn:
-        """End the run because all ranks agreed to, after a signal at one of them.
+        """End the run at the stop step of all ranks, after a signal at one of them.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C.
@@ -171,26 +171,27 @@ class RunSignals:
 
     @property
     def is_to_requeue(self) -> bool:
-        """Whether the run ended because the cluster asked for that, and not because of another signal."""
+        """Whether the run ended because of the requeue signal, and not because of another signal."""
         if self._requeue is None:
             return False
         coordinator = self.stop_coordinator
         return self.requested is self._requeue if coordinator is None else coordinator.reason == self._requeue.name
 
     def stop_error(self) -> BaseException:
-        """Return the error that ends a run on which all ranks agreed."""
+        """Return the error that ends the run on all ranks."""
         assert self.stop_coordinator is not None
         return KeyboardInterrupt() if self.stop_coordinator.reason == "SIGINT" else StopBySignal()
 
 
-_has_fork_hook = False  # what is registered at fork stays; it is registered when a run first needs it
+_has_fork_hook = False  # fork hooks cannot be removed; ours is registered when a run first needs it
 
 
 def _write_signals_to(pipe: int) -> bool:
-    """Let the interpreter write each signal's number there, at once, also while the main thread is in C++.
+    """Make the interpreter write each signal's number to a pipe immediately, even while the main thread is in C++.
 
     Returns:
-        Whether it does; not where an event loop uses this already: then a hanging collective is not interrupted.
+        Whether it was set. False if an event loop already uses the wakeup descriptor; then a hanging collective is not
+        interrupted.
     """
     global _has_fork_hook
     earlier = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
@@ -198,7 +199,7 @@ def _write_signals_to(pipe: int) -> bool:
         signal.set_wakeup_fd(earlier)
         return False
     if not _has_fork_hook and hasattr(os, "register_at_fork"):
-        # Ctrl-C in a terminal goes to loader workers, too; theirs must not be taken for a second one of ours.
+        # Ctrl-C in a terminal also reaches loader workers, and must not count as a second Ctrl-C of this process.
         os.register_at_fork(after_in_child=_write_signals_nowhere)
         _has_fork_hook = True
     return True
@@ -209,5 +210,5 @@ def _write_signals_nowhere() -> None:
 
 
 def add_place(error: BaseException, place: str) -> None:
-    """Note on an exception where in the run it happened."""
+    """Add a note to an exception with its position in the run."""
     error.add_note(place)

@@ -144,7 +144,7 @@ def test_a_constant_one_is_exactly_one_on_uneven_ranks(value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [int, torch.tensor])
-def test_whole_numbers_are_added_exactly(kind: Any) -> None:
+def test_integers_are_added_exactly(kind: Any) -> None:
     def evaluate(rank: Rank) -> dict[str, float]:
         rank.log("tokens", kind(2**40 + rank.rank), reduce_fx="sum")
         return rank.finish()
@@ -361,7 +361,7 @@ def test_an_evaluation_reads_its_own_steps_without_the_others() -> None:
     assert meeting.exchanges == 0
 
 
-def test_what_is_not_finite_on_one_rank_is_told_to_all() -> None:
+def test_a_value_that_is_not_finite_on_one_rank_is_reported_to_all() -> None:
     def step(rank: Rank) -> float:
         return rank.metrics.read_step(torch.tensor(math.inf if rank.rank == 1 else 2.0))[1]
 

@@ -76,7 +76,7 @@ def ends_of(children: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def test_a_kill_at_every_stage_of_each_rank_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_every_stage_of_each_rank_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     stores = tmp_path / "stores"
     stores.mkdir()
     root = tmp_path / "root"
@@ -120,7 +120,7 @@ def test_a_kill_at_every_stage_of_each_rank_leaves_a_whole_checkpoint(tmp_path: 
                     file.write_bytes(content)
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     generator = random.Random(0)
     path = tmp_path / "root" / "a.ckpt"
     (tmp_path / "stores").mkdir()

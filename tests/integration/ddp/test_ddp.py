@@ -107,7 +107,7 @@ def one_step(rank: int, size: int, kwargs: dict[str, Any], kind: str) -> Any:
     ],
     ids=str,
 )
-def test_gradients_are_those_of_the_whole_batch(kwargs: dict[str, Any]) -> None:
+def test_gradients_are_those_of_the_full_batch(kwargs: dict[str, Any]) -> None:
     for results in run_ranks(one_step, 2, kwargs, "plain"):
         for number, found in enumerate(results):
             assert_close(found, expected(Plain(), batch(seed=number)))
@@ -468,7 +468,7 @@ def by_hand(rank: int, size: int) -> Any:
     return equal, seen, module.norm.running_mean
 
 
-def test_gradients_and_buffers_can_be_synchronised_by_hand() -> None:
+def test_gradients_and_buffers_can_be_synchronized_manually() -> None:
     (equal, seen, mean), (other_equal, other_seen, other_mean) = run_ranks(by_hand, 2)
     assert equal == other_equal == 0
     assert torch.equal(mean, other_mean)

@@ -316,7 +316,7 @@ def step_by_hand(rank: int, size: int, cases: list[tuple[int | None, str]], fold
     return found
 
 
-def test_steps_by_hand_are_those_of_one_process(tmp_path: Path) -> None:
+def test_manual_steps_are_those_of_one_process(tmp_path: Path) -> None:
     wanted = dict(
         zip(
             WAYS,

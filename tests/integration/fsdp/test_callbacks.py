@@ -182,7 +182,7 @@ def by_launcher(size: int) -> Any:
     return {"weights": dict(module.state_dict()), "average": callback.shadow_state_dict(), "metrics": metrics}
 
 
-def test_a_launching_process_gets_whole_weights_and_averages_back() -> None:
+def test_a_launching_process_gets_full_weights_and_averages() -> None:
     assert_near(by_launcher(2), by_launcher(1))
 
 
@@ -228,7 +228,7 @@ def look(rank: int, size: int, folder: str) -> dict[str, Any]:
     return trainer.strategy.broadcast(result) | {"summary": summary, "weights": whole(dict(module.state_dict()))}
 
 
-def test_statistics_and_summaries_are_those_of_the_whole_model(tmp_path: Path) -> None:
+def test_statistics_and_summaries_are_those_of_the_full_model(tmp_path: Path) -> None:
     (wanted,) = run_ranks(look, 1, str(tmp_path / "1"), connect=False)
     assert {"weights/narrow.weight/norm", "updates/total/ratio"} <= wanted["logged"].keys()
     assert "gradients/first.weight" in wanted["histograms"]
@@ -412,7 +412,7 @@ def refuse(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_what_needs_the_whole_model_on_each_rank_is_refused() -> None:
+def test_callbacks_that_need_the_full_model_on_each_rank_are_rejected() -> None:
     for texts in run_ranks(refuse, 2, connect=False):
         for text, words in zip(texts, ["batch-size search", "ModelPruning"], strict=True):
             assert words in text

@@ -262,7 +262,7 @@ def by_hand_evaluation(rank: int, size: int) -> Any:
     return torch.cat(outputs) if outputs else None
 
 
-def test_a_loop_by_hand_evaluates_with_unequal_shares_too() -> None:
+def test_a_fabric_loop_evaluates_unequal_numbers_of_batches() -> None:
     outputs = run_ranks(by_hand_evaluation, 2, connect=False)
     wanted = Net().double()(batch(7, 5)[0])
     torch.testing.assert_close(outputs[0], wanted, rtol=1e-12, atol=1e-14)
@@ -431,7 +431,7 @@ def fit_built_late(rank: int, size: int) -> Any:
     return module.largest, module.before, whole(module)
 
 
-def test_a_model_of_configure_model_has_the_same_values_and_is_never_whole() -> None:
+def test_a_model_of_configure_model_has_the_same_values_and_is_never_fully_in_memory() -> None:
     ((largest, before, after),) = run_ranks(fit_built_late, 1, connect=False)
     assert largest == 4 * 4 * 8  # one process builds it as it is
     for none, found_before, found_after in run_ranks(fit_built_late, 2, connect=False):

@@ -131,7 +131,7 @@ def test_after_a_restart_all_processes_meet_again(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)] == [[1, 2.0], [1, 2.0]]
 
 
-def test_machines_that_do_not_come_are_told(tmp_path: Path) -> None:
+def test_missing_machines_are_reported(tmp_path: Path) -> None:
     options = ["--nnodes", "2", "--node-rank", "1", "--main-address", "127.0.0.1", "--main-port", "9"]
     process = start(tmp_path, *options, "--rdzv-conf", "timeout=2", "program.py")
     _, errors = process.communicate(timeout=120)
@@ -140,7 +140,7 @@ def test_machines_that_do_not_come_are_told(tmp_path: Path) -> None:
     assert "--main-address" in errors
 
 
-def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

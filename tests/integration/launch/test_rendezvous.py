@@ -160,7 +160,7 @@ def test_missing_ranks_are_named() -> None:
         assert "timeout=" in message
 
 
-def test_long_lists_of_ranks_are_cut() -> None:
+def test_long_lists_of_ranks_are_truncated() -> None:
     assert rendezvous._listed(list(range(40))).endswith("14, 15 and 24 more")
     assert rendezvous._listed([3]) == "rank 3"
 
@@ -247,7 +247,7 @@ def _host_goes(rank: int, size: int, read: int, write: int) -> str:
     return str(caught.value)
 
 
-def test_a_store_that_goes_away_is_told() -> None:
+def test_a_lost_store_is_reported() -> None:
     read, write = os.pipe()
     try:
         assert "Rank 0 lost its connection to the store" in run_ranks(_host_goes, 2, read, write, connect=False)[0]

@@ -191,7 +191,7 @@ def test_an_exception_here_ends_ranks_that_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_at_its_end_makes_the_whole_fail(tmp_path: Path) -> None:
+def test_a_rank_that_fails_at_its_end_makes_the_launch_fail(tmp_path: Path) -> None:
     file = script(
         tmp_path,
         """

@@ -115,7 +115,7 @@ def by_hand(rank: int, size: int) -> float:
     return module.calls / STEPS
 
 
-def test_a_step_makes_few_python_calls_over_ddp_by_hand() -> None:
+def test_a_step_makes_few_python_calls_more_than_a_manual_ddp_loop() -> None:
     ours = run_ranks(counted, 2, "mean", "calls", connect=False)[0]
     hand = run_ranks(by_hand, 2)[0]
     print(f"{ours:.1f} calls per step, by hand {hand:.1f}: {ours - hand:+.1f}")

@@ -199,7 +199,7 @@ def step_by_hand(name: str, size: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_plateau_schedule_that_is_stepped_by_hand_gets_the_mean_over_ranks(name: str) -> None:
+def test_a_manually_stepped_plateau_schedule_gets_the_mean_over_ranks(name: str) -> None:
     first, second = run_ranks(lambda rank, size: step_by_hand(name, size), 2, connect=False)
     assert first == second
     assert first[1] == one_process(apart, 1, mean)[-1:]

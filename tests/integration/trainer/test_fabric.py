@@ -199,7 +199,7 @@ def read(rank: int, size: int, samples: int, batch_size: int, uneven: str | None
         ("keep", [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]),
     ],
 )
-def test_batches_are_dealt_out(uneven: str | None, expected: Any) -> None:
+def test_batches_are_sharded_over_ranks(uneven: str | None, expected: Any) -> None:
     results = run_ranks(read, 2, 9, 2, uneven, connect=False)
     assert [batches for batches, _ in results] == expected
     assert [length for _, length in results] == [len(batches) for batches in expected]

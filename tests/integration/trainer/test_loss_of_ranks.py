@@ -180,7 +180,7 @@ def train(rank: int, size: int, name: str, cuts: list[Cut], precision: str) -> l
     ("name", "size", "count"),
     [("ddp", 2, 6), ("ddp", 3, 6), ("fsdp", 2, 6), ("fsdp", 3, 6), ("deepspeed_stage_2", 2, 2)],
 )
-def test_weights_and_losses_do_not_depend_on_the_cut(name: str, size: int, count: int) -> None:
+def test_weights_and_losses_do_not_depend_on_the_split(name: str, size: int, count: int) -> None:
     is_engine = name.startswith("deepspeed")
     if is_engine:
         import_deepspeed()

@@ -8,7 +8,7 @@ import pytest
 from processes import run_task
 
 
-def test_parameters_and_their_moments_are_cut_also_after_loading(tmp_path: Path) -> None:
+def test_parameters_and_their_moments_are_sharded_also_after_loading(tmp_path: Path) -> None:
     found = run_task(tmp_path, "shards", 4)
     cut = {name: spec for name, spec in found["parameters"].items() if "devices=" in spec}
     assert cut["first.weight"] == "{devices=[4,1]0,1,2,3}"

@@ -81,7 +81,7 @@ def test_a_wrong_schedule_is_refused(scheduling: Any) -> None:
         GradientAccumulationScheduler(scheduling)
 
 
-def test_accumulation_given_twice_or_by_hand_is_refused(tmp_path: Path) -> None:
+def test_accumulation_set_twice_or_in_manual_optimization_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="both given"):
         FakeTrainer(tmp_path, [GradientAccumulationScheduler({0: 2})], accumulate=4).fit()
     manual = nn.Linear(2, 1)

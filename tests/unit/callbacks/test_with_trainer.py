@@ -225,7 +225,7 @@ def test_an_exception_inside_a_window_is_saved_and_the_window_is_repeated(tmp_pa
     assert (resumed.global_step, resumed.progress.total_batches) == (6, 12)
 
 
-def test_links_lead_to_whole_files(tmp_path: Path) -> None:
+def test_links_lead_to_complete_files(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(
         tmp_path / "c", monitor="val_loss", mode="max", save_last="link", every_n_train_steps=1
     )

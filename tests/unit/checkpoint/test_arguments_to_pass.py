@@ -144,7 +144,7 @@ def test_another_reader_finds_no_stand_in(weights_only: bool, tmp_path: Path) ->
     assert content["hyper_parameters"]["_instantiator"].startswith("loopwright.Model(argument=...)")
 
 
-def test_a_fresh_process_where_the_class_is_gone_is_told_what_it_was(tmp_path: Path) -> None:
+def test_a_new_process_without_the_class_gets_an_error_that_describes_it(tmp_path: Path) -> None:
     path = saved(Kind.FAST, tmp_path / "x.ckpt")
     program = f"""
 import loopwright as lw, torch

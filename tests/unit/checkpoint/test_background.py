@@ -194,7 +194,7 @@ def test_a_plugin_that_keeps_what_it_gets_keeps_it_and_may_hold_any_object(tmp_p
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("stage", ["opened", "synced", "renamed"])
-def test_a_kill_during_a_write_leaves_a_whole_file(tmp_path: Path, stage: str) -> None:
+def test_a_kill_during_a_write_leaves_a_complete_file(tmp_path: Path, stage: str) -> None:
     path = tmp_path / "a.ckpt"
     save({"w": torch.zeros(50_000)}, path)
     child = os.fork()

@@ -52,7 +52,7 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stage", storage.STAGES)
-def test_kill_at_every_stage_leaves_a_whole_file_and_the_next_save_cleans_up(target: Path, stage: str) -> None:
+def test_a_kill_at_every_stage_leaves_a_complete_file_and_the_next_save_cleans_up(target: Path, stage: str) -> None:
     def save_and_die() -> None:
         storage.reached = lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == stage else None
         save(AFTER, target)
@@ -65,7 +65,7 @@ def test_kill_at_every_stage_leaves_a_whole_file_and_the_next_save_cleans_up(tar
     assert sorted(os.listdir(target.parent)) == ["a.ckpt", "b.ckpt"]
 
 
-def test_kill_at_any_moment_leaves_a_whole_file(target: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_complete_file(target: Path) -> None:
     generator = random.Random(0)
     for _ in range(15):
         child = os.fork()

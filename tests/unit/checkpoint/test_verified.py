@@ -20,7 +20,7 @@ def alter_tensor(path: Path, tensor: torch.Tensor) -> None:
     path.write_bytes(content)
 
 
-def test_a_whole_file_is_described(saved: Path) -> None:
+def test_a_complete_file_is_described(saved: Path) -> None:
     verified = verify(saved)
     assert verified.sealed
     assert verified.size_bytes == saved.stat().st_size
@@ -124,7 +124,9 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_the_newest_whole_file_is_found_and_damaged_ones_are_told(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
+def test_the_newest_complete_file_is_found_and_damaged_ones_are_reported(
+    tmp_path: Path, checkpoint: dict[str, Any]
+) -> None:
     paths = [tmp_path / f"{index}.ckpt" for index in range(4)]
     for path in paths[1:]:
         save(checkpoint, path)

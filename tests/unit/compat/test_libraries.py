@@ -293,7 +293,7 @@ def test_a_command_line_may_have_verbs_of_its_own_and_read_its_arguments(capsys:
     assert "Expected a subcommand, got 'predict'" in capsys.readouterr().err
 
 
-def test_parts_that_override_lightnings_methods_are_told_so() -> None:
+def test_parts_that_override_lightnings_methods_are_reported() -> None:
     import lightning as L
     from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
     from lightning.pytorch.plugins import Precision

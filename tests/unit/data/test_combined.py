@@ -142,5 +142,5 @@ def test_errors_name_what_is_wrong() -> None:
         (range(2), False),
     ],
 )
-def test_collections_of_loaders_are_told_from_lists_of_batches(data: Any, expected: bool) -> None:
+def test_collections_of_loaders_differ_from_lists_of_batches(data: Any, expected: bool) -> None:
     assert is_collection(data) is expected

@@ -82,7 +82,7 @@ def test_what_cannot_be_guarded_is_moved_on_the_current_stream(batch: Any, strea
 
 
 @pytest.mark.gpu
-def test_batches_arrive_whole_while_the_device_computes() -> None:
+def test_batches_are_complete_while_the_device_computes() -> None:
     device = torch.device("cuda")
     move = CopyStream(lambda batch: move_to_device(batch, device), device)
     weight = torch.randn(2048, 2048, device=device)

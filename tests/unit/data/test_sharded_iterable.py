@@ -258,7 +258,7 @@ def test_a_graph_of_torchdata_nodes_can_begin_with_it() -> None:
 
 
 @pytest.mark.slow
-def test_hugging_face_streams_are_dealt_out_or_split_by_node(tmp_path: Path) -> None:
+def test_hugging_face_streams_are_sharded_or_split_by_node(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     distributed = pytest.importorskip("datasets.distributed")
     files = []

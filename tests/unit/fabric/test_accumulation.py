@@ -118,7 +118,7 @@ def test_a_schedule_given_to_setup_waits_for_the_step() -> None:
     assert rates == [1, 1, 0.5, 0.5, 0.5, 0.25, 0.125]
 
 
-def test_a_loop_that_leaves_a_window_open_steps_again_and_is_told() -> None:
+def test_a_loop_that_leaves_a_window_open_steps_again_with_a_warning() -> None:
     fabric, net = Fabric(accelerator="cpu"), nn.Linear(3, 1)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     with fabric.accumulate(model, steps=3):
@@ -133,7 +133,7 @@ def test_a_loop_that_leaves_a_window_open_steps_again_and_is_told() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
-def test_steps_is_a_whole_number(steps: Any) -> None:
+def test_steps_is_an_integer(steps: Any) -> None:
     fabric = Fabric(accelerator="cpu")
     with pytest.raises(ConfigError, match="integer >= 1, got steps="), fabric.accumulate(nn.Linear(1, 1), steps=steps):
         pass

@@ -71,7 +71,7 @@ def test_batches_are_moved_and_outer_modes_do_not_matter() -> None:
     assert [batch.moved for batch in (*evaluated, *trained)] == [torch.device("cpu")] * 2
 
 
-def test_samplers_are_told_the_number_of_the_pass() -> None:
+def test_samplers_get_the_number_of_the_pass() -> None:
     told: list[int] = []
 
     class Sampler(RandomSampler):

@@ -298,7 +298,7 @@ def test_an_empty_state_changes_nothing(tmp_path: Path) -> None:
     assert logger.version == 0
 
 
-def test_a_full_disk_leaves_whole_rows_and_loses_none(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_complete_rows_and_loses_none(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     logger.log_metrics({"a": 1.0}, 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

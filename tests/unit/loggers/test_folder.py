@@ -108,7 +108,7 @@ def test_loggers_of_one_trainer_share_a_version(tmp_path: Path) -> None:
     assert first.version == 0
 
 
-def test_loggers_that_are_not_told_to_share_do_not_clash(tmp_path: Path) -> None:
+def test_loggers_that_do_not_share_a_folder_do_not_clash(tmp_path: Path) -> None:
     assert {TensorBoardLogger(tmp_path).version, CSVLogger(tmp_path).version} == {0, 1}
 
 

@@ -210,7 +210,7 @@ def test_a_pickled_logger_goes_on_in_the_file(tmp_path: Path) -> None:
     assert len(lines(logger)) == 5
 
 
-def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_complete_lines(tmp_path: Path) -> None:
     code = f"""
 import resource, signal
 from loopwright.loggers import JSONLinesLogger

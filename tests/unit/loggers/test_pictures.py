@@ -31,7 +31,7 @@ def test_what_counts_as_a_picture_becomes_bytes_with_the_channels_last(image: An
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(to_png(pixels)))), pixels)
 
 
-def test_floats_outside_of_0_and_1_are_cut() -> None:
+def test_floats_outside_of_0_and_1_are_clamped() -> None:
     ((pixels, _),) = read_pictures("x", torch.tensor([[-1.0, 2.0, float("nan")]]), {})
     assert pixels[0, :, 0].tolist() == [0, 255, 0]
 

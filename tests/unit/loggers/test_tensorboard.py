@@ -244,7 +244,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert scalars_of(resumed.log_dir) == uninterrupted(tmp_path / "a")
 
 
-def test_a_live_tensorboard_is_told_what_to_forget(tmp_path: Path) -> None:
+def test_a_live_tensorboard_is_told_which_steps_to_purge(tmp_path: Path) -> None:
     before = TensorBoardLogger(tmp_path)
     log_steps(before, 0, 3)
     state = before.state_dict()

@@ -140,7 +140,7 @@ def windowed(**options: object) -> Recorder:
 @pytest.mark.parametrize(
     ("steps", "count"), [((1, 2), 2), ("1-2", 2), ("3", 1), ("2-9", 2), ("7-9", 0), ([0, 3], 4), (None, 4)]
 )
-def test_a_window_of_steps_is_profiled_whole(steps: object, count: int) -> None:
+def test_all_of_a_window_of_steps_is_profiled(steps: object, count: int) -> None:
     activity = ["start run_training_step", "start a", "stop a", "stop run_training_step"]
     assert windowed(steps=steps).events == activity * count
 

@@ -56,7 +56,7 @@ def two_runs() -> list[LoggedRun]:
     return [one, two]
 
 
-def test_the_page_is_whole_and_names_no_address(trained: Path) -> None:
+def test_the_page_is_complete_and_refers_to_no_address(trained: Path) -> None:
     page = Reader(render_page(read_runs([trained])))
     assert page.open == []
     assert page.addresses == ["data:,"]
@@ -132,7 +132,7 @@ def test_a_long_run_makes_no_long_page() -> None:
     assert len(render_page([run])) < library + 200_000
 
 
-def test_the_timeline_is_shown_as_parts_of_the_whole() -> None:
+def test_the_timeline_is_shown_as_fractions_of_the_total() -> None:
     runs = two_runs()
     runs[0].timeline, runs[0].timeline_notes = {"forward": 3.0, "data wait": 1.0}, ["bound by: compute"]
     page = Reader(render_page(runs))

@@ -114,7 +114,7 @@ def test_rows_that_a_resumed_run_dropped_are_dropped_here(tmp_path: Path) -> Non
     assert source.points["loss"] == {0: 2.0, 1: 2.0, 2: 1.0}
 
 
-def test_events_are_read_on_and_anew_when_they_were_cut(tmp_path: Path) -> None:
+def test_new_events_are_read_and_truncated_files_are_read_again(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_scalar("loss", 4.0, 0)
         writer.flush()

@@ -68,7 +68,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("form", ["mean", "dict", "Loss", "dict of Loss", "sum and weight"])
-def test_the_gradient_is_that_of_the_whole_batch(form: str) -> None:
+def test_the_gradient_is_that_of_the_full_batch(form: str) -> None:
     whole, expected = run(form, 1)
     assert expected.sizes == [7]
     cut, module = run(form, 3)
@@ -125,7 +125,7 @@ def test_forward_joins_tensors_and_stacks_scalars_which_all_reduce_averages() ->
         strategy.all_reduce(torch.ones(2), reduce_op="meen")
 
 
-def test_evaluation_runs_whole_and_there_is_one_process() -> None:
+def test_evaluation_is_not_split_and_there_is_one_process() -> None:
     strategy = DataParallelStrategy(parallel_devices=[CPU] * 2)
     module = Net()
     assert strategy.bind_step(module, "validation_step")(batch()) == 7
@@ -136,7 +136,7 @@ def test_evaluation_runs_whole_and_there_is_one_process() -> None:
     assert strategy.broadcast("x") == "x"
 
 
-def test_a_batch_that_cannot_be_cut_runs_whole() -> None:
+def test_a_batch_that_cannot_be_split_runs_on_one_device() -> None:
     one = batch(1)
     assert run("mean", 2, one)[1].sizes == [1]
     uneven = {**batch(4), "weight": torch.ones(3)}

@@ -355,7 +355,7 @@ def test_an_exception_is_raised_as_it_is_with_a_note_on_the_place(hook: str, pla
     assert trainer.state.status == "interrupted"
 
 
-def test_the_data_module_is_told_too() -> None:
+def test_the_data_module_is_notified_too() -> None:
     seen: list[BaseException] = []
 
     class Data(lw.DataModule):

@@ -253,7 +253,7 @@ def test_loading_weights_keeps_requires_grad(tmp_path: Any) -> None:
     assert [p.requires_grad for p in frozen.parameters()] == [False, True, True, True]
 
 
-def test_the_loggers_are_told_the_end(tmp_path: Any) -> None:
+def test_the_loggers_are_finalized(tmp_path: Any) -> None:
     logger = RecordingLogger()
     trainer = quiet(max_epochs=1, logger=logger)
     trainer.fit(net(ValidatedNet), loader(), loader())

@@ -145,7 +145,7 @@ class FailsInValidation(lw.Callback):
             self.act(trainer)
 
 
-def test_an_error_in_a_validation_repeats_it_as_a_whole(tmp_path: Path) -> None:
+def test_an_error_in_a_validation_repeats_all_of_it(tmp_path: Path) -> None:
     root = tmp_path / "run"
     for name in ("rich", "plateau"):
         whole = make(name, root)
@@ -226,7 +226,9 @@ def test_a_second_fit_goes_on_after_an_error_with_the_step_that_failed() -> None
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_a_full_disk_ends_training_and_leaves_what_was_saved_whole(number: int, server: Server, tmp_path: Path) -> None:
+def test_a_full_disk_ends_training_and_leaves_earlier_checkpoints_complete(
+    number: int, server: Server, tmp_path: Path
+) -> None:
     root = tmp_path / "run"
     assert server.run("rich", root) == 0, log_of(root)
     expected = result(root)

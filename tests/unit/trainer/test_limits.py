@@ -122,7 +122,7 @@ def test_max_time_gives_way_to_a_timer_that_is_passed() -> None:
     assert [c for c in trainer.callbacks if isinstance(c, Timer)] == [timer]
 
 
-def test_an_epoch_that_a_limit_cut_short_is_not_counted_and_fires_its_end() -> None:
+def test_an_epoch_that_a_limit_ends_early_is_not_counted_and_fires_its_end() -> None:
     trainer, recorder = fit(max_steps=6)
     assert recorder.seen[-4:] == ["batch0", "batch1", "epoch_end", "train_end"]
     assert trainer.current_epoch == 1
@@ -160,7 +160,7 @@ def test_a_second_fit_with_nothing_to_do_says_so() -> None:
     assert [name for name in recorder.seen[seen:] if "batch" in name] == []
 
 
-def test_a_second_fit_goes_on_within_the_epoch_that_max_steps_cut() -> None:
+def test_a_second_fit_continues_within_the_epoch_that_max_steps_ended() -> None:
     batches: list[float] = []
 
     class Watched(Net):

@@ -250,7 +250,7 @@ def test_manual_optimization() -> None:
     assert trainer.global_step == 1
 
 
-def test_an_epoch_that_a_limit_cuts_short_ends_and_goes_on_in_the_next_fit() -> None:
+def test_an_epoch_that_a_limit_ends_early_continues_in_the_next_fit() -> None:
     plan, journal = Plan(3, max_epochs=1, max_steps=1), Journal()
     trainer, module = make_trainer(plan, journal), make_module(plan, journal)
 

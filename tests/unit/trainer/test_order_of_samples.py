@@ -36,7 +36,7 @@ class Net(lw.Module):
 
 @pytest.mark.parametrize("has_schedule", [False, True])
 @pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 5}, {"max_steps": 15, "max_epochs": -1}])
-def test_every_epoch_has_the_order_of_a_loop_by_hand(has_schedule: bool, limit: dict[str, int]) -> None:
+def test_every_epoch_has_the_order_of_a_manual_loop(has_schedule: bool, limit: dict[str, int]) -> None:
     loader = make_loader()
     wanted = [batch.tolist() for _ in range(EPOCHS) for batch in loader]
     net = Net(has_schedule)

@@ -109,7 +109,7 @@ def test_a_skipped_step_leaves_schedule_average_and_counts_alone() -> None:
     assert trainer.progress.skipped_steps == 2
 
 
-def test_an_overflow_in_one_micro_batch_skips_the_whole_step_and_halves_the_scale_once() -> None:
+def test_an_overflow_in_one_micro_batch_skips_the_step_and_halves_the_scale_once() -> None:
     trainer = small_scale(accumulate_grad_batches=4)
     module = net(Overflowing, (1,))
     expected = net(Overflowing, (1,))

@@ -131,7 +131,9 @@ def test_a_build_that_fails_shows_what_the_compiler_said(folder: Path) -> None:
     assert not (folder / "wrong" / "lock").exists()
 
 
-def test_a_machine_without_tools_is_told_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_tools_gets_an_error_with_what_to_install(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.setattr(sys, "executable", str(cache / "python"))
     with pytest.raises(ConfigError, match=r"no C\+\+ compiler \(c\+\+\) and no ninja here.*\n.*apt install g\+\+"):

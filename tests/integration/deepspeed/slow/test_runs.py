@@ -300,7 +300,7 @@ def deal_out(rank: int, size: int, folder: str, precision: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_gradients_that_are_dealt_out_in_turn_keep_their_names(precision: str, tmp_path: Path) -> None:
+def test_gradients_that_are_sharded_round_robin_keep_their_names(precision: str, tmp_path: Path) -> None:
     straight, in_turn = run_ranks(deal_out, 2, str(tmp_path), precision, connect=False)[0]
     assert len(straight) == 6
     for one, other in zip(straight, in_turn, strict=True):

@@ -463,7 +463,7 @@ def test_damaged_files_that_last_passed_over_are_written_again_under_their_names
     assert names(tmp_path / "c") == [f"epoch={e}-step={4 * e + 4}.ckpt" for e in range(3)]
 
 
-def test_going_back_by_hand_keeps_the_later_files(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_file_keeps_the_later_files(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_top_k=-1), max_epochs=2)
     fit(
         tmp_path,

@@ -85,7 +85,7 @@ def test_betas_are_momentum_and_the_schedules_name_is_the_key(tmp_path: Path) ->
     assert trainer.logged[0][0] == {"x": 1.0, "x-momentum": 0.7}
 
 
-def test_two_optimizers_of_a_class_are_told_apart(tmp_path: Path) -> None:
+def test_two_optimizers_of_a_class_have_different_names(tmp_path: Path) -> None:
     trainer = FakeTrainer(tmp_path, [LearningRateMonitor()], loggers=[FakeLogger(str(tmp_path))], windows=1)
     trainer.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2)]
     trainer.fit()

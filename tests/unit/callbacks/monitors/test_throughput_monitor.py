@@ -47,7 +47,7 @@ def test_rates_are_logged_at_the_log_steps_once_the_window_is_full() -> None:
     assert not logger.values("train/samples_per_sec")  # one device needs no second number
 
 
-def test_only_whole_steps_are_logged_when_batches_are_accumulated() -> None:
+def test_only_complete_steps_are_logged_when_batches_are_accumulated() -> None:
     logger = RecordingLogger()
     trainer = quiet(logger=logger, callbacks=[ThroughputMonitor(size_of)], max_epochs=1, log_every_n_steps=1,
                     accumulate_grad_batches=3)  # fmt: skip

@@ -45,7 +45,7 @@ def norm(tensors: Any) -> float:
     return float(torch.cat([tensor.flatten() for tensor in tensors]).double().norm())
 
 
-def test_each_parameter_and_the_total_equal_a_loop_by_hand() -> None:
+def test_each_parameter_and_the_total_equal_a_manual_loop() -> None:
     steps = by_hand()
     _, logger = fit(WeightStatistics(updates=True))
     for index in (1, 3, 5):

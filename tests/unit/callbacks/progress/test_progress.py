@@ -310,7 +310,7 @@ def test_totals(tmp_path: Path) -> None:
         bar.enable()
 
 
-def test_a_limit_on_steps_cuts_the_total_short(tmp_path: Path) -> None:
+def test_a_limit_on_steps_reduces_the_total(tmp_path: Path) -> None:
     class Mine(ProgressBar):
         def disable(self) -> None:
             """Nothing to disable."""

@@ -89,7 +89,7 @@ def write(folder: Path, **changes: Any) -> Path:
     return tag
 
 
-def test_masters_and_moments_of_two_ranks_become_whole_tensors(tmp_path: Path) -> None:
+def test_masters_and_moments_of_two_ranks_become_full_tensors(tmp_path: Path) -> None:
     write(tmp_path / "run", epoch=4)
     tree = storage.load(tmp_path / "run")
     weights = tree["state_dict"]
@@ -240,7 +240,7 @@ def test_shapes_that_do_not_fit_the_masters_are_an_error(tmp_path: Path) -> None
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "MoE"),
     ],
 )
-def test_models_that_are_cut_otherwise_are_refused(tmp_path: Path, file: str, what: str) -> None:
+def test_models_that_are_sharded_differently_are_rejected(tmp_path: Path, file: str, what: str) -> None:
     (write(tmp_path) / file).touch()
     with pytest.raises(CheckpointError, match=what):
         read_folder(tmp_path)

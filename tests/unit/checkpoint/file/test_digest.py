@@ -43,7 +43,7 @@ def test_a_flip_of_any_byte_is_detected(saved: Path) -> None:
     assert verify(saved).sealed
 
 
-def test_a_file_cut_at_any_length_is_detected(saved: Path) -> None:
+def test_a_file_truncated_at_any_length_is_detected(saved: Path) -> None:
     undetected = []
     for length in reversed(range(saved.stat().st_size)):
         os.truncate(saved, length)

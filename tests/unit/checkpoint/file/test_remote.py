@@ -112,7 +112,7 @@ def test_an_unknown_protocol_is_explained(checkpoint: dict[str, Any]) -> None:
         save(checkpoint, "nosuch://bucket/a.ckpt")
 
 
-def test_paths_and_urls_are_told_apart() -> None:
+def test_paths_and_urls_are_distinguished() -> None:
     assert as_local("a/b.ckpt") == Path("a/b.ckpt")
     assert as_local(Path("a://b")) == Path("a:/b")
     assert as_local("file:///a/b.ckpt") == Path("/a/b.ckpt")

@@ -159,7 +159,7 @@ def test_bytes_are_compared_once_while_the_file_is_the_same(folder: Path, monkey
 
 @needs_mapping
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12, of a fork beside threads
-def test_a_file_that_is_cut_off_when_it_is_mapped_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_file_truncated_while_it_is_mapped_is_an_error_not_a_signal(tmp_path: Path) -> None:
     file, path = tmp_path / "one", tmp_path / "wide.ckpt"
     save({"state_dict": {"wide": torch.rand(4, 1 << 15), "narrow": torch.rand(1 << 12, 8)}}, file)
     write_as(open_checkpoint(file, Reading()), path, "sharded", num_shards=1)

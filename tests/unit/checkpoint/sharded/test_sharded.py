@@ -126,7 +126,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_what_four_ranks_saved_one_process_reads_whole(saved: Path) -> None:
+def test_one_process_reads_the_full_state_that_four_ranks_saved(saved: Path) -> None:
     loaded = load(saved / "all.ckpt")
     state = loaded["state_dict"]
     assert type(state) is OrderedDict

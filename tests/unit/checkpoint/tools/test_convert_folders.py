@@ -111,7 +111,7 @@ def test_a_folder_becomes_one_file_with_the_same_content(folders: Path, name: st
     assert not differences(opened(tmp_path / "one.safetensors").tree["state_dict"], whole["state_dict"])
 
 
-def test_a_sharded_checkpoint_can_be_cut_anew(folders: Path, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_can_be_resharded(folders: Path, tmp_path: Path) -> None:
     source = opened(folders / "ours.ckpt")
     path = tmp_path / "three.ckpt"
     write_as(source, path, "sharded", num_shards=3)

@@ -86,7 +86,7 @@ def test_restarts_logs_and_intervals_are_passed_on() -> None:
 # -- several machines ------------------------------------------------------------------------------------------------
 
 
-def test_machines_that_are_numbered_by_hand() -> None:
+def test_machines_that_are_numbered_manually() -> None:
     made = plan("--nnodes 2 --node_rank 1 --master_addr h0 --nproc-per-node 4 a.py")
     assert " ".join(made.torchrun) == (
         "--nnodes=2 --node-rank=1 --master-addr=h0 --master-port=29400 --nproc-per-node=4"

@@ -164,7 +164,7 @@ def test_one_process_reads_the_loader_itself() -> None:
     assert shard_eval(loader, Shard(1, 2, splits=False)) is loader
 
 
-def test_what_cannot_be_dealt_out_is_left_alone() -> None:
+def test_data_that_cannot_be_sharded_is_not_changed() -> None:
     class Iterable:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))

@@ -223,7 +223,7 @@ def test_samplers_that_go_on_drawing_are_equal_on_all_ranks(name: str) -> None:
     limit=st.sampled_from([None, 1, 2, 5, 0.5]),
 )
 @settings(max_examples=50, deadline=None)
-def test_any_epoch_is_dealt_out(
+def test_any_epoch_is_sharded(
     n: int, batch_size: int, size: int, uneven: str, drop_last: bool, name: str, limit: Any
 ) -> None:
     def make() -> Any:
@@ -626,7 +626,7 @@ def collection() -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_collection_is_dealt_out_by_its_members(size: int) -> None:
+def test_a_collection_is_sharded_by_its_members(size: int) -> None:
     (whole,) = by_hand(lambda: loader(24, 2, shuffle=True))
     ranks = Ranks(collection, size)
     assert ranks.streams[0].is_sharded
@@ -643,7 +643,7 @@ def test_a_short_member_of_a_collection_repeats_even_if_it_does_not_go_round() -
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "sequential", "max_size_cycle"])
-def test_the_order_of_a_collection_is_told_when_its_epoch_has_begun(mode: str) -> None:
+def test_the_order_of_a_collection_is_known_when_its_epoch_has_begun(mode: str) -> None:
     def order(data: CombinedLoader) -> int | None:
         stream = BatchStream(data, shard=Shard(0, 2))
         stream.open(0, shared_rng=capture_rng())
@@ -749,12 +749,12 @@ def test_a_sampler_with_other_replicas_is_named(caplog: pytest.LogCaptureFixture
     assert "DistributedSampler has num_replicas=1 and rank=0 on rank 1 of 2 processes" in caplog.text
 
 
-def test_data_that_is_not_to_be_split_is_read_whole() -> None:
+def test_data_that_is_not_to_be_split_is_read_fully() -> None:
     ranks = Ranks(lambda: loader(6, 2), 2, splits=False)
     assert ranks.epoch(0) == [[[0, 1]] * 2, [[2, 3]] * 2, [[4, 5]] * 2]
 
 
-def test_states_of_dealt_and_own_data_are_not_mixed_up() -> None:
+def test_states_of_sharded_and_unsharded_data_are_not_mixed_up() -> None:
     def state(*, splits: bool) -> Any:
         ranks = Ranks(lambda: loader(12, 2), 2, splits=splits)
         ranks.open(0)

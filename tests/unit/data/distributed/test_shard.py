@@ -18,7 +18,7 @@ from loopwright.errors import ConfigError
 
 
 @given(batches=st.integers(0, 50), size=st.integers(1, 9))
-def test_the_shares_of_all_ranks_are_the_whole_without_overlap(batches: int, size: int) -> None:
+def test_the_shards_of_all_ranks_are_the_full_data_without_overlap(batches: int, size: int) -> None:
     shares = [[number for number in Shard(rank, size).numbers(batches) if number < batches] for rank in range(size)]
     assert interleave(shares) == list(range(batches))
     assert max(map(len, shares)) == Shard(0, size, "cycle").count_global_batches(batches)

@@ -271,7 +271,7 @@ def calls(make: Callable[[int], Any], window: int, **options: Any) -> list[int]:
     return [counts[0], counts[1] - counts[0], counts[2] - counts[1]]
 
 
-def test_what_is_dealt_out_or_can_be_trusted_communicates_not_at_all_or_once() -> None:
+def test_sharded_or_trusted_data_communicates_at_most_once() -> None:
     assert calls(lambda rank: DataLoader(range(20)), 2) == [0, 0, 0]
     assert calls(lambda rank: [1] * 20, 2) == [0, 0, 0]
     assert calls(lambda rank: [1] * 20, 2, splits=False) == [1, 2, 0]

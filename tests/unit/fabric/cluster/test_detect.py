@@ -42,7 +42,7 @@ def test_a_person_at_a_prompt_of_slurm_has_one_process() -> None:
     assert type(detect_cluster({**TASK, "SLURM_JOB_NAME": "interactive"})) is LightningEnvironment
 
 
-def test_processes_that_the_user_starts_by_hand() -> None:
+def test_processes_that_the_user_starts_manually() -> None:
     cluster = detect_cluster({"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"})
     assert type(cluster) is LightningEnvironment
     assert cluster.creates_processes_externally
@@ -61,7 +61,7 @@ def test_the_environment_of_the_process_is_read_as_it_is_now(monkeypatch: pytest
         monkeypatch.delenv("LOCAL_RANK")
 
 
-def test_mpirun_without_mpi4py_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_mpirun_without_mpi4py_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert type(detect_cluster({"OMPI_COMM_WORLD_SIZE": "1"})) is LightningEnvironment
     assert not caplog.records

@@ -129,7 +129,7 @@ def test_nodes_with_different_numbers_of_tasks_are_an_error() -> None:
         cluster.validate_settings(3, 2)
 
 
-def test_a_batch_script_that_forgot_srun_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_script_without_srun_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         slurm().validate_settings(2, 2)
         assert not caplog.records
@@ -154,7 +154,7 @@ def test_a_person_at_a_prompt_is_no_task() -> None:
     assert not SLURMEnvironment.detect({})
 
 
-def test_a_job_without_srun_is_told_where_there_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_without_srun_gets_a_warning_if_srun_exists(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program(tmp_path / "srun", "")
     job = {"SLURM_JOB_ID": "1", "PATH": str(tmp_path)}
     with caplog.at_level(logging.WARNING):

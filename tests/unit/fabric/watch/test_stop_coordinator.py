@@ -250,7 +250,7 @@ def at_or_before(phases: list[list[int] | None], rank: int, cut: tuple[int, int]
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_any_order_of_moves_requests_and_polls_ends_at_one_cut(block: int) -> None:
+def test_any_order_of_moves_requests_and_polls_ends_at_one_stop_step(block: int) -> None:
     for seed in range(block * 250, block * 250 + 250):
         rng = random.Random(seed)
         size = rng.randrange(2, 5)

@@ -255,7 +255,7 @@ def test_failures_are_in_one_order_for_all(seed: int) -> None:
     assert runs == sorted(set(runs))  # one for each run at most
 
 
-def test_the_bell_is_heard_once() -> None:
+def test_the_notification_is_received_once() -> None:
     store = dist.HashStore()
     one, other = FailureStore(store, rank=0, size=2), FailureStore(store, rank=1, size=2)
     one.notify()

@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def test_the_whole_model_is_never_there_while_units_get_their_values_and_are_cut() -> None:
+def test_the_full_model_is_never_in_memory_while_units_are_materialized_and_sharded() -> None:
     layer_bytes = 64 * 64 * 4
     with LiveBytes() as live, DeferredInit():
         first = nn.Linear(64, 64, bias=False)

@@ -142,7 +142,7 @@ def test_equal_values_and_auto_pass() -> None:
         settle({"steps_per_print": "auto"}, facts, "")
 
 
-def test_the_size_of_a_micro_batch_follows_from_that_of_the_whole() -> None:
+def test_the_size_of_a_micro_batch_follows_from_that_of_the_global_batch() -> None:
     assert settle({"train_batch_size": 64}, Facts(2, accumulate=4), "")["train_micro_batch_size_per_gpu"] == 8
     with pytest.raises(ConfigError, match=r"train_batch_size +65 +64"):
         settle({"train_batch_size": 65}, Facts(2, accumulate=4), "file")

@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
         prepare(on_disk("/proc/self/fd"), "config=")
 
 
-def test_a_machine_without_a_compiler_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert missing_for(["cpu_adam"]) == {"C++ compiler (no-such-compiler)": "install g++ (apt install g++)"}
     assert missing_for([]) == {}

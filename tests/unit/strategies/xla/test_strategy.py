@@ -49,7 +49,7 @@ def test_the_arguments_of_the_field_are_taken_by_position() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_longest_dimension_is_cut(size: int) -> None:
+def test_the_longest_dimension_is_sharded(size: int) -> None:
     strategy = XLAFSDPStrategy(parallel_devices=[torch.device("xla", index) for index in range(size)])
     assert strategy.spec_of(torch.zeros(2, 6)) == (None, "fsdp")
     assert strategy.spec_of(torch.zeros(())) == ()

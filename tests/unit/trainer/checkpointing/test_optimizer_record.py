@@ -152,7 +152,7 @@ def test_a_class_with_the_same_state_goes_on_and_is_said(tmp_path: Path, caplog:
     assert "the optimizer is AdamW, and the checkpoint's is Adam" in caplog.text
 
 
-def test_a_loop_by_hand_is_told_of_another_class_too() -> None:
+def test_a_fabric_loop_reports_another_class_too() -> None:
     module = nn.Linear(2, 2)
     state = SGD(module.parameters(), lr=0.1).state_dict()
     with pytest.raises(CheckpointError, match="a state of Adam in the checkpoint"):

@@ -169,7 +169,7 @@ def _policy() -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def test_deepspeed_is_told_by_its_own_key() -> None:
+def test_deepspeed_gets_its_configuration_key() -> None:
     strategy = DeepSpeedStrategy(stage=2)
     plan = {"accumulate_grad_batches": 2, "grad_accumulation_dtype": "fp32"}
     strategy._plan = plan

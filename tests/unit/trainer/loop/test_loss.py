@@ -94,7 +94,7 @@ def cuts(draw: Any) -> tuple[list[int], list[list[int]], list[int]]:
 
 @settings(max_examples=25, deadline=None)
 @given(cuts(), st.sampled_from(["loss", "host", "dict", "nested"]))
-def test_weights_do_not_depend_on_how_a_batch_is_cut(drawn: Any, form: str) -> None:
+def test_weights_do_not_depend_on_how_a_batch_is_split(drawn: Any, form: str) -> None:
     (accumulate,), windows, weights = drawn
     data = samples(len(weights), weights)
     batches = cut(data, [size for window in windows for size in window])
@@ -141,7 +141,7 @@ def test_a_window_that_weighs_nothing_is_a_step_with_a_gradient_of_zero(form: st
     assert is_zero == [True] * (2 // accumulate) + [False] * (2 // accumulate)
 
 
-def test_the_reported_loss_does_not_depend_on_the_cut() -> None:
+def test_the_reported_loss_does_not_depend_on_the_split() -> None:
     class Reporting(Weighted):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = lw.Loss(*self.sums(batch))

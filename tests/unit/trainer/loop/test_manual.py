@@ -148,7 +148,7 @@ class Manual(Net):
         return loss
 
 
-def test_accumulation_clipping_and_schedules_by_hand_equal_the_hand_written_loop() -> None:
+def test_manual_accumulation_clipping_and_schedules_equal_the_hand_written_loop() -> None:
     expected = net(Manual)
     (optimizer,), (schedule,) = expected.configure_optimizers()
     norms = []
@@ -172,7 +172,7 @@ def test_accumulation_clipping_and_schedules_by_hand_equal_the_hand_written_loop
     assert trainer.global_step == 8
 
 
-def test_clipping_by_value_by_hand() -> None:
+def test_manual_clipping_by_value() -> None:
     class ByValue(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()
@@ -211,7 +211,7 @@ def test_step_takes_a_closure_and_returns_its_loss() -> None:
     assert trainer.global_step == 4
 
 
-def test_lbfgs_by_hand_equals_the_hand_written_loop() -> None:
+def test_manual_lbfgs_equals_the_hand_written_loop() -> None:
     class ByHand(Net):
         def __init__(self) -> None:
             super().__init__()

@@ -167,7 +167,7 @@ def test_gradients_of_a_finished_window_are_gone_before_validation() -> None:
     quiet(max_epochs=1, num_sanity_val_steps=0).fit(net(Watching), loader(), loader())
 
 
-def test_parameter_groups_and_frozen_parameters_train_as_by_hand() -> None:
+def test_parameter_groups_and_frozen_parameters_train_as_in_a_manual_loop() -> None:
     class Partly(Net):
         def configure_optimizers(self) -> Any:
             self.net[0].weight.requires_grad = False
@@ -326,7 +326,7 @@ def test_clipping_by_value_equals_torchs_own() -> None:
     assert_same(module, expected)
 
 
-def test_clipping_happens_once_per_window_after_the_hook_that_sees_the_whole_gradient() -> None:
+def test_clipping_happens_once_per_window_after_the_hook_that_sees_the_full_gradient() -> None:
     norms: list[tuple[str, float]] = []
 
     def norm_of(module: nn.Module) -> float:

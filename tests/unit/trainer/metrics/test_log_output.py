@@ -83,7 +83,7 @@ def test_a_fit_does_not_wait_for_its_logger_until_the_end() -> None:
     assert threading.current_thread() not in slow.threads
 
 
-def test_a_logger_that_does_not_ask_for_it_is_told_on_the_trainers_thread() -> None:
+def test_a_logger_without_a_write_queue_is_called_on_the_trainers_thread() -> None:
     logger = Recorder()
     logger.writes_behind = False
     toys.quiet(max_epochs=1, logger=logger, log_every_n_steps=1).fit(toys.net(Logging), toys.loader())

@@ -192,7 +192,7 @@ def test_blocks_share_their_graphs_so_that_depth_costs_nothing(depth: int, graph
 
 
 @pytest.mark.parametrize("blocks", [(), False])
-def test_a_module_can_ask_for_one_graph_of_its_whole_step(blocks: Any, graphs: Graphs) -> None:
+def test_a_module_can_request_one_graph_of_its_full_step(blocks: Any, graphs: Graphs) -> None:
     module = net(Deep, 3)
     module.compile_blocks = blocks
     quiet(max_epochs=1, compile={"backend": graphs}).fit(module, loader())
@@ -469,7 +469,7 @@ def fit_single_layers(rank: int, size: int) -> None:
         quiet(max_epochs=1, strategy="fsdp", devices=1, compile={"backend": "eager"}).fit(Single(), loader())
 
 
-def test_a_module_of_single_layers_under_fsdp_is_told_that_nothing_is_compiled() -> None:
+def test_a_module_of_single_layers_under_fsdp_is_reported_as_not_compiled() -> None:
     run_ranks(fit_single_layers, 1, connect=False)
 
 

@@ -150,7 +150,7 @@ def test_the_first_lines_of_fit_say_the_global_batch(
     assert line not in capsys.readouterr().out
 
 
-def test_a_schedule_of_accumulation_is_told_with_its_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_of_accumulation_is_reported_with_its_epoch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         quiet(max_epochs=1, callbacks=[GradientAccumulationScheduler({0: 2})]).fit(net(), loader())
     assert "2 samples x 2 micro-batches x 1 rank = 4 samples per step in epoch 0" in caplog.text

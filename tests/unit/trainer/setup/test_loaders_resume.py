@@ -23,7 +23,7 @@ def one_thread() -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_resumed_run_reads_what_the_whole_run_read(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_reads_what_the_uninterrupted_run_read(name: str, tmp_path: Path) -> None:
     check_resume(name, 0, tmp_path, 8, accumulate_grad_batches=2)
 
 

@@ -56,7 +56,7 @@ def test_bottleneck_bound_and_advice(case: dict[str, Any], bottleneck: str, boun
     assert advice in report.advice[0]
 
 
-def test_fractions_are_of_the_whole_and_advice_is_given_from_a_tenth_on() -> None:
+def test_fractions_are_of_the_total_and_advice_is_given_from_a_tenth_on() -> None:
     report = make_report(measured(data=2, forward=3, backward=4.5, clip=0.5, validation=25))
     assert report.total_s == pytest.approx(0.125)
     assert report.fractions["validation"] == pytest.approx(0.2)
