@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Self
+from datetime import timedelta
+from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 __all__ = ["Collective", "SingleDeviceCollective", "TorchCollective"]
+
+T = TypeVar("T")
 
 
 class Collective:
@@ -19,7 +24,7 @@ class Collective:
     """
 
     def __init__(self) -> None:
-        self._group: Any = None  # Any: torch's group has no public type
+        self._group: ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -32,7 +37,7 @@ class Collective:
         return 1
 
     @property
-    def group(self) -> Any:  # Any: torch's group has no public type
+    def group(self) -> ProcessGroup | None:
         """The group.
 
         Raises:
@@ -81,7 +86,7 @@ class TorchCollective(Collective):
         return dist.get_world_size(self._group)
 
     @property
-    def group(self) -> Any:  # Any: see the base class
+    def group(self) -> ProcessGroup | None:
         """The group; the world by default."""
         return self._group if self._group is not None else dist.GroupMember.WORLD
 
@@ -142,12 +147,12 @@ class TorchCollective(Collective):
         dist.broadcast(tensor, src, group=self.group)
         return tensor
 
-    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:  # Any: ReduceOp or its name
+    def all_reduce(self, tensor: Tensor, op: object = "sum") -> Tensor:  # ReduceOp or its name
         """Reduce over ranks, on all of them."""
         dist.all_reduce(tensor, _op(op), group=self.group)
         return tensor
 
-    def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:  # Any: ReduceOp or its name
+    def reduce(self, tensor: Tensor, dst: int, op: object = "sum") -> Tensor:  # ReduceOp or its name
         """Reduce over ranks, on one."""
         dist.reduce(tensor, dst, _op(op), group=self.group)
         return tensor
@@ -186,23 +191,23 @@ class TorchCollective(Collective):
         dist.recv(tensor, src, group=self.group, tag=tag)
         return tensor
 
-    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
+    def all_gather_object(self, object_list: list[T], obj: T) -> list[T]:
         """Gather each rank's object, on all."""
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
 
-    def broadcast_object_list(self, object_list: list[Any], src: int, device: Any = None) -> list[Any]:
+    def broadcast_object_list(self, object_list: list[T], src: int, device: torch.device | None = None) -> list[T]:
         """Give a rank's objects to all."""
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
 
-    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[object]:
+    def gather_object(self, obj: T, object_gather_list: list[T], dst: int = 0) -> list[T]:
         """Gather each rank's object, on one."""
         dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self.group)
         return object_gather_list
 
-    def scatter_object_list(self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any],
-                            src: int = 0) -> list[Any]:  # fmt: skip
+    def scatter_object_list(self, scatter_object_output_list: list[T], scatter_object_input_list: list[T],
+                            src: int = 0) -> list[T]:  # fmt: skip
         """Give each rank its object of a rank's list."""
         dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
         return scatter_object_output_list
@@ -211,7 +216,7 @@ class TorchCollective(Collective):
         """Wait for all ranks."""
         dist.barrier(group=self.group, device_ids=device_ids)
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # Any: a timedelta
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, and say which do not come."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 

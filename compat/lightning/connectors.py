@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ...callbacks import Callback
 from ...checkpoint import storage
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ...protocols import Cluster
+    from ...precision import Precision
+    from ...protocols import Cluster, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["LoopView", "ResultsView", "bind_strategy", "replace_optimizers"]
@@ -36,7 +37,7 @@ def bind_strategy(trainer: Trainer) -> None:
     trainer.fabric.strategy.__dict__["_lightning_trainer"] = trainer
 
 
-def _of_trainer(strategy: Strategy, name: str) -> Any:  # Any: what the trainer has
+def _of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
     trainer = strategy.__dict__.get("_lightning_trainer")
     if trainer is not None and name in _OF_TRAINER:
         return getattr(trainer, _OF_TRAINER[name])
@@ -74,10 +75,10 @@ def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
     return connect
 
 
-def _state_of_module(trainer: Trainer) -> Callable[[], dict[str, Any]]:
+def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
     """Return the module's state, gathered where it is sharded. On every rank."""
 
-    def lightning_module_state_dict() -> dict[str, Any]:
+    def lightning_module_state_dict() -> StateDict:
         run = trainer.latest_run()
         if run is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
@@ -96,7 +97,7 @@ _OF_TRAINER = {
     "num_processes": "num_devices",
     "accelerator": "accelerator",
 }
-_OF_STRATEGY: dict[str, Callable[[Any], Any]] = {  # Any: a trainer, and what it has
+_OF_STRATEGY: dict[str, Callable[[Trainer], object]] = {
     "parallel_devices": lambda trainer: [trainer.fabric.device] * trainer.num_devices,
     "is_distributed": lambda trainer: trainer.world_size > 1,
     "cluster_environment": lambda trainer: trainer.fabric.cluster_environment,
@@ -136,7 +137,7 @@ class _AcceleratorConnector:
         return isinstance(self._trainer.fabric.strategy, ParallelStrategy)
 
     @property
-    def strategy(self) -> Any:  # Any: a strategy of any kind
+    def strategy(self) -> Strategy:
         """The strategy."""
         return self._trainer.strategy
 
@@ -151,7 +152,7 @@ class _AcceleratorConnector:
         return self._trainer.fabric.cluster_environment
 
     @property
-    def precision_plugin(self) -> Any:  # Any: a precision of any kind
+    def precision_plugin(self) -> Precision:
         """The precision object."""
         return self._trainer.precision_plugin
 
@@ -186,7 +187,7 @@ class _CheckpointConnector:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._loaded_checkpoint: dict[str, Any] = {}
+        self._loaded_checkpoint: StateDict = {}
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Read a checkpoint."""
@@ -198,7 +199,7 @@ class _CheckpointConnector:
         module = self._trainer.lightning_module
         if not self._loaded_checkpoint or module is None:
             return
-        hook: Any = getattr(module, "on_load_checkpoint", None)
+        hook = getattr(module, "on_load_checkpoint", None)
         if hook is not None:
             hook(self._loaded_checkpoint)
         module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=getattr(module, "strict_loading", True))
@@ -221,7 +222,7 @@ class _CheckpointConnector:
         """Forget the checkpoint."""
         self._loaded_checkpoint = {}
 
-    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+    def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
         """Return the checkpoint of the present or last run, unsaved. On every rank."""
         run = self._trainer.latest_run()
         if run is None:
@@ -245,7 +246,7 @@ class LoopView:
         return _DataSource(self._trainer, self._stage)
 
     @property
-    def max_batches(self) -> Any:  # Any: a number, or one for each loader
+    def max_batches(self) -> int | float | list[int | float]:
         """Batches of an epoch."""
         return self._trainer.num_training_batches if self._stage == "train" else self._batches()
 
@@ -283,7 +284,7 @@ class LoopView:
         """The trainer."""
         return self._trainer
 
-    def __getattr__(self, name: str) -> Any:  # Any: nothing is given
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(f"Loopwright's loop for {self._stage!r} has no {name!r}; see docs/migrating.md.")
@@ -292,7 +293,7 @@ class LoopView:
 class _DataSource(NamedTuple):
     """Where a loop's loaders come from."""
 
-    trainer: Any  # Any: a Trainer, which cannot be imported here
+    trainer: Trainer
     stage: str
 
     def is_defined(self) -> bool:
@@ -317,7 +318,7 @@ class _ResultMetric(NamedTuple):
     """
 
     name: str
-    value: Any  # Any: a tensor or a metric object
+    value: object  # a tensor or a metric object
 
 
 class ResultsView(Mapping[str, float]):

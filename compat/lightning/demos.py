@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ...protocols import AnyOutput
 from .module import LightningDataModule, LightningModule
 
 __all__ = [
@@ -94,7 +95,7 @@ class BoringModel(LightningModule):
         """Return the loss of a batch."""
         return self.loss(self(batch))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch: Tensor, batch_idx: int) -> AnyOutput:
         """Return the loss."""
         return {"loss": self.step(batch)}
 
@@ -135,7 +136,7 @@ class ManualOptimBoringModel(BoringModel):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Take a step and return the loss."""
         optimizer = self.optimizers()
         loss = self.step(batch)
@@ -157,7 +158,7 @@ class DemoModel(LightningModule):
         """Apply the layer."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
-    def training_step(self, batch: Tensor, batch_nb: int) -> Any:
+    def training_step(self, batch: Tensor, batch_nb: int) -> dict[str, Tensor]:
         """Return a loss that falls."""
         return {"loss": self(batch).sum()}
 

@@ -6,6 +6,9 @@ import socket
 from typing import Any
 
 from ... import fabric
+from ...accelerators import Accelerator
+from ...precision import Precision
+from ...strategies import Strategy
 
 __all__ = ["Fabric", "find_free_network_port"]
 
@@ -14,19 +17,19 @@ class Fabric(fabric.Fabric):
     """`lw.Fabric` under Lightning's name."""
 
     @property
-    def _precision(self) -> Any:  # Any: a precision of any kind
+    def _precision(self) -> Precision:
         return self.precision
 
     @property
-    def _strategy(self) -> object:  # a strategy of any kind
+    def _strategy(self) -> Strategy:
         return self.strategy
 
     @property
-    def _accelerator(self) -> Any:  # Any: an accelerator of any kind
+    def _accelerator(self) -> Accelerator:
         return self.accelerator
 
     @property
-    def _loggers(self) -> Any:  # Any: a list of loggers
+    def _loggers(self) -> list[Any]:  # Any: as in the base class
         return self.loggers
 
 

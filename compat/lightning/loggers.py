@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,21 +16,27 @@ DEFAULT_NAME = "lightning_logs"
 class TensorBoardLogger(loggers.TensorBoardLogger):
     """`lw.TensorBoardLogger` with Lightning's default folder."""
 
-    def __init__(self, save_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
 
 
 class CSVLogger(loggers.CSVLogger):
     """`lw.CSVLogger` with Lightning's default folder."""
 
-    def __init__(self, save_dir: Any, name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
 
 
 class FabricTensorBoardLogger(TensorBoardLogger):
     """The same, whose first argument Fabric calls `root_dir`."""
 
-    def __init__(self, root_dir: object, name: str | None = DEFAULT_NAME, *args: object, **kwargs: object) -> None:
+    def __init__(
+        self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: object, **kwargs: object
+    ) -> None:
         super().__init__(root_dir, name, *args, **kwargs)
 
     @property
@@ -41,7 +48,9 @@ class FabricTensorBoardLogger(TensorBoardLogger):
 class FabricCSVLogger(CSVLogger):
     """The same, whose first argument Fabric calls `root_dir`."""
 
-    def __init__(self, root_dir: object, name: str | None = DEFAULT_NAME, *args: object, **kwargs: object) -> None:
+    def __init__(
+        self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: object, **kwargs: object
+    ) -> None:
         super().__init__(root_dir, name, *args, **kwargs)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from ...checkpoint import arguments_to_pass
 from ...checkpoint.plain import Trusted, require_plain, to_plain
 from ...errors import CheckpointError
+from ...protocols import StateDict
 
 __all__ = ["keep_hyperparameters", "part_hyperparameters", "trust_objects"]
 
@@ -66,7 +67,7 @@ def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a 
     return {**found, arguments_to_pass.to_pass_key(prefix): lost} if lost else found
 
 
-def part_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:  # Any: a checkpoint
+def part_hyperparameters(checkpoint: StateDict) -> StateDict:
     """Return a checkpoint whose hyperparameters are plain; objects stand beside them, marked as trusted.
 
     Other readers would take the mark for the argument: see checkpoint/arguments_to_pass.py.

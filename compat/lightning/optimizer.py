@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from ...protocols import StateDict
 
 __all__ = ["do_nothing_closure"]
 
@@ -21,18 +22,18 @@ class _MockOptimizer(Optimizer):
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
 
-    def add_param_group(self, param_group: dict[Any, object]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Leave it."""
         self.param_groups: list[dict[str, object]] = []
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Leave it."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return an empty state."""
         return {}
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Call the closure."""
         if closure is not None:
             closure()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 from .imports.absent import refuse
 
@@ -69,7 +69,7 @@ def check_overrides(part: object, kind: str) -> None:
         )
 
 
-def _binds(method: Any, count: int) -> bool:  # Any: a function of a class
+def _binds(method: Callable[..., object], count: int) -> bool:
     try:
         inspect.signature(method).bind(*range(count))
     except TypeError:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
 
 __all__ = ["Tqdm", "convert_inf", "get_standard_metrics"]
 
@@ -17,7 +20,7 @@ def convert_inf(x: int | float | None) -> int | float | None:
     return None if x is None or math.isinf(x) or math.isnan(x) else x
 
 
-def get_standard_metrics(trainer: Any) -> dict[str, int | str]:  # Any: a Trainer, which has no place below this file
+def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
     """Return what stands beside the bar besides logged values: the version of the run."""
     if not trainer.loggers:
         return {}

@@ -25,12 +25,12 @@ class RegistryView:
         self._registry = registry
 
     def register(
-        self, name: str, cls: Any = None, description: str = "", override: bool = False, **init_params: object
+        self, name: str, cls: type | None = None, description: str = "", override: bool = False, **init_params: object
     ) -> object:
         """Register a class under a name, directly or as a decorator."""
         return self._registry.register(name, cls, description, override, **init_params)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return an instance of the class of this name; `default` if there is no such name."""
         if name not in self._registry and default is not None:
             return default

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,6 +39,12 @@ from .loggers import TensorBoardLogger
 from .module import LightningDataModule, LightningModule
 from .objects import keep_hyperparameters, part_hyperparameters, trust_objects
 from .overrides import check_overrides
+
+if TYPE_CHECKING:
+    from ...data import DataModule
+    from ...protocols import StateDict
+    from ...trainer.metrics.accumulators import ScalarAccumulator
+    from ...trainer.run import Run
 
 __all__ = ["Trainer"]
 
@@ -113,7 +119,7 @@ class Trainer(trainer.Trainer):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         connectors.replace_optimizers(self, optimizers)
 
-    def make_run(self, plan: Any, module: nn.Module, datamodule: Any) -> Any:  # Any: see the base class
+    def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Return the run, whose accelerator is set up."""
         run = super().make_run(plan, module, datamodule)
         setup = getattr(self.accelerator, "setup", None)
@@ -156,7 +162,7 @@ class Trainer(trainer.Trainer):
 class _Saving(Saving):
     """Writes checkpoints that hold objects, and have what Lightning looks for in one."""
 
-    def _write(self, checkpoint: dict[str, Any], filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
             checkpoint = trust_objects(part_hyperparameters(checkpoint))
@@ -194,12 +200,12 @@ class _FitLoop(FitLoop):
 class _Metrics(Metrics):
     """Weighs a value by the first tensor of a batch whose tensors disagree about its size, as Lightning does."""
 
-    def _weight(self, slot: Any) -> float:  # Any: see the base class
+    def _weight(self, accumulator: ScalarAccumulator) -> float:
         if self.batch is not None and self.sized is not self.batch:
             size = find_batch_size(self.batch)
             self._size = _first_size(self.batch) if size is None else size
             self.sized = self.batch
-        return super()._weight(slot)
+        return super()._weight(accumulator)
 
 
 def _first_size(batch: object) -> int | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -16,9 +16,14 @@ from ....errors import ConfigError
 from ..imports.absent import refuse
 from .namespace import Namespace, to_plain
 
+if TYPE_CHECKING:
+    from ....cli.groups import Groups
+
 __all__ = ["LRSchedulerTypeTuple", "LightningArgumentParser", "ReduceLROnPlateau", "short_path"]
 
 # Any in this file: classes of users, their arguments, and what is made of them.
+
+Classes: TypeAlias = type | tuple[type, ...]
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -47,12 +52,12 @@ class LightningArgumentParser:
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._groups: Any = None
+        self._groups: Any = None  # Groups; None until LightningCLI hands them over
         self.options: dict[str, Any] = dict(kwargs)
-        self.flat: dict[str, Any] = {}
+        self.flat: dict[str, Callable[..., object]] = {}
         self.linked: list[str] = []
 
-    def _use(self, groups: object) -> None:
+    def _use(self, groups: Groups) -> None:
         """Declare to these `lw.cli.Groups` from here on."""
         self._groups = groups
 
@@ -72,12 +77,12 @@ class LightningArgumentParser:
         else:
             self._groups.add_class(nested_key, lightning_class, required=required)
 
-    def add_class_arguments(self, theclass: Any, nested_key: str, **others: object) -> None:
+    def add_class_arguments(self, theclass: type, nested_key: str, **others: object) -> None:
         """Declare an object whose arguments stand below a key."""
         self._groups.add_class(nested_key, theclass)
 
     def add_subclass_arguments(
-        self, baseclass: Any, nested_key: str, *others: object, required: bool = False, **more: object
+        self, baseclass: Classes, nested_key: str, *others: object, required: bool = False, **more: object
     ) -> None:
         """Declare an object whose class the user names.
 
@@ -96,7 +101,7 @@ class LightningArgumentParser:
         else:
             self._groups.add_value(nested_key, kind | None, None)
 
-    def add_function_arguments(self, function: Callable[..., Any], nested_key: str, **others: object) -> None:
+    def add_function_arguments(self, function: Callable[..., object], nested_key: str, **others: object) -> None:
         """Declare the parameters of a function below a key: values, with which nothing is called."""
 
         @functools.wraps(function)
@@ -109,19 +114,23 @@ class LightningArgumentParser:
         self.flat[nested_key] = keep
 
     def add_argument(
-        self, *names: str, type: Any = str, default: object = None, help: str = "", **others: object
+        self, *names: str, type: object = str, default: object = None, help: str = "", **others: object
     ) -> None:
         """Declare a value."""
         self._groups.add_value(names[-1].lstrip("-").replace("-", "_"), type, default, help)
 
-    def set_defaults(self, *dictionaries: dict[str, Any], **values: object) -> None:
+    def set_defaults(self, *dictionaries: dict[str, object], **values: object) -> None:
         """Set values that files and the command line may change."""
         for dictionary in dictionaries:
             self._groups.set_defaults(dictionary)
         self._groups.set_defaults(values)
 
     def link_arguments(
-        self, source: Any, target: str, compute_fn: Callable[..., object] | None = None, apply_on: str = "parse"
+        self,
+        source: str | Sequence[str],
+        target: str,
+        compute_fn: Callable[..., object] | None = None,
+        apply_on: str = "parse",
     ) -> None:
         """Let one setting follow from others."""
         sources = [short_path(one) for one in ([source] if isinstance(source, str) else source)]
@@ -129,7 +138,7 @@ class LightningArgumentParser:
         self._groups.link(sources, short_path(target), compute_fn, after_build=apply_on == "instantiate")
 
     def add_optimizer_args(
-        self, optimizer_class: object = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+        self, optimizer_class: Classes = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
         """Let settings name an optimizer; one class need not be named.
 
@@ -142,13 +151,13 @@ class LightningArgumentParser:
         self._add_partial("optimizer", optimizer_class, nested_key, link_to)
 
     def add_lr_scheduler_args(
-        self, lr_scheduler_class: object = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler",
+        self, lr_scheduler_class: Classes = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:  # fmt: skip
         """Let settings name a schedule; one class need not be named. Arguments as for `add_optimizer_args`."""
         self._add_partial("lr_scheduler", lr_scheduler_class, nested_key, link_to)
 
-    def _add_partial(self, key: str, given: Any, nested_key: str, link_to: str) -> None:
+    def _add_partial(self, key: str, given: Classes, nested_key: str, link_to: str) -> None:
         fixed = None if isinstance(given, tuple) else given
         if nested_key == key and link_to == "AUTOMATIC":
             if fixed is not None:
@@ -170,13 +179,13 @@ class LightningArgumentParser:
         self.linked.append(target)
         self._groups.link(nested_key, target, lambda node: _described(node, base))
 
-    def dump(self, config: Any, **options: object) -> str:
+    def dump(self, config: object, **options: object) -> str:
         """Return a configuration as YAML."""
         from ....cli.yaml_file import write
 
         return write(to_plain(config))
 
-    def save(self, config: Any, path: str | os.PathLike[str], *, overwrite: bool = False, **options: Any) -> None:
+    def save(self, config: object, path: str | os.PathLike[str], *, overwrite: bool = False, **options: object) -> None:
         """Write a configuration to a YAML file.
 
         Args:
@@ -193,7 +202,7 @@ class LightningArgumentParser:
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.dump(config))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         refuse(

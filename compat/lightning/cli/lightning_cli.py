@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,6 +22,11 @@ from .argument_parser import ReduceLROnPlateau as ReduceLROnPlateau
 from .namespace import Namespace, to_namespace
 from .tokens import tokens_of
 
+if TYPE_CHECKING:
+    from ....cli.groups import Groups
+    from ....trainer.module import Module
+    from ....trainer.trainer import Trainer as BaseTrainer
+
 __all__ = [
     "LightningCLI",
     "SaveConfigCallback",
@@ -33,7 +38,7 @@ __all__ = [
 
 OptimizerCallable = Callable[[Any], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
-ArgsType = Any
+ArgsType = Sequence[str] | Mapping[str, Any] | None
 
 
 class SaveConfigCallback(Callback):
@@ -127,16 +132,16 @@ class LightningCLI:
         self,
         model_class: object = None,
         datamodule_class: object = None,
-        save_config_callback: Any = SaveConfigCallback,
-        save_config_kwargs: dict[str, Any] | None = None,
+        save_config_callback: Callable[..., SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, object] | None = None,
         trainer_class: object = Trainer,
-        trainer_defaults: dict[str, Any] | None = None,
+        trainer_defaults: dict[str, object] | None = None,
         seed_everything_default: bool | int = True,
         parser_kwargs: dict[str, Any] | None = None,
         parser_class: Callable[..., LightningArgumentParser] = LightningArgumentParser,
         subclass_mode_model: bool = False,
         subclass_mode_data: bool = False,
-        args: Sequence[str] | Mapping[str, Any] | None = None,
+        args: ArgsType = None,
         run: bool = True,
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
@@ -182,7 +187,7 @@ class LightningCLI:
         )
 
     @config.setter
-    def config(self, config: Any) -> None:
+    def config(self, config: object) -> None:
         refuse("LightningCLI.config = ...", "change what is typed: hand other args to parse_arguments")
 
     @property
@@ -222,7 +227,7 @@ class LightningCLI:
         }
 
     def setup_parser(
-        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+        self, add_subcommands: bool, main_kwargs: dict[str, object], subparser_kwargs: dict[str, object]
     ) -> None:
         """Make the parser and declare all settings. May be overridden.
 
@@ -251,7 +256,7 @@ class LightningCLI:
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
         """Declare further links. May be overridden: those of `link_to` are there already."""
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+    def init_parser(self, **kwargs: object) -> LightningArgumentParser:
         """Return what settings are declared with. May be overridden."""
         parser: LightningArgumentParser = self._parser_class(**kwargs)
         self._cli.hand_groups(parser)
@@ -276,9 +281,10 @@ class LightningCLI:
         """Make trainer, model and data. May be overridden."""
         self._cli.make_objects()
 
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
+    def instantiate_trainer(self, **kwargs: object) -> BaseTrainer:
         """Return the trainer. May be overridden."""
-        return self._cli.make_trainer(**kwargs)
+        made: BaseTrainer = self._cli.make_trainer(**kwargs)
+        return made
 
 
 _LIGHTNINGS = """
@@ -311,7 +317,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
             owner._cli = self
             super().__init__(*args, **kwargs)
 
-        def add_arguments(self, groups: Any) -> None:
+        def add_arguments(self, groups: Groups) -> None:
             self._groups = groups
             given = self._owner._parser_kwargs
             main = {key: value for key, value in given.items() if key not in subcommands}
@@ -350,7 +356,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
             parser._use(self._groups)
 
         def configure_optimizers(  # type: ignore[override]  # a method, which knows the owner
-            self, module: Any, optimizer: Optimizer, lr_scheduler: Any = None
+            self, module: Module, optimizer: Optimizer, lr_scheduler: Any = None
         ) -> object:
             own = self._owner.configure_optimizers
             if own is LightningCLI.configure_optimizers:
@@ -377,7 +383,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
                 return import_object(name) is self.parser.flat[key]
             return self._is_fixed(name, self._bases[key][0])
 
-        def _config_callback(self) -> list[Any]:
+        def _config_callback(self) -> list[Callback]:
             kind, arguments = self._owner._save_config
             own = super()._config_callback() if arguments.get("save_to_log_dir", True) else []
             for one in own:
@@ -392,7 +398,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
         def after_instantiate_classes(self) -> None:
             self._owner.after_instantiate_classes()
 
-        def instantiate_trainer(self, **arguments: Any) -> Any:
+        def instantiate_trainer(self, **arguments: Any) -> BaseTrainer:
             return self._owner.instantiate_trainer(**arguments)
 
         def _build(self) -> None:
@@ -401,7 +407,7 @@ def _make_cli(subcommands: dict[str, set[str]]) -> Any:
         def make_objects(self) -> None:
             super()._build()
 
-        def make_trainer(self, **arguments: object) -> object:
+        def make_trainer(self, **arguments: object) -> BaseTrainer:
             return super().instantiate_trainer(**arguments)
 
     for verb in subcommands:
@@ -419,7 +425,7 @@ def _asks_owner(name: str) -> Callable[[object], None]:
     return call
 
 
-def instantiate_class(args: object, init: dict[str, Any]) -> object:
+def instantiate_class(args: object, init: Mapping[str, Any]) -> object:
     """Return an object of the class that `class_path` names, made of `init_args`.
 
     Args:
@@ -431,6 +437,6 @@ def instantiate_class(args: object, init: dict[str, Any]) -> object:
     return getattr(import_module(module), name)(*given, **init.get("init_args", {}))
 
 
-def instantiate_module(class_type: type[object], config: dict[str, Any]) -> object:
+def instantiate_module(class_type: type[object], config: Mapping[str, Any]) -> object:
     """Return an object of a class, made of the arguments in a configuration."""
     return class_type(**config.get("init_args", config))

@@ -13,6 +13,7 @@ from fsspec.core import url_to_fs
 
 from ....checkpoint import storage
 from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
+from ....strategies import Strategy
 
 __all__ = [
     "get_filesystem",
@@ -29,7 +30,7 @@ def get_filesystem(path: str | Path, **kwargs: object) -> object:  # fsspec is n
     return url_to_fs(str(path), **kwargs)[0]
 
 
-def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: int = 3) -> bool:  # Any: a strategy
+def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, timeout: int = 3) -> bool:
     """Return whether all ranks see one file system at a path: with one process, or behind a URL. On every rank.
 
     Args:

@@ -86,9 +86,9 @@ def is_picklable(obj: object) -> bool:
     return True
 
 
-def clean_namespace(hparams: MutableMapping[str, Any] | Namespace) -> None:
+def clean_namespace(hparams: MutableMapping[str, object] | Namespace) -> None:
     """Take out what pickle cannot write, in place."""
-    entries: Any = vars(hparams) if isinstance(hparams, Namespace) else hparams
+    entries: MutableMapping[str, object] = vars(hparams) if isinstance(hparams, Namespace) else hparams
     for key in [key for key, value in entries.items() if not is_picklable(value)]:
         del entries[key]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +122,11 @@ def to_uncompiled(model: nn.Module) -> nn.Module:
     return original
 
 
-def _materialize_meta_tensors(module: nn.Module, device: Any) -> None:  # Any: a device or its name
+def _materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> None:
     """Give a module's own tensors memory and values, if they are on the meta device."""
     if any(tensor.is_meta for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]):
         module.to_empty(device=device, recurse=False)
-        reset: Any = getattr(module, "reset_parameters", None)
+        reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
 

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 __all__ = [
     "LightningDeprecationWarning",
@@ -24,6 +24,9 @@ __all__ = [
 from ..errors import LightningDeprecationWarning
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -49,11 +52,17 @@ class _RankZeroOnly:
     def rank(self, rank: int) -> None:
         self._assigned = rank
 
-    def __call__(self, fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:  # Any: the user's function
+    @overload
+    def __call__(self, fn: Callable[P, T]) -> Callable[P, T | None]: ...
+
+    @overload
+    def __call__(self, fn: Callable[P, T], default: T) -> Callable[P, T]: ...
+
+    def __call__(self, fn: Callable[P, T], default: T | None = None) -> Callable[P, T | None]:
         """Return the function, which gives `default` on the other ranks."""
 
         @functools.wraps(fn)
-        def on_rank_zero(*args: object, **kwargs: object) -> object:  # as the function's
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
             return fn(*args, **kwargs) if self.rank == 0 else default
 
         return on_rank_zero
@@ -63,13 +72,13 @@ rank_zero_only = _RankZeroOnly()
 
 
 @rank_zero_only
-def rank_zero_debug(*args: Any, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
+def rank_zero_debug(*args: object, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
     """Log at level DEBUG on rank 0."""
     log.debug(*args, stacklevel=stacklevel + 1, **kwargs)
 
 
 @rank_zero_only
-def rank_zero_info(*args: Any, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
+def rank_zero_info(*args: object, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
     """Log at level INFO on rank 0."""
     log.info(*args, stacklevel=stacklevel + 1, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,18 +103,18 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     return max(1, cores // local_world_size - 1)
 
 
-class _Indices(Dataset[Any]):
+class _Indices(Dataset[object]):
     """A sampler's indices of one pass, as something that can be sampled from."""
 
-    def __init__(self, sampler: Sampler[Any]) -> None:
+    def __init__(self, sampler: Sampler[object]) -> None:
         self._sampler = sampler
-        self._drawn: list[Any] | None = None
+        self._drawn: list[object] | None = None
 
     def reset(self) -> None:
         """Draw again at the next use."""
         self._drawn = None
 
-    def __getitem__(self, index: int) -> object:
+    def __getitem__(self, index: Any) -> object:  # an int; a DistributedSampler of anything yields Any
         if self._drawn is None:
             self._drawn = list(self._sampler)
         return self._drawn[index]
@@ -125,11 +126,11 @@ class _Indices(Dataset[Any]):
 class DistributedSamplerWrapper(DistributedSampler[Any]):
     """Deals the samples of any sampler out over ranks. Trainer and Fabric do so by themselves."""
 
-    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
+    def __init__(self, sampler: Sampler[object], *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
         self._indices = _Indices(sampler)
         super().__init__(self._indices, *args, **kwargs)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[object]:
         self._indices.reset()
         return (self._indices[index] for index in super().__iter__())
 
@@ -143,7 +144,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         self.total_size = size
         self.num_samples = len(range(self.rank, size, self.num_replicas))
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[object]:
         order = list(range(self.total_size))
         if self.shuffle:
             generator = torch.Generator()
@@ -155,10 +156,10 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
     """Deals every sample of any sampler out once."""
 
-    def __init__(self, sampler: Sampler[Any], *args: object, **kwargs: object) -> None:  # Any: DistributedSampler's
+    def __init__(self, sampler: Sampler[object], *args: object, **kwargs: object) -> None:
         self._indices = _Indices(sampler)
         super().__init__(self._indices, *args, **kwargs)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[object]:
         self._indices.reset()
         return (self._indices[index] for index in super().__iter__())

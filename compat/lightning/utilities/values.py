@@ -22,7 +22,7 @@ FRAMEWORK_NAME = "pytorch-lightning"
 LOCAL_FILE_URI_PREFIX = "file:"
 
 
-def _from(dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:  # Any: a number
+def _from(dtype: torch.dtype) -> Callable[[object], torch.Tensor]:  # of a number
     return lambda value: torch.tensor(value, dtype=dtype)
 
 
