@@ -23,7 +23,7 @@ from .plans import plan_all
 from .program import SUBCOMMANDS, Program
 from .saved_config import SaveConfig, config_of
 from .seeds import draw_seed
-from .settings import CLASS_KEYS, escaped
+from .settings import CLASS_KEYS, SettingsTree, escaped
 from .sources import gather, parse_command_line
 from .topics import help_on
 from .typed import Plan
@@ -224,7 +224,7 @@ class CLI:
         self._program.skipped = self._skipped(tokens[place])
         return tokens[:place] + tokens[place + 1 :]
 
-    def _checkpoint_config(self) -> tuple[dict[str, Any], str] | None:
+    def _checkpoint_config(self) -> tuple[SettingsTree, str] | None:
         """Return the configuration of the named checkpoint, if there is no configuration file."""
         path = self.settings.tree.get("ckpt_path")
         if self.subcommand is None or not isinstance(path, str):
@@ -257,7 +257,7 @@ class CLI:
     def _is_fixed(self, name: str, fixed: object) -> bool:
         return any(one is fixed and self._program.is_fixed(name, key) for key, (one, _) in self._bases.items())
 
-    def _completed(self) -> dict[str, Any]:
+    def _completed(self) -> SettingsTree:
         """Return the settings with defaults, as they are saved and printed."""
         return self._of.completed(self._program)
 

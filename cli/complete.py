@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+from collections.abc import Callable
 from datetime import date, time
 from importlib import import_module
 from pathlib import PurePath
@@ -108,7 +109,7 @@ def _written(value: object) -> Any:
     return EMPTY
 
 
-def public_path(target: Any) -> str:
+def public_path(target: Callable[..., object]) -> str:
     """Return the public path of a class, which is stable when files move within a package."""
     name = target.__qualname__
     for home in ("loopwright", "torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torch.utils.data"):

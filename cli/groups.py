@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .parameters import EMPTY, Parameter
-from .settings import WRONG
+from .settings import WRONG, SettingsTree
 
 __all__ = ["TYPED", "Groups", "put"]
 
@@ -39,10 +39,10 @@ class Groups:
     def __init__(self, reserved: Sequence[str] = ()) -> None:
         self._reserved = tuple(reserved)
         self._links: list[_Link] = []
-        self.classes: dict[str, Any] = {}
+        self.classes: dict[str, Callable[..., object]] = {}
         self.required: set[str] = set()
         self.values: dict[str, Parameter] = {}
-        self.defaults: dict[str, Any] = {}
+        self.defaults: SettingsTree = {}
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +74,7 @@ class Groups:
         self._check_free(name)
         self.values[name] = Parameter(name, kind, default, text)
 
-    def set_defaults(self, values: dict[str, Any]) -> None:
+    def set_defaults(self, values: SettingsTree) -> None:
         """Set defaults, which files and the command line may change.
 
         Args:
@@ -114,8 +114,8 @@ class Groups:
         )
 
     def with_links(
-        self, tree: dict[str, Any], default: Callable[[str], Any], origin: Callable[[str], str]
-    ) -> tuple[dict[str, Any], list[str]]:
+        self, tree: SettingsTree, default: Callable[[str], Any], origin: Callable[[str], str]
+    ) -> tuple[SettingsTree, list[str]]:
         """Return settings with links applied, and the replaced values.
 
         Args:
@@ -170,7 +170,7 @@ class Groups:
             ordered.append(ready[0])
         return ordered
 
-    def linked_values(self, key: str, built: dict[str, Any]) -> dict[str, Any]:
+    def linked_values(self, key: str, built: dict[str, Any]) -> dict[str, object]:
         """Return parameters of a group that are computed from objects."""
         found = {}
         for one in self._links:
@@ -190,7 +190,7 @@ class Groups:
             raise ConfigError(f"Expected an unused name for a setting, got {name!r}.", fix="choose another name.")
 
 
-def _node(tree: dict[str, Any], key: str) -> Any:
+def _node(tree: SettingsTree, key: str) -> Any:
     node = tree.get(key)
     return node["init_args"] if isinstance(node, dict) and "class_path" in node else node
 
@@ -201,12 +201,12 @@ def _has(tree: dict[str, object], path: str) -> bool:
     return (isinstance(node, dict) and name in node) if name else key in tree
 
 
-def _taken(tree: dict[str, Any], path: str) -> object:
+def _taken(tree: SettingsTree, path: str) -> object:
     key, _, name = path.partition(".")
     return _node(tree, key).pop(name) if name else tree.pop(key)
 
 
-def _at(tree: dict[str, Any], path: str, default: Callable[[str], object]) -> object:
+def _at(tree: SettingsTree, path: str, default: Callable[[str], object]) -> object:
     key, *parts = path.split(".")
     if parts:
         node = _node(tree, key)
@@ -224,7 +224,7 @@ def _at(tree: dict[str, Any], path: str, default: Callable[[str], object]) -> ob
     return node
 
 
-def put(tree: dict[str, Any], path: str, value: object) -> None:
+def put(tree: SettingsTree, path: str, value: object) -> None:
     """Set a value at a dotted key; for a class, among its arguments."""
     key, *parts = path.split(".")
     if not parts:

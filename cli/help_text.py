@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from types import MappingProxyType
@@ -65,7 +65,9 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
     return "\n".join(lines) + "\n"
 
 
-def describe_class(target: Any, key: str, annotations: Mapping[str, object] = MappingProxyType({})) -> str:
+def describe_class(
+    target: Callable[..., object], key: str, annotations: Mapping[str, object] = MappingProxyType({})
+) -> str:
     """Return the parameters of a class with types, defaults and descriptions.
 
     Args:

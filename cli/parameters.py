@@ -76,7 +76,7 @@ def parameters_of(target: Callable[..., object]) -> Parameters:
 
 
 @lru_cache(maxsize=512)
-def _parameters_of(target: Any) -> Parameters:
+def _parameters_of(target: Callable[..., object]) -> Parameters:
     title = (inspect.getdoc(target) or "").partition("\n")[0]
     named: dict[str, Parameter] = {}
     if not inspect.isclass(target):

@@ -11,7 +11,7 @@ from .complete import complete
 from .names import ClassProblem, find_class
 from .parameters import parameters_of
 from .program import Program
-from .settings import WRONG, Settings, is_class_node, resolve
+from .settings import WRONG, Settings, SettingsTree, is_class_node, resolve
 from .trainer_types import TRAINER_TYPES
 from .typed import Plan, Typed
 
@@ -34,14 +34,14 @@ class Plans:
     """
 
     made: dict[str, Any] = field(default_factory=dict)
-    tree: dict[str, Any] = field(default_factory=dict)
-    schedule_options: dict[str, Any] = field(default_factory=dict)
+    tree: SettingsTree = field(default_factory=dict)
+    schedule_options: SettingsTree = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def completed(self, program: Program, *, with_defaults: bool = True) -> dict[str, object]:
         """Return the settings as saved and printed: YAML values, and classes by their paths."""
         seed = {"seed_everything": self.made["seed_everything"]}
-        found: dict[str, Any] = seed if with_defaults or "seed_everything" in self.tree else {}
+        found: SettingsTree = seed if with_defaults or "seed_everything" in self.tree else {}
         ordered = ("trainer", "model", "data", "optimizer", "lr_scheduler", *program.declared.names, *program.arguments)
         for key in ordered if with_defaults else (key for key in self.tree if key in ordered):
             if self.made.get(key) is None and key not in self.tree:
@@ -80,10 +80,10 @@ def plan_all(program: Program, settings: Settings) -> Plans:
     for key in program.bases:
         plans.made[key] = _object(program, typed, key, tree.get(key))
     _optimizer(plans, typed)
-    for name, target in declared.classes.items():
+    for name, maker in declared.classes.items():
         if name in tree or name in declared.required:
             value = tree.get(name) or {}
-            plans.made[name] = WRONG if value is WRONG else typed.plan(target, value, name, given=declared.linked(name))
+            plans.made[name] = WRONG if value is WRONG else typed.plan(maker, value, name, given=declared.linked(name))
     for name, one in program.values.items():
         if name in tree:
             plans.made[name] = typed.value(tree[name], one.annotation, name)

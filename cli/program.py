@@ -9,7 +9,7 @@ from typing import Any
 from .groups import Groups
 from .names import ClassProblem, find_class
 from .parameters import EMPTY, Parameter, parameters_of
-from .settings import CLASS_KEYS, is_class_node
+from .settings import CLASS_KEYS, SettingsTree, is_class_node
 
 __all__ = ["SUBCOMMANDS", "Program"]
 
@@ -103,7 +103,7 @@ class Program:
             return find_class(chosen, fixed if isinstance(fixed, type) else base)
         return fixed
 
-    def default_of(self, tree: dict[str, Any], path: str) -> Any:
+    def default_of(self, tree: SettingsTree, path: str) -> Any:
         """Return the default of a parameter; EMPTY without one.
 
         Args:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError, nearest
 
@@ -20,6 +20,9 @@ __all__ = ["CLASS_KEYS", "WRONG", "Settings", "escaped", "is_class_node", "resol
 
 CLASS_KEYS = ("model", "data", "optimizer", "lr_scheduler")
 """Top-level keys whose text is a class name."""
+
+SettingsTree: TypeAlias = dict[str, Any]
+"""Settings in the form that `Settings` describes: dicts and lists, nested, and values of YAML."""
 
 WRONG: Any = object()
 """Marker of an invalid value, whose problem has been recorded."""
@@ -48,14 +51,14 @@ class Settings:
         problems: What is wrong with the sources.
     """
 
-    tree: dict[str, Any] = field(default_factory=dict)
+    tree: SettingsTree = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     grown: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
-    def lay(self, values: dict[str, Any], source: str) -> None:
+    def lay(self, values: SettingsTree, source: str) -> None:
         """Merge the content of a file over the current settings."""
         self.tree = self._merged(self.tree, _normal(values), "", source)
 
@@ -168,7 +171,7 @@ class Settings:
         self._note(over, path, source)
         return over
 
-    def _into_dict(self, base: dict[str, Any], over: dict[str, object], path: str, source: str) -> dict[str, object]:
+    def _into_dict(self, base: SettingsTree, over: dict[str, object], path: str, source: str) -> dict[str, object]:
         for key, value in over.items():
             below = f"{path}.{key}" if path else str(key)
             if key in base:
@@ -178,7 +181,7 @@ class Settings:
                 self._note(value, below, source)
         return base
 
-    def _class_node(self, base: dict[str, Any], over: dict[str, Any], path: str, source: str) -> dict[str, object]:
+    def _class_node(self, base: SettingsTree, over: SettingsTree, path: str, source: str) -> dict[str, object]:
         node = dict(base)
         arguments = dict(over.get("init_args") or {})
         if "class_path" in over:
@@ -218,7 +221,7 @@ class Settings:
             self._note(below, f"{path}.{key}", source)
 
 
-def resolve(settings: Settings, default: Callable[[dict[str, Any], str], Any]) -> dict[str, Any]:
+def resolve(settings: Settings, default: Callable[[SettingsTree, str], Any]) -> SettingsTree:
     """Return the tree with interpolations (`${trainer.max_epochs}`, `${oc.env:HOME}`) replaced, by OmegaConf.
 
     One that leads nowhere, or a value that is `???`, is WRONG then, and noted in `settings.problems`.
@@ -283,7 +286,7 @@ class _Routing:
         broken: Dotted paths of texts that OmegaConf cannot read.
     """
 
-    def __init__(self, settings: Settings, default: Callable[[dict[str, Any], str], Any]) -> None:
+    def __init__(self, settings: Settings, default: Callable[[SettingsTree, str], Any]) -> None:
         self.borrowed: list[str] = []
         self.broken: list[str] = []
         self._settings = settings

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
-from .settings import CLASS_KEYS, Settings
+from .settings import CLASS_KEYS, Settings, SettingsTree
 from .yaml_file import parse_scalar, read
 
 __all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line"]
@@ -128,7 +127,7 @@ def gather(
     command: str,
     commands: Sequence[str],
     defaults: Mapping[str, object],
-    checkpoint: tuple[dict[str, Any], str] | None = None,
+    checkpoint: tuple[SettingsTree, str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Settings:
     """Return the settings of all sources.
@@ -209,7 +208,7 @@ def _assign(settings: Settings, one: Assignment, source: str, folders: Sequence[
     settings.assign(one.path, parse_scalar(one.text), source, text=one.text, appends=one.op == "+=")
 
 
-def _lay_groups(settings: Settings, values: dict[str, Any], file: Path) -> None:
+def _lay_groups(settings: Settings, values: SettingsTree, file: Path) -> None:
     """Replace `data: digits` in a file by data/digits.yaml beside it, if it exists."""
     for key in CLASS_KEYS:
         if isinstance(values.get(key), str):

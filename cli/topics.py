@@ -16,6 +16,7 @@ from .help_text import describe_class, describe_parameter, overview
 from .names import ClassProblem, find_class, known_classes
 from .parameters import Parameter, parameters_of
 from .program import Program
+from .settings import SettingsTree
 from .trainer_types import TRAINER_TYPES
 
 __all__ = ["help_on"]
@@ -23,7 +24,7 @@ __all__ = ["help_on"]
 # Any in this file: classes of any kind, and settings.
 
 
-def help_on(program: Program, topic: str, tree: dict[str, Any]) -> str:
+def help_on(program: Program, topic: str, tree: SettingsTree) -> str:
     """Return the text of --help.
 
     Args:
@@ -57,7 +58,7 @@ def help_on(program: Program, topic: str, tree: dict[str, Any]) -> str:
         ) from None
 
 
-def _groups(program: Program, tree: dict[str, Any]) -> dict[str, object]:
+def _groups(program: Program, tree: SettingsTree) -> dict[str, Any]:
     found: dict[str, Any] = {"trainer": program.trainer_class}
     for key in program.bases:
         try:

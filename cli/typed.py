@@ -12,6 +12,7 @@ import inspect
 import os
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from difflib import get_close_matches
@@ -21,7 +22,7 @@ from typing import Any, Literal, Union
 from ..loggers import Logger
 from .names import ClassProblem, find_class, import_object
 from .parameters import parameters_of
-from .settings import WRONG, Settings, is_class_node
+from .settings import WRONG, Settings, SettingsTree, is_class_node
 
 __all__ = ["Plan", "Typed", "show_type"]
 
@@ -50,7 +51,7 @@ class Plan:
         is_partial: Whether a function is wanted that makes it when it is called with the other arguments.
     """
 
-    target: Any
+    target: Callable[..., object]
     arguments: dict[str, Any]
     path: str
     is_partial: bool = False
@@ -72,7 +73,9 @@ class Typed:
     skipped: list[str] = field(default_factory=list)
     log_folder: str | None = None
 
-    def plan(self, target: Any, values: dict[str, Any], path: str, *, given: frozenset[str] = frozenset()) -> Plan:
+    def plan(
+        self, target: Callable[..., object], values: SettingsTree, path: str, *, given: frozenset[str] = frozenset()
+    ) -> Plan:
         """Return a plan for a class with these arguments.
 
         Args:
@@ -203,7 +206,7 @@ class Typed:
             return self.plan(wanted, value, path)
         return self._wrong(value, wanted, path)
 
-    def _named(self, name: object, arguments: dict[str, Any], wanted: type[Any], path: str, below: str) -> Any:
+    def _named(self, name: object, arguments: SettingsTree, wanted: type[Any], path: str, below: str) -> Any:
         if name is WRONG:
             return WRONG
         try:
