@@ -327,6 +327,15 @@ class Strategy(Capabilities):
         The Trainer calls it before data are sharded over ranks.
         """
 
+    def check_layers(self, module: nn.Module) -> None:
+        """Refuse a module whose layers this strategy cannot run. Does not communicate.
+
+        The Trainer calls it before processes start, unless the module gets its layers later, in `configure_model`.
+
+        Raises:
+            ModuleError: Names the layers.
+        """
+
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module's parameters and buffers, in place."""
         module.to(self.device)

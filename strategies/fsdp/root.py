@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ ROOT = "_loopwright_root"
 
 # Of torch's FSDPParamGroup.
 _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+
+@runtime_checkable
+class TakesPart(Protocol):
+    """A module whose forward pass communicates, so that a rank without data is needed in those of other ranks."""
+
+    def compute_without_rows(self) -> None:
+        """Communicate as a forward pass does. The parameters are gathered."""
 
 
 class Mark:
@@ -234,6 +242,8 @@ def run_empty(root: ShardedRoot) -> None:
     with torch.no_grad():
         for unit in root.evaluated if root.evaluated is not None else units_of(root):
             unit.unshard()
+            if isinstance(unit, TakesPart):
+                unit.compute_without_rows()
             unit.reshard()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ModuleError
@@ -33,7 +35,7 @@ from ..distributed.shards import as_shards, is_sharded
 from .root import ROOT, ShardedRoot, groups_of, units_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,6 +76,7 @@ def shard(
     is_by_parts: bool,
     is_rank_zero: bool,
     prepare: Callable[[list[nn.Module]], None] | None = None,
+    meshes: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> ShardedRoot:
     """Shard a module's parameters in place and return what runs it. On every rank: it communicates.
 
@@ -88,6 +91,7 @@ def shard(
         is_rank_zero: Whether to log what was chosen.
         prepare: Called with the modules of each unit after it got its values and before it is sharded; may replace
             their parameters.
+        meshes: Modules that are units of their own and sharded over other meshes than that of `place`.
 
     Raises:
         ModuleError: The module cannot be sharded, or values of it are missing; names them.
@@ -108,6 +112,8 @@ def shard(
     # A norm over a batch computes in its own dtype, whatever the rest does.
     exempt = _full_precision(module, plan, settings["mp_policy"])
     chosen = [*(one for one in exempt if one not in chosen), *chosen]
+    meshes = {} if meshes is None else meshes
+    chosen = [*meshes, *(one for one in chosen if one not in meshes)]
     parts = [part for part in _parts(module) if part not in chosen] if is_by_parts else []
     _check_parts(parts, module)
     _check_values(module)
@@ -121,6 +127,8 @@ def shard(
         _give_values(unit, done, module, plan, place, prepare)
         if place.is_sharded:
             own = {**settings, "mp_policy": MixedPrecisionPolicy()} if unit in exempt else settings
+            if unit in meshes:
+                own = _over(meshes[unit], own)
             fully_shard(unit, **own, ignored_params=_named(module, kept))
         done.append(unit)
     _give_values(module, done, module, plan, place, prepare)
@@ -267,6 +275,19 @@ def _settings(
     if plan.shard_placement_fn is not None:
         settings["shard_placement_fn"] = plan.shard_placement_fn
     return settings
+
+
+def _over(mesh: DeviceMesh, settings: dict[str, Any]) -> dict[str, Any]:  # Any: arguments of fully_shard
+    """Return the settings for a unit that is sharded over another mesh."""
+    return {"shard_placement_fn": partial(_placement, num_shards=mesh.shape[-1]), **settings, "mesh": mesh}
+
+
+def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
+    """Return the second dimension where the first has too few rows for an even sharding; None: the first."""
+    own = parameter.to_local() if is_sharded(parameter) else parameter
+    if own.ndim < 2 or own.shape[0] % num_shards == 0 or own.shape[1] % num_shards:
+        return None
+    return Shard(1)
 
 
 def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: torch.device) -> MixedPrecisionPolicy:

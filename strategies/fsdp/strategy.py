@@ -267,6 +267,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             is_by_parts=not getattr(module, "automatic_optimization", True),
             is_rank_zero=self.is_global_zero,
             prepare=prepare,
+            meshes=self._meshes_of_units(module),
         )
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, reference in before:
@@ -279,6 +280,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Compare the module over ranks, and return what is called with each unit's modules before it is sharded."""
         self.check_module(module)
         return None
+
+    def _meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
+        """Return the modules that are units of their own and sharded over other meshes than `mesh`."""
+        return {}
 
     def _place(self) -> Place:
         """Return the processes over which the module is sharded."""

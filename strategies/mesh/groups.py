@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .axes import AXES
@@ -33,6 +34,9 @@ class MeshGroups:
         data: The ranks with this one's coordinates on pp, cp and tp: each reads other data.
         reduce: The ranks with this one's coordinates on pp and tp: a gradient is averaged over them.
         stage: The ranks with this one's coordinate on pp: they have the same layers.
+        experts: The ranks that share the experts of a layer: `ep` neighbors on the fsdp axis.
+        expert_shards: What `fully_shard` takes for these experts: copies as in `shards`, and shards over the rest of
+            the fsdp axis; of the same root mesh as `experts`.
     """
 
     def __init__(self, kind: str, axes: MeshAxes, names: tuple[str, ...] = AXES) -> None:
@@ -48,6 +52,10 @@ class MeshGroups:
         self.data = None if copies == 1 else _middle(kind, axes.pp, axes.data_size, axes.cp * axes.tp)
         is_whole = axes.pp * axes.tp == 1
         self.reduce = None if is_whole else _middle(kind, axes.pp, axes.reduce_size, axes.tp)
+        # Only made where there are experts to share: each takes process groups of its own.
+        experts = None if axes.ep == 1 else _expert_mesh(kind, axes, names)
+        self.experts: DeviceMesh | None = experts and experts["ep"]
+        self.expert_shards: DeviceMesh | None = experts and (experts[dp, fsdp] if axes.dp > 1 else experts[fsdp])
         self.stage = None if axes.pp == 1 else _middle(kind, axes.pp, axes.world_size // axes.pp, 1)
 
 
@@ -55,3 +63,12 @@ def _middle(kind: str, outer: int, size: int, inner: int) -> ProcessGroup:
     """Return this rank's group along the middle one of three axes."""
     mesh = init_device_mesh(kind, (outer, size, inner), mesh_dim_names=("outer", "group", "inner"))
     return mesh["group"].get_group()
+
+
+def _expert_mesh(kind: str, axes: MeshAxes, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the axes pp, dp, what `ep` leaves of fsdp with cp, ep, tp."""
+    pp, dp, fsdp, _, tp = names
+    rest = axes.fsdp // axes.ep
+    ranks = torch.arange(axes.world_size).view(axes.pp, axes.dp, rest, axes.ep, axes.cp, axes.tp)
+    ranks = ranks.transpose(3, 4).reshape(axes.pp, axes.dp, rest * axes.cp, axes.ep, axes.tp)
+    return DeviceMesh(kind, ranks, mesh_dim_names=(pp, dp, fsdp, "ep", tp))

@@ -33,7 +33,7 @@ __all__ = ["MeshStrategy"]
 # Any in this file: structures of tensors and numbers, and arguments of FSDPStrategy.
 
 # Axes whose parts are not in the package yet.
-_NOT_AVAILABLE = ("cp", "tp", "ep")
+_NOT_AVAILABLE = ("cp", "tp")
 
 
 class MeshStrategy(FSDPStrategy):
@@ -182,6 +182,22 @@ class MeshStrategy(FSDPStrategy):
         self._groups = None
         self._runner = None
 
+    def check_layers(self, module: nn.Module) -> None:
+        """Refuse a module without experts that `ep` ranks can share; see `Strategy.check_layers`."""
+        if self.axes.ep > 1:
+            from .experts.sharding import check_experts
+
+            check_experts(module, self.axes.ep)
+
+    def _meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
+        mesh = self.groups.expert_shards
+        if mesh is None:
+            return {}
+        from .experts.sharding import experts_in
+
+        layers = (one.experts for one in experts_in(module).values())
+        return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
+
     def _place(self) -> Place:
         from ..fsdp.sharding import Place
 
@@ -236,6 +252,10 @@ class MeshStrategy(FSDPStrategy):
 
     def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
         prepare = super()._begin_sharding(module)
+        if self.groups.experts is not None:
+            from .experts.sharding import preparing
+
+            prepare = preparing(module, self.groups.experts, prepare)
         if self.has_stages:
             from .pipeline.setup import split_module
 

@@ -192,6 +192,8 @@ def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
         datamodule.trainer = plan.trainer
     plan.loaders.begin(module, datamodule, plan.given)
     _check_required(plan, module)
+    if not _builders(module):
+        plan.fabric.strategy.check_layers(module)
     if plan.verb == "fit":
         plan.fabric.strategy.apply_trainer_config(_trainer_config(plan, module))
 
@@ -274,7 +276,7 @@ def set_up(plan: Plan, run: Run) -> None:
     module, strategy = run.module, run.fabric.strategy
     _prepare_data(run)
     run.lifecycle.setup(plan.verb)
-    builders = [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
+    builders = _builders(module)
     if builders:
         with run.fabric.init_module():
             for name in builders:
@@ -288,6 +290,11 @@ def set_up(plan: Plan, run: Run) -> None:
         )
         rank_rng.align_copies(strategy)
         rank_coordination.distribute_loaders(plan.loaders, strategy, splits=plan.use_distributed_sampler)
+
+
+def _builders(module: nn.Module) -> list[str]:
+    """Return the names of the hooks in which the module builds layers."""
+    return [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
 
 
 def place(run: Run, verb: str) -> None:
