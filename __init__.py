@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from .strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from .strategies import DataParallelStrategy as DataParallelStrategy
     from .strategies import DDPStrategy as DDPStrategy
+    from .strategies import Experts as Experts
     from .strategies import FSDPStrategy as FSDPStrategy
     from .strategies import Launcher as Launcher
     from .strategies import LayerSync as LayerSync
@@ -157,6 +158,7 @@ _HOME = {
     "CometLogger": "loggers",
     "ConfigError": "errors",
     "DDPStrategy": "strategies",
+    "Experts": "strategies",
     "FSDPStrategy": "strategies",
     "DataError": "errors",
     "DataModule": "data",

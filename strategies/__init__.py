@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .distributed.layer_sync import LayerSync, TorchSyncBatchNorm
     from .distributed.processes import ProcessGroupStrategy
     from .fsdp.strategy import FSDPStrategy
+    from .mesh.experts.layer import Experts
     from .mesh.strategy import MeshStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
@@ -28,6 +29,7 @@ __all__ = [
     "DDPStrategy",
     "DataParallelStrategy",
     "DeepSpeedStrategy",
+    "Experts",
     "FSDPStrategy",
     "Given",
     "Launcher",
@@ -55,6 +57,7 @@ __getattr__, __dir__ = attach(
         "DDPStrategy": "ddp.strategy",
         "DataParallelStrategy": "data_parallel",
         "DeepSpeedStrategy": "deepspeed.strategy",
+        "Experts": "mesh.experts.layer",
         "FSDPStrategy": "fsdp.strategy",
         "LayerSync": "distributed.layer_sync",
         "MeshStrategy": "mesh.strategy",

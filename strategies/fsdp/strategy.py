@@ -411,9 +411,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         roots = [module] if module is not None else self._roots.in_use()
         # A hand-written loop may have set up modules that it does not evaluate.
         evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
-        for root in evaluated or roots[:1]:
-            if isinstance(root, ShardedRoot):
-                run_empty(root)
+        with self.precision.forward_context():
+            for root in evaluated or roots[:1]:
+                if isinstance(root, ShardedRoot):
+                    run_empty(root)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes add to full gradients on this rank only, if enabled."""

@@ -85,7 +85,7 @@ class ExpertWeights(nn.Module):
     def compute_without_rows(self) -> None:
         """Compute what other ranks send in a forward pass of theirs, where this rank has no tokens."""
         counts = torch.zeros(self.up.shape[0], dtype=torch.int64, device=self.up.device)
-        self.forward(self.up.new_empty((0, self.up.shape[1])), counts)
+        self.forward(torch.empty(0, self.up.shape[1], device=self.up.device), counts)
 
     def extra_repr(self) -> str:
         """Return the sizes for `repr`."""
