@@ -53,13 +53,11 @@ def shared(weight: Tensor, group: ProcessGroup) -> Tensor:
     The backward pass of `exchange` brings the gradients of all these losses here, and so adds them. Strategies average
     over ranks: over those with other losses only, which are fewer than all by the size of the group.
     """
-    result: Tensor = _Shared.apply(weight, group.size())
+    result: Tensor = _Shared.apply(weight, group.size())  # type: ignore[no-untyped-call]
     return result
 
 
-def exchange(
-    rows: Tensor, counts: Tensor, group: ProcessGroup, compute: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
+def exchange(rows: Tensor, counts: Tensor, group: ProcessGroup, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return what the ranks that hold the experts compute for these rows. On every rank of the group.
 
     Args:
@@ -75,11 +73,11 @@ def exchange(
     table = arrived.view(num_ranks, -1)  # ranks that they came from x experts of this rank
     # On a GPU this waits for the counts: sizes of tensors are needed on the CPU.
     sent, received = torch.stack([counts.view(num_ranks, -1).sum(1), table.sum(1)]).tolist()
-    mine: Tensor = _AllToAll.apply(rows, sent, received, group)
+    mine: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     expert = torch.arange(table.shape[1], device=rows.device).repeat(num_ranks)
     order = expert.repeat_interleave(arrived, output_size=sum(received)).argsort(stable=True)
     outputs = compute(permute(mine, order), table.sum(0))
-    result: Tensor = _AllToAll.apply(permute(outputs, order.argsort()), received, sent, group)
+    result: Tensor = _AllToAll.apply(permute(outputs, order.argsort()), received, sent, group)  # type: ignore[no-untyped-call]
     return result
 
 

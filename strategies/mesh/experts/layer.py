@@ -106,7 +106,7 @@ class Experts(nn.Module):
         self._keep(probabilities, counts)
         copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, self.dim)
         outputs = permute(self.experts(permute(copies, order), counts), order.argsort())
-        y = (outputs.view(-1, self.top_k, self.dim) * weights.unsqueeze(-1)).sum(1)
+        y: Tensor = (outputs.view(-1, self.top_k, self.dim) * weights.unsqueeze(-1)).sum(1)
         return y.to(x.dtype).view(x.shape)
 
     def extra_repr(self) -> str:

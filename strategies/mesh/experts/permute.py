@@ -32,5 +32,5 @@ def permute(rows: Tensor, order: Tensor) -> Tensor:
         rows: Shape (n, ...).
         order: Shape (n,), int64: a permutation; row i of the result is row order[i].
     """
-    result: Tensor = _Permute.apply(rows, order)
+    result: Tensor = _Permute.apply(rows, order)  # type: ignore[no-untyped-call]
     return result

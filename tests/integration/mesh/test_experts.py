@@ -1,4 +1,4 @@
-"""Experts over processes on gloo: the same training as on one process, in float64, and checkpoints that load on both."""
+"""Experts over processes on gloo: training and checkpoints are those of one process, in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ STEPS = 5
 
 def trainer_of(size: int, strategy: Any, **arguments: Any) -> lw.Trainer:
     settings = {
-        "accelerator": "cpu", "precision": "64-true", "max_steps": STEPS, "num_sanity_val_steps": 0, "gradient_clip_val": 0.05,
+        "accelerator": "cpu", "precision": "64-true", "max_steps": STEPS, "num_sanity_val_steps": 0,
+        "gradient_clip_val": 0.05,
         "accumulate_grad_batches": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "use_distributed_sampler": True,
     }  # fmt: skip
