@@ -92,6 +92,7 @@ class MeshStrategy(FSDPStrategy):
         left = 1 if REST in (dp, tp, pp, cp) else REST
         self.axes = MeshAxes(pp=pp, dp=dp, fsdp=left if fsdp is None else fsdp, cp=cp, tp=tp, ep=ep)
         _check_available(self.axes)
+        _check_experts(self.axes)
         _check_arguments(fsdp_arguments)
         super().__init__(**fsdp_arguments)
         self.tensor_plan = tensor_plan
@@ -414,6 +415,15 @@ def _check_available(axes: MeshAxes) -> None:
         raise ConfigError(
             f"Expected a mesh of the axes dp and fsdp, got {', '.join(asked)}: not available in this version.",
             fix="leave it out; the axes dp and fsdp are available.",
+        )
+
+
+def _check_experts(axes: MeshAxes) -> None:
+    others = [f"{name}={getattr(axes, name)}" for name in ("pp", "cp", "tp") if getattr(axes, name) != 1]
+    if axes.ep > 1 and others:
+        raise ConfigError(
+            f"Expected ep={axes.ep} with the axes dp and fsdp only, got {', '.join(others)}: not available together.",
+            fix="leave out ep, or the other axes.",
         )
 
 

@@ -26,7 +26,7 @@ def test_a_strategy_without_options_refuses_them() -> None:
 
 
 def test_an_unknown_name_with_options_is_named() -> None:
-    with pytest.raises(ConfigError, match="strategy='mehs:tp=2' is unknown"):
+    with pytest.raises(ConfigError, match="registered strategy, got strategy='mehs:tp=2'"):
         lw.Trainer(strategy="mehs:tp=2", devices=2, accelerator="cpu")
 
 
@@ -42,9 +42,14 @@ def test_the_number_of_processes_is_compared_before_they_start() -> None:
     [
         ({"device_mesh": (2, 2)}, r"device_mesh= to be left out of MeshStrategy, got \(2, 2\)"),
         ({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy='FULL_SHARD' or 'SHARD_GRAD_OP'"),
-        ({"fsdpp": 2}, "fsdpp= is not an argument of it"),
+        ({"fsdpp": 2}, "fsdpp= is not an argument of this strategy"),
     ],
 )
 def test_arguments_that_contradict_the_axes_are_refused(arguments: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         MeshStrategy(dp=2, **arguments)
+
+
+def test_experts_are_not_combined_with_other_axes() -> None:
+    with pytest.raises(ConfigError, match="ep=2 with the axes dp and fsdp only, got pp=2: not available together"):
+        MeshStrategy(pp=2, fsdp=2, ep=2)
