@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.shards import is_sharded
+from .exchange import exchange, shared
 
 __all__ = ["EXPERT_AXIS", "ExpertWeights"]
 
@@ -73,8 +74,6 @@ class ExpertWeights(nn.Module):
         rows = rows.to(self._compute_dtype(rows.device.type))
         if not is_sharded(self.up):
             return self._compute(rows, counts, lambda weight: weight)
-        from .exchange import exchange, shared  # not imported where no processes communicate
-
         group = self.up.device_mesh[EXPERT_AXIS].get_group()
 
         def compute(rows: Tensor, counts: Tensor) -> Tensor:
