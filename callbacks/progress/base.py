@@ -114,7 +114,7 @@ class ProgressBar(Callback):
         """Draw again. To be overridden."""
         raise NotImplementedError
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: as print takes it
+    def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bar if one is drawn; on rank zero only."""
         if self._trainer is None or self._trainer.is_global_zero:
             self._write(printed(*args, **kwargs))
@@ -156,7 +156,7 @@ class ProgressBar(Callback):
         return batches[index] if index < len(batches) else math.inf
 
 
-def printed(*args: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> str:
+def printed(*args: object, sep: str | None = " ", end: str | None = "\n", **_: object) -> str:
     """Return the text that `print` with these arguments would write."""
     return (" " if sep is None else sep).join(map(str, args)) + ("\n" if end is None else end)
 

@@ -62,7 +62,9 @@ class LiveProgressBar(ProgressBar):
 
     # --- what subclasses provide -----------------------------------------------------------------------------------
 
-    def _show(self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, Any]) -> None:
+    def _show(
+        self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
+    ) -> None:
         """Draw the bar of the stage ("train", "sanity", "validation", "test", "predict"); open it if it is not."""
         raise NotImplementedError
 
@@ -101,7 +103,7 @@ class LiveProgressBar(ProgressBar):
         self._is_enabled = True
         self._next_draw_s = 0.0
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: as print takes it
+    def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bars."""
         if kwargs.get("file") not in (None, sys.stdout):
             if self._trainer is None or self._trainer.is_global_zero:
@@ -120,22 +122,22 @@ class LiveProgressBar(ProgressBar):
         self._open = set()
         self._arm(0.0)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: object) -> None:
         """A trial validation begins."""
         self._arm(_PATIENCE_S)
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: object) -> None:
         """Take the bar of the trial validation away."""
         self._finish("sanity")
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
         """Training begins."""
         if self._lines is not None:
             self._safely(self._lines.start, trainer)
         self._has_lined = False
         self._arm(0.0)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: object) -> None:
         """Begin a new bar, if the one of the last epoch stays."""
         if self._leaves:
             self._finish("train", keep=True)
@@ -147,18 +149,18 @@ class LiveProgressBar(ProgressBar):
         if time.monotonic() >= self._next_draw_s:
             self._draw_training(trainer, pl_module, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: object) -> None:
         """Draw the end of the epoch."""
         if self._is_enabled:
             total = self.total_train_batches
             done = trainer.progress.batches_in_epoch if math.isinf(total) else int(total)
             self._draw_training(trainer, pl_module, done)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: object) -> None:
         """Leave the last state of the bar on the screen."""
         self._finish("train", keep=True)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: object) -> None:
         """A validation begins."""
         self._begin_evaluation(trainer.sanity_checking)
 
@@ -176,7 +178,7 @@ class LiveProgressBar(ProgressBar):
             stage = "sanity" if trainer.sanity_checking else "validation"
             self._draw_evaluation(trainer, pl_module, stage, batch_idx + 1, dataloader_idx)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: object) -> None:
         """Take the bar away; write a line where lines are written, unless that of the epoch's end follows at once."""
         if trainer.sanity_checking:
             return
@@ -192,7 +194,7 @@ class LiveProgressBar(ProgressBar):
         elif self._is_enabled and trainer.state.fn == "fit":
             self._next_draw_s = 0.0
 
-    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: object) -> None:
         """A test begins."""
         self._begin_evaluation(False)
 
@@ -209,11 +211,11 @@ class LiveProgressBar(ProgressBar):
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation(trainer, pl_module, "test", batch_idx + 1, dataloader_idx)
 
-    def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: object) -> None:
         """Leave the last state of the bar on the screen."""
         self._complete(trainer, pl_module, "test")
 
-    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: object) -> None:
         """A prediction begins."""
         self._begin_evaluation(False)
 
@@ -230,7 +232,7 @@ class LiveProgressBar(ProgressBar):
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation(trainer, pl_module, "predict", batch_idx + 1, dataloader_idx)
 
-    def on_predict_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: object) -> None:
         """Leave the last state of the bar on the screen."""
         self._complete(trainer, pl_module, "predict")
 
@@ -319,7 +321,7 @@ class LiveProgressBar(ProgressBar):
         for stage in ("sanity", "validation", "test", "predict", "train"):
             self._finish(stage, keep=stage in ("train", "test", "predict"))
 
-    def _safely(self, draw: Callable[..., Any], *args: Any, **kwargs: object) -> object:
+    def _safely(self, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Draw; after a failure, log it and disable drawing. Training is not affected."""
         try:
             return draw(*args, **kwargs)

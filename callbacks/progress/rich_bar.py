@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 
 from ...errors import ConfigError, MissingDependency
 from .live import LiveProgressBar
@@ -84,15 +84,15 @@ class RichProgressBar(LiveProgressBar):
         self._leave = leave
         self.theme = theme or RichProgressBarTheme()
         self._console_kwargs = console_kwargs or {}
-        self._progress: Any = None  # Any: rich's Progress, known when it is imported
-        self._tasks: dict[str, Any] = {}
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
         self._kept: list[Any] = []
         if not refresh_rate:
             self.disable()
         else:
             self._draw_interval_s = max(0.1, 1.0 / refresh_rate)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
 
     @property
@@ -101,22 +101,22 @@ class RichProgressBar(LiveProgressBar):
         return self._refresh_rate
 
     @property
-    def train_progress_bar(self) -> Any:
+    def train_progress_bar(self) -> Task | None:
         """rich's task of training; None if none is drawn."""
         return self._task("train")
 
     @property
-    def val_progress_bar(self) -> Any:
+    def val_progress_bar(self) -> Task | None:
         """rich's task of a validation; None if none is drawn."""
         return self._task("validation")
 
     @property
-    def val_sanity_check_bar(self) -> Any:
+    def val_sanity_check_bar(self) -> Task | None:
         """rich's task of the trial validation; None if none is drawn."""
         return self._task("sanity")
 
     @property
-    def test_progress_bar(self) -> Any:
+    def test_progress_bar(self) -> Task | None:
         """rich's task of a test; None if none is drawn."""
         return self._task("test")
 
@@ -130,7 +130,7 @@ class RichProgressBar(LiveProgressBar):
         if self._progress is not None:
             self._progress.refresh()
 
-    def configure_columns(self, trainer: Trainer) -> list[Any]:
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
         theme = self.theme
         return [
@@ -150,12 +150,12 @@ class RichProgressBar(LiveProgressBar):
     def _leaves(self) -> bool:
         return self._leave
 
-    def _task(self, stage: str) -> Any:
+    def _task(self, stage: str) -> Task | None:
         if self._progress is None or stage not in self._tasks:
             return None
         return next((task for task in self._progress.tasks if task.id == self._tasks[stage]), None)
 
-    def _started(self) -> Any:
+    def _started(self) -> Progress:
         if self._progress is None:
             console = Console(**self._console_kwargs)
             columns = self.configure_columns(self.trainer)
@@ -164,15 +164,19 @@ class RichProgressBar(LiveProgressBar):
             console.show_cursor(True)  # rich hides it, and a process that is killed could not bring it back
         return self._progress
 
-    def _show(self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, Any]) -> None:
+    def _show(
+        self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
+    ) -> None:
         progress = self._started()
         task = self._task(stage)
         if task is not None and (done < task.completed or task.fields["title"] != description):
             progress.reset(task.id, completed=0)
         if task is None:
-            fields = {"batches": "", "clock": "", "speed": "", "metrics": "", "title": description, "first": done - 1}
+            fields: dict[str, Any] = dict.fromkeys(("batches", "clock", "speed", "metrics"), "")
+            fields |= {"title": description, "first": done - 1}
             self._tasks[stage] = progress.add_task(description, total=total, **fields)
             task = self._task(stage)
+            assert task is not None
         first = task.fields["first"] if task.fields["title"] == description else 0
         elapsed_s = task.elapsed or 0.0
         speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
@@ -190,7 +194,7 @@ class RichProgressBar(LiveProgressBar):
         )
         progress.refresh()
 
-    def _metrics_text(self, metrics: dict[str, Any]) -> str:
+    def _metrics_text(self, metrics: dict[str, float | int | str]) -> str:
         shown = [
             f"{name}: {format(value, self.theme.metrics_format) if isinstance(value, float) else value}"
             for name, value in metrics.items()
@@ -212,6 +216,7 @@ class RichProgressBar(LiveProgressBar):
 
     def _write_above(self, text: str) -> None:
         # Through the console: rich clears the bars, writes, and draws them again.
+        assert self._progress is not None  # a bar is open
         self._progress.console.out(text, end="", highlight=False)
 
 

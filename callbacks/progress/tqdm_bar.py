@@ -48,12 +48,12 @@ class TQDMProgressBar(LiveProgressBar):
         self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0"))) if refresh_rate else 0
         self._process_position = process_position
         self._leave = leave
-        self._bars: dict[str, Any] = {}  # Any: tqdm's class, known when it is imported
+        self._bars: dict[str, tqdm[Any]] = {}  # Any: a bar that iterates over nothing
         self._stage = "train"
         if not refresh_rate:
             self.disable()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_bars": {}, "_open": set(), "_trainer": None}
 
     @property
@@ -72,7 +72,7 @@ class TQDMProgressBar(LiveProgressBar):
         return self._bars.get("train")
 
     @train_progress_bar.setter
-    def train_progress_bar(self, bar: Any) -> None:
+    def train_progress_bar(self, bar: tqdm[Any]) -> None:
         self._bars["train"] = bar
 
     @property
@@ -81,7 +81,7 @@ class TQDMProgressBar(LiveProgressBar):
         return self._bars.get("validation", self._bars.get("sanity"))
 
     @val_progress_bar.setter
-    def val_progress_bar(self, bar: Any) -> None:
+    def val_progress_bar(self, bar: tqdm[Any]) -> None:
         self._bars["validation"] = bar
 
     @property
@@ -90,7 +90,7 @@ class TQDMProgressBar(LiveProgressBar):
         return self._bars.get("test")
 
     @test_progress_bar.setter
-    def test_progress_bar(self, bar: Any) -> None:
+    def test_progress_bar(self, bar: tqdm[Any]) -> None:
         self._bars["test"] = bar
 
     @property
@@ -99,7 +99,7 @@ class TQDMProgressBar(LiveProgressBar):
         return self._bars.get("predict")
 
     @predict_progress_bar.setter
-    def predict_progress_bar(self, bar: Any) -> None:
+    def predict_progress_bar(self, bar: tqdm[Any]) -> None:
         self._bars["predict"] = bar
 
     def enable(self) -> None:
@@ -107,24 +107,24 @@ class TQDMProgressBar(LiveProgressBar):
         if self._refresh_rate:
             super().enable()
 
-    def init_sanity_tqdm(self) -> Any:
+    def init_sanity_tqdm(self) -> tqdm[Any]:
         """Return the bar of the trial validation; may be overridden, as the other four."""
         return self._bar(self.sanity_check_description, line=0, leave=False)
 
-    def init_train_tqdm(self) -> Any:
+    def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of training."""
         return self._bar(self.train_description, line=0, leave=True)
 
-    def init_validation_tqdm(self) -> Any:
+    def init_validation_tqdm(self) -> tqdm[Any]:
         """Return the bar of a validation; inside fit it stands below that of training."""
         inside_fit = "train" in self._bars
         return self._bar(self.validation_description, line=1 if inside_fit else 0, leave=not inside_fit)
 
-    def init_test_tqdm(self) -> Any:
+    def init_test_tqdm(self) -> tqdm[Any]:
         """Return the bar of a test."""
         return self._bar(self.test_description, line=0, leave=True)
 
-    def init_predict_tqdm(self) -> Any:
+    def init_predict_tqdm(self) -> tqdm[Any]:
         """Return the bar of a prediction."""
         return self._bar(self.predict_description, line=0, leave=True)
 
@@ -132,8 +132,8 @@ class TQDMProgressBar(LiveProgressBar):
     def _leaves(self) -> bool:
         return self._leave
 
-    def _bar(self, description: str, *, line: int, leave: bool) -> Any:
-        return _bar_class()(
+    def _bar(self, description: str, *, line: int, leave: bool) -> tqdm[Any]:
+        bar: tqdm[Any] = _bar_class()(
             desc=description,
             position=2 * self._process_position + line,
             leave=leave,
@@ -143,8 +143,11 @@ class TQDMProgressBar(LiveProgressBar):
             miniters=1,
             bar_format=self.BAR_FORMAT,
         )
+        return bar
 
-    def _show(self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, Any]) -> None:
+    def _show(
+        self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
+    ) -> None:
         bar = self._bars.get(stage)
         if bar is None:
             make = {
