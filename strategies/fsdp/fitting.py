@@ -51,7 +51,8 @@ def fit_state_of(parameter: Tensor, state: object) -> object:
         return state
     return {
         key: as_shards(value, parameter)
-        if is_sharded(parameter) and parameter.ndim and fits(value, parameter.shape)
+        # A count of steps has the shape of a parameter with one number, and is none of it.
+        if is_sharded(parameter) and (parameter.ndim or key != "step") and fits(value, parameter.shape)
         else read_full(value)
         for key, value in state.items()
     }

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+    from ..mesh.tensor import TensorPlan
+
 __all__ = ["ROOT", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class ShardedRoot(nn.Module):
         names: The parameters of the module that were sharded, or replicated, or ignored.
         replicated: Parameters that every rank has in full, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
+        tensor_plan: How layers are split along the axis tp of a mesh; None: they are not.
         is_synchronized: Whether the next backward pass averages gradients.
         unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
         has_deferred: Whether there may be gradients that no backward pass has averaged yet.
@@ -84,6 +87,7 @@ class ShardedRoot(nn.Module):
     """
 
     replicated: tuple[nn.Parameter, ...] = ()
+    tensor_plan: TensorPlan | None = None
 
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, *, is_by_parts: bool, group: ProcessGroup | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError
 from ..base import Topology, non_finite_norm
 from ..distributed.clipping import scale_to_norm, total_norm
+from ..fsdp.root import root_of
 from ..fsdp.strategy import FSDPStrategy
 from .axes import AXES, REST, MeshAxes, read_axes
 from .groups import MeshGroups
@@ -24,16 +26,20 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ...protocols import StateDict, StepFunction
+    from ..fsdp.root import ShardedRoot
     from ..fsdp.sharding import Place
     from .pipeline.options import Pipeline
     from .pipeline.window import PipelineRunner
+    from .tensor import TensorPlan
 
 __all__ = ["MeshStrategy"]
+
+logger = logging.getLogger(__name__)
 
 # Any in this file: structures of tensors and numbers, and arguments of FSDPStrategy.
 
 # Axes whose parts are not in the package yet.
-_NOT_AVAILABLE = ("cp", "tp")
+_NOT_AVAILABLE = ("cp",)
 
 
 class MeshStrategy(FSDPStrategy):
@@ -102,6 +108,8 @@ class MeshStrategy(FSDPStrategy):
         self.context = context
         self.verify = verify
         self._groups: MeshGroups | None = None
+        self._is_to_verify = verify
+        self._tensor_plan: TensorPlan | None = None  # of the module that is being sharded
         self._runner: PipelineRunner | None = None  # of the module that is trained
         if pp != 1:  # a stage needs its parameters for all micro-batches of a window
             self.plan = replace(self.plan, reshard_after_forward=False)
@@ -220,6 +228,68 @@ class MeshStrategy(FSDPStrategy):
     def _source_group(self) -> ProcessGroup | None:
         return self.groups.stage
 
+    # -- tensor parallel layers ------------------------------------------------------------------------------------
+
+    def _shard(self, module: nn.Module) -> ShardedRoot:
+        self._tensor_plan = None
+        root = super()._shard(module)
+        root.tensor_plan, self._tensor_plan = self._tensor_plan, None
+        if root.tensor_plan is not None:
+            root.tensor_plan.finish(module)
+        return root
+
+    def _begin_splitting(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+        """Return what splits the layers of a unit over the axis tp; None where it has one process."""
+        size = self.resolved_axes.tp
+        if size == 1:
+            return None
+        from .tensor import resolve_plan
+
+        plan = self._tensor_plan = resolve_plan(
+            module,
+            self.tensor_plan,
+            tp=size,
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
+        )
+        if self.is_global_zero:
+            logger.info("%s", plan)
+            for note in plan.notes:
+                logger.warning("%s", note)
+        return lambda modules: plan.apply(modules, module, self.groups.tensor)
+
+    def _split_step(self, step: StepFunction, original: nn.Module, name: str) -> StepFunction:
+        root = root_of(original)
+        plan = None if root is None else root.tensor_plan
+        if plan is None or name == "forward":
+            return step
+        from .steps import split_step, verified_step
+
+        step = split_step(plan, original, step)
+        # With stages no rank runs all layers in one step.
+        is_whole = name == "training_step" and not self.has_stages
+        return verified_step(plan, original, step, self._take_verification) if is_whole else step
+
+    def _take_verification(self) -> bool:
+        """Return whether the split layers are to be compared now: once, in the first batch of a first run."""
+        is_due, self._is_to_verify = self._is_to_verify, False
+        return is_due
+
+    def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
+        """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
+        if not self.loss_parallel:
+            super().backward(tensor, *args, **kwargs)
+            return
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            super().backward(tensor, *args, **kwargs)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
+        """Load a state of full tensors, of tensors in a file, or of sharded ones; a resumed run is not verified."""
+        super().load_optimizer_state(optimizer, state, module)
+        self._is_to_verify = False
+
     # -- pipeline stages -----------------------------------------------------------------------------------------
 
     @property
@@ -252,7 +322,8 @@ class MeshStrategy(FSDPStrategy):
         return self.groups.full["pp"].get_group()
 
     def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
-        prepare = super()._begin_sharding(module)
+        super()._begin_sharding(module)
+        prepare = self._begin_splitting(module)
         if self.groups.experts is not None:
             from .experts.sharding import preparing
 
@@ -266,8 +337,7 @@ class MeshStrategy(FSDPStrategy):
         return prepare
 
     def _step_of(self, original: nn.Module, name: str) -> StepFunction:
-        step = super()._step_of(original, name)
-        runner = runner_of(original)
+        step, runner = self._split_step(super()._step_of(original, name), original, name), runner_of(original)
         if runner is None:
             return step
         if name != "training_step":
@@ -413,8 +483,8 @@ def _check_available(axes: MeshAxes) -> None:
     asked = [f"{name}={getattr(axes, name)}" for name in _NOT_AVAILABLE if getattr(axes, name) != 1]
     if asked:
         raise ConfigError(
-            f"Expected a mesh of the axes dp and fsdp, got {', '.join(asked)}: not available in this version.",
-            fix="leave it out; the axes dp and fsdp are available.",
+            f"Expected a mesh of the axes pp, dp, fsdp and tp, got {', '.join(asked)}: not available in this version.",
+            fix="leave it out; the axes pp, dp, fsdp and tp are available.",
         )
 
 

@@ -1,0 +1,59 @@
+"""Callables that run the steps of a module whose layers are split over the axis tp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from .tensor.verify import recording, verify_plan
+
+if TYPE_CHECKING:
+    from ...protocols import StepFunction
+    from .tensor import TensorPlan
+
+__all__ = ["loss_ops", "split_step", "verified_step"]
+
+
+def split_step(plan: TensorPlan, module: nn.Module, step: StepFunction) -> StepFunction:
+    """Return what runs a method of the module, which reads parameters as plain tensors.
+
+    Args:
+        plan: Applied to the module.
+        module: The user's.
+        step: One of its methods; not its forward, whose hooks do this.
+    """
+
+    def run(*args: object, **kwargs: object) -> object:
+        with plan.running(module), loss_ops(plan):
+            return step(*args, **kwargs)
+
+    return run
+
+
+def verified_step(plan: TensorPlan, module: nn.Module, step: StepFunction, is_due: Callable[[], bool]) -> StepFunction:
+    """Return a training step that compares the split layers with full ones when `is_due` says so."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        if not (torch.is_grad_enabled() and is_due()):
+            return step(*args, **kwargs)
+        with recording(plan, module) as calls:
+            output = step(*args, **kwargs)
+        verify_plan(plan, module, calls)
+        return output
+
+    return run
+
+
+@contextmanager
+def loss_ops(plan: TensorPlan | None) -> Iterator[None]:
+    """Return a context in which a loss of logits that are split over the vocabulary, and its gradient, are computed."""
+    if plan is None or not plan.loss_parallel:
+        yield
+        return
+    with loss_parallel():
+        yield

@@ -1,0 +1,113 @@
+"""Each mesh trains as one process: weights, logged rows, samples, checkpoints and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mesh_program import Program, fit, mesh, whole
+from ranks import run_ranks
+from torch import Tensor
+
+import loopwright as lw
+
+# Any in this file: results that travel between processes.
+
+MESHES = {
+    "fsdp2": (2, {"fsdp": 2}),
+    "tp2": (2, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "fsdp2-tp2": (4, {"fsdp": 2, "tp": 2}),
+    "dp2-tp2": (4, {"dp": 2, "fsdp": 1, "tp": 2}),
+    "dp2-fsdp2-tp2": (8, {"dp": 2, "fsdp": 2, "tp": 2}),
+}
+
+
+def data_size(axes: dict[str, Any]) -> int:
+    return int(axes.get("dp", 1) * axes.get("fsdp", 1))
+
+
+def train(rank: int, size: int, axes: dict[str, Any], **options: Any) -> dict[str, Any]:
+    trainer, module, rows = fit(mesh(**axes), size, data_size=data_size(axes), **options)
+    return {
+        "weights": whole(module),
+        "rows": rows.rows,
+        "seen": module.seen,
+        "masks": module.masks,
+        "data_rank": trainer.strategy.topology.data_rank,
+        "samples": trainer.samples_of_all_ranks(),
+    }
+
+
+def assert_same_rows(ours: list[Any], theirs: list[Any]) -> None:
+    assert [(step, sorted(row)) for step, row in ours] == [(step, sorted(row)) for step, row in theirs]
+    for (_, one), (_, other) in zip(ours, theirs, strict=True):
+        for key, value in other.items():
+            if key != "epoch":
+                assert one[key] == pytest.approx(value, rel=1e-13, abs=1e-13), key
+
+
+def assert_same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    worst = {name: float((ours[name] - value).abs().max()) for name, value in theirs.items()}
+    assert max(worst.values()) <= 1e-12, worst
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_training_is_that_of_one_process(name: str) -> None:
+    size, axes = MESHES[name]
+    trainer, alone, rows = fit("auto", 1)
+    everywhere = run_ranks(train, size, axes, connect=False)
+    for found in everywhere:
+        assert_same_weights(found["weights"], whole(alone))
+        assert found["samples"] == trainer.samples_of_all_ranks()
+    assert_same_rows(everywhere[0]["rows"], rows.rows)
+    assert not any(found["rows"] for found in everywhere[1:])
+    by_share: dict[int, list[Any]] = {}
+    for found in everywhere:
+        assert by_share.setdefault(found["data_rank"], found["seen"]) == found["seen"]  # copies read the same
+    batches = zip(*(by_share[rank] for rank in sorted(by_share)), strict=True)
+    assert [[number for part in parts for number in part] for parts in batches] == alone.seen
+
+
+class SaveAt(lw.Callback):
+    """Saves after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.at_step_boundary:
+            trainer.save_checkpoint(self.path)
+
+
+def stop_and_resume(rank: int, size: int, axes: dict[str, Any], folder: str) -> Any:
+    path, options = f"{folder}/stopped.ckpt", {"data_size": data_size(axes)}
+    _, through, rows = fit(mesh(**axes), size, module=Program(dropout=0.3), callbacks=[SaveAt(2, path)], **options)
+    trainer, module, resumed = fit(mesh(**axes), size, module=Program(dropout=0.3), ckpt_path=path, **options)
+    return {
+        "through": (whole(through), through.masks, through.seen, rows.rows),
+        "resumed": (whole(module), module.masks, module.seen, resumed.rows),
+        "data_rank": trainer.strategy.topology.data_rank,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tp2", "full"), ("fsdp2-tp2", "full"), ("fsdp2-tp2", "sharded"), ("dp2-fsdp2-tp2", "sharded")]
+)
+def test_a_run_that_resumes_within_an_epoch_has_the_masks_and_bits_of_one_that_did_not_stop(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    size, axes = MESHES[name]
+    everywhere = run_ranks(stop_and_resume, size, {**axes, "state_dict_type": kind}, str(tmp_path), connect=False)
+    masks: dict[int, Any] = {}
+    for found in everywhere:
+        weights, drawn, seen, _ = found["through"]
+        resumed_weights, resumed_drawn, resumed_seen, _ = found["resumed"]
+        assert (drawn[4:], seen[4:]) == (resumed_drawn, resumed_seen)
+        assert_same_weights(resumed_weights, weights)
+        assert masks.setdefault(found["data_rank"], drawn) == drawn  # copies draw the same masks
+    assert len({repr(drawn) for drawn in masks.values()}) == len(masks)  # others draw other ones
+    through, resumed = everywhere[0]["through"][3], everywhere[0]["resumed"][3]
+    assert_same_rows(resumed, [row for row in through if row[0] >= 2])

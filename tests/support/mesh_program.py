@@ -1,0 +1,130 @@
+"""The training that every mesh must agree on with one process: a small language model in float64, by the Trainer.
+
+Five AdamW steps of two micro-batches, clipping, a loss with weights, validations with an uneven end, logged sums, means
+and metric objects. A global micro-batch has 4 samples, which the ranks that read different data share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from tensor_models import PLAN, llama
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import loopwright as lw
+from loopwright.loggers import DummyLogger
+from loopwright.strategies import MeshStrategy, Strategy
+
+__all__ = ["STEPS", "Program", "Rows", "fit", "mesh", "whole"]
+
+# Any in this file: batches, and options of the Trainer.
+
+STEPS = 5
+TRAINED, VALIDATED, LENGTH = 24, 10, 8
+TENSOR_PLAN = {f"net.{name}": style for name, style in PLAN.items()}
+
+
+class Program(lw.Module):
+    """A language model, with what it read and which masks it drew.
+
+    Attributes:
+        seen: Numbers of the samples of each training batch.
+        masks: A mask drawn in each training step.
+    """
+
+    def __init__(self, *, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__()
+        self.net = llama(**options)
+        self.temperature = nn.Parameter(torch.tensor(1.25))
+        self.dropout = dropout
+        self.counted = torchmetrics.SumMetric()
+        self.seen: list[list[int]] = []
+        self.masks: list[list[float]] = []
+
+    def losses(self, batch: Any) -> lw.Loss:
+        _, x, y = batch
+        logits = self.net(x)
+        if self.dropout and self.training:
+            mask = F.dropout(torch.ones(logits.shape[:2], dtype=logits.dtype), self.dropout)
+            self.masks.append(mask.flatten().tolist())
+            logits = logits * mask[..., None]
+        total = F.cross_entropy((logits * self.temperature).flatten(0, 1), y.flatten(), reduction="sum")
+        return lw.Loss(total, (y != -100).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> lw.Loss:
+        self.seen.append(batch[0].tolist())
+        loss = self.losses(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("train_tokens", (batch[2] != -100).sum().double(), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.losses(batch))
+        self.log("val_largest", batch[0].max().double(), reduce_fx="max")
+        self.counted.update(batch[0].double().sum())
+        self.log("val_counted", self.counted)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Rows(DummyLogger):
+    """Keeps the rows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+def samples(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 32, (count, LENGTH + 1), generator=generator)
+    y = x[:, 1:].clone()
+    lengths = torch.randint(2, LENGTH, (count,), generator=generator)
+    y[torch.arange(LENGTH) >= lengths[:, None]] = -100
+    return TensorDataset(torch.arange(count), x[:, :-1].contiguous(), y)
+
+
+def mesh(**options: Any) -> MeshStrategy:
+    """Return a mesh whose units are blocks; with tp, by the plan of the small model."""
+    plan = {"tensor_plan": TENSOR_PLAN} if options.get("tp", 1) > 1 else {}
+    return MeshStrategy(auto_wrap_policy={"Block"}, **{**plan, **options})
+
+
+def fit(
+    strategy: Strategy | str,
+    size: int,
+    *,
+    data_size: int | None = None,
+    module: Program | None = None,
+    steps: int = STEPS,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> tuple[lw.Trainer, Program, Rows]:
+    """Train on this rank, one of `size`, of which `data_size` (None: all) read different data."""
+    micro = 4 // (data_size or size)
+    lw.seed_everything(1, verbose=False)
+    module, rows = module or Program(), Rows()
+    trainer = lw.Trainer(**{
+        "accelerator": "cpu", "strategy": strategy, "devices": size, "precision": "64-true", "max_steps": steps,
+        "logger": rows, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
+        **options,
+    })  # fmt: skip
+    trained = DataLoader(samples(TRAINED, 3), batch_size=micro, shuffle=True)
+    trainer.fit(module, trained, DataLoader(samples(VALIDATED, 4), batch_size=micro), ckpt_path=ckpt_path)
+    return trainer, module, rows
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    """Return the full weights. On every rank."""
+    with torch.no_grad():
+        state = module.state_dict()
+        return {n: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for n, v in state.items()}
