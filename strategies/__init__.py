@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .distributed.processes import ProcessGroupStrategy
     from .fsdp.strategy import FSDPStrategy
     from .mesh.experts.layer import Experts
+    from .mesh.model_parallel import ModelParallelStrategy
     from .mesh.strategy import MeshStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
@@ -35,6 +36,7 @@ __all__ = [
     "Launcher",
     "LayerSync",
     "MeshStrategy",
+    "ModelParallelStrategy",
     "NoLoss",
     "ParallelStrategy",
     "ProcessGroupStrategy",
@@ -61,6 +63,7 @@ __getattr__, __dir__ = attach(
         "FSDPStrategy": "fsdp.strategy",
         "LayerSync": "distributed.layer_sync",
         "MeshStrategy": "mesh.strategy",
+        "ModelParallelStrategy": "mesh.model_parallel",
         "ProcessGroupStrategy": "distributed.processes",
         "SingleDeviceXLAStrategy": "xla.single_device",
         "TorchSyncBatchNorm": "distributed.layer_sync",

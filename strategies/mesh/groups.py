@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ class MeshGroups:
     Args:
         kind: Type of the devices, such as "cuda".
         axes: Sizes, without -1; their product is the number of processes.
-        names: Names of the axes in `full`, in the order of `AXES`.
+        names: Names of the axes in `full`, by those of `AXES`, in their order; one that is left out has size 1.
 
     Attributes:
         full: All axes, also those of size 1.
@@ -39,15 +40,16 @@ class MeshGroups:
             the fsdp axis; of the same root mesh as `experts`.
     """
 
-    def __init__(self, kind: str, axes: MeshAxes, names: tuple[str, ...] = AXES) -> None:
-        self.full = init_device_mesh(kind, axes.sizes, mesh_dim_names=names)
-        pp, dp, fsdp, _, tp = names
+    def __init__(self, kind: str, axes: MeshAxes, names: Mapping[str, str]) -> None:
+        sizes = {axis: size for axis, size in zip(AXES, axes.sizes, strict=True) if axis in names}
+        self.full = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(names.values()))
         root = self.full
         if axes.cp > 1:  # fully_shard and the tensor parallel axis need one root mesh
-            sizes = (axes.pp, axes.dp, axes.fsdp * axes.cp, axes.tp)
-            root = init_device_mesh(kind, sizes, mesh_dim_names=(pp, dp, fsdp, tp))
-        self.shards: DeviceMesh = root[dp, fsdp] if axes.dp > 1 else root[fsdp]
-        self.tensor: DeviceMesh = root[tp]
+            sizes["fsdp"] *= sizes.pop("cp")
+            root = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(names[axis] for axis in sizes))
+        over = (names["dp"], names["fsdp"]) if axes.dp > 1 else names["fsdp"]
+        self.shards: DeviceMesh = root[over]
+        self.tensor: DeviceMesh = root[names["tp"]]
         copies = axes.pp * axes.cp * axes.tp
         self.data = None if copies == 1 else _middle(kind, axes.pp, axes.data_size, axes.cp * axes.tp)
         is_whole = axes.pp * axes.tp == 1
@@ -55,7 +57,7 @@ class MeshGroups:
         # Only made where there are experts to share: each takes process groups of its own.
         experts = None if axes.ep == 1 else _expert_mesh(kind, axes, names)
         self.experts: DeviceMesh | None = experts and experts["ep"]
-        self.expert_shards: DeviceMesh | None = experts and (experts[dp, fsdp] if axes.dp > 1 else experts[fsdp])
+        self.expert_shards: DeviceMesh | None = experts and experts[over]
         self.stage = None if axes.pp == 1 else _middle(kind, axes.pp, axes.world_size // axes.pp, 1)
 
 
@@ -65,10 +67,9 @@ def _middle(kind: str, outer: int, size: int, inner: int) -> ProcessGroup:
     return mesh["group"].get_group()
 
 
-def _expert_mesh(kind: str, axes: MeshAxes, names: tuple[str, ...]) -> DeviceMesh:
+def _expert_mesh(kind: str, axes: MeshAxes, names: Mapping[str, str]) -> DeviceMesh:
     """Return the axes pp, dp, what `ep` leaves of fsdp with cp, ep, tp."""
-    pp, dp, fsdp, _, tp = names
     rest = axes.fsdp // axes.ep
     ranks = torch.arange(axes.world_size).view(axes.pp, axes.dp, rest, axes.ep, axes.cp, axes.tp)
     ranks = ranks.transpose(3, 4).reshape(axes.pp, axes.dp, rest * axes.cp, axes.ep, axes.tp)
-    return DeviceMesh(kind, ranks, mesh_dim_names=(pp, dp, fsdp, "ep", tp))
+    return DeviceMesh(kind, ranks, mesh_dim_names=(*(names[axis] for axis in ("pp", "dp", "fsdp")), "ep", names["tp"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +37,6 @@ __all__ = ["MeshStrategy"]
 logger = logging.getLogger(__name__)
 
 # Any in this file: structures of tensors and numbers, and arguments of FSDPStrategy.
-
-# Axes whose parts are not in the package yet.
-_NOT_AVAILABLE = ("cp",)
 
 
 class MeshStrategy(FSDPStrategy):
@@ -75,8 +72,10 @@ class MeshStrategy(FSDPStrategy):
 
     strategy_name = "mesh"
     copies_draw_alike = True
-    axis_names: tuple[str, ...] = AXES
-    """Names of the axes of `device_mesh`, in the order of `AXES`."""
+    axis_names: Mapping[str, str] = {axis: axis for axis in AXES}
+    """Names of the axes in `device_mesh`, by those of `AXES`."""
+    unavailable_axes: tuple[str, ...] = ("cp",)
+    """Axes whose parts are not in the package yet."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class MeshStrategy(FSDPStrategy):
     ) -> None:
         left = 1 if REST in (dp, tp, pp, cp) else REST
         self.axes = MeshAxes(pp=pp, dp=dp, fsdp=left if fsdp is None else fsdp, cp=cp, tp=tp, ep=ep)
-        _check_available(self.axes)
+        _check_available(self.axes, self.unavailable_axes)
         _check_experts(self.axes)
         _check_arguments(fsdp_arguments)
         super().__init__(**fsdp_arguments)
@@ -285,11 +284,6 @@ class MeshStrategy(FSDPStrategy):
         with loss_parallel():
             super().backward(tensor, *args, **kwargs)
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
-        """Load a state of full tensors, of tensors in a file, or of sharded ones; a resumed run is not verified."""
-        super().load_optimizer_state(optimizer, state, module)
-        self._is_to_verify = False
-
     # -- pipeline stages -----------------------------------------------------------------------------------------
 
     @property
@@ -418,7 +412,8 @@ class MeshStrategy(FSDPStrategy):
     get_optimizer_state = optimizer_state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
-        """Load a state of any layout; see `Strategy.load_optimizer_state`."""
+        """Load a state of any layout; see `Strategy.load_optimizer_state`. A resumed run is not verified."""
+        self._is_to_verify = False
         runner = None if module is None else runner_of(self.unwrap(module))
         if runner is not None:
             from .pipeline.state import own_optimizer_state
@@ -479,8 +474,8 @@ class MeshStrategy(FSDPStrategy):
         return self.groups.data if group is None and self.is_connected else group
 
 
-def _check_available(axes: MeshAxes) -> None:
-    asked = [f"{name}={getattr(axes, name)}" for name in _NOT_AVAILABLE if getattr(axes, name) != 1]
+def _check_available(axes: MeshAxes, unavailable: tuple[str, ...]) -> None:
+    asked = [f"{name}={getattr(axes, name)}" for name in unavailable if getattr(axes, name) != 1]
     if asked:
         raise ConfigError(
             f"Expected a mesh of the axes pp, dp, fsdp and tp, got {', '.join(asked)}: not available in this version.",
