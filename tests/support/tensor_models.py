@@ -90,10 +90,11 @@ class Block(nn.Module):
         super().__init__()
         self.n1, self.attn = RMSNorm(width), attention(width, heads)
         self.n2, self.mlp = RMSNorm(width), MLP(width)
+        self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attn(self.n1(x), rope)
-        return x + self.mlp(self.n2(x))
+        return x + self.gain * self.mlp(self.n2(x))
 
 
 class Llama(nn.Module):

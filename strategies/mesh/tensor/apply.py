@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
+from .loss import PlainLoss
 from .parameters import PARTIAL, distribute, put_back, swap_in
+from .sequence import OnSequence
 from .styles import Around, Replicated, Style
 
 if TYPE_CHECKING:
@@ -48,9 +50,15 @@ def apply(plan: TensorPlan, modules: Iterable[nn.Module], root: nn.Module, mesh:
             one.register_forward_pre_hook(localized.before)
             one.register_forward_hook(localized.finally_, always_call=True)
         one.__dict__.pop(_OWNERS, None)  # others may be styled later
+        if names[id(one)] in plan.sequence:
+            on_sequence = OnSequence(plan.sequence[names[id(one)]], mesh)
+            one.register_forward_pre_hook(on_sequence.before, with_kwargs=True)
+            one.register_forward_hook(on_sequence.after)
 
 
 def _style(plan: TensorPlan, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    if name in plan.partial:
+        module.__dict__[PARTIAL] = frozenset(module._parameters)
     style = plan.styles.get(name)
     if style is None:
         return
@@ -150,7 +158,9 @@ class _Localized:
 
 def is_of_plan(module: nn.Module, key: int, hook: object) -> bool:
     """Return whether a plan installed this hook of a module, which is registered under `key`."""
-    return isinstance(getattr(hook, "__self__", None), Around | _Localized) or key in module.__dict__.get(_OF_TORCH, ())
+    return isinstance(getattr(hook, "__self__", None), Around | OnSequence | _Localized) or key in module.__dict__.get(
+        _OF_TORCH, ()
+    )
 
 
 @contextmanager
@@ -159,6 +169,7 @@ def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
     assert plan.mesh is not None, "the plan is applied first"
     swapped = swap_in(_owners(root), plan.mesh)
     try:
-        yield
+        with PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
+            yield
     finally:
         put_back(swapped)

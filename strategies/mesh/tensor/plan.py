@@ -16,6 +16,7 @@ from ....errors import ConfigError
 from .apply import apply, finish, running
 from .heads import head_problem, local_counts
 from .names import STYLES, Problems
+from .sequence import set_sequence_parallel
 from .sources import find_styles
 from .styles import Colwise, Embedding, Style, features, is_linear
 from .tied import Tied, find_tied
@@ -46,6 +47,8 @@ class TensorPlan:
         mesh: The ranks, after `apply`.
         takes_shards: Groups whose input is this rank's part of the sequence.
         gives_shards: Groups whose output is.
+        sequence: By module: what happens along the sequence to its input, and to its output.
+        partial: Modules whose own parameters each rank uses with its part of the sequence.
     """
 
     tp: int
@@ -59,6 +62,8 @@ class TensorPlan:
     mesh: DeviceMesh | None = None
     takes_shards: frozenset[str] = frozenset()
     gives_shards: frozenset[str] = frozenset()
+    sequence: dict[str, tuple[str, str]] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
 
     def placement(self, root: nn.Module, name: str) -> Placement:
         """Return the placement of a parameter, by its full name, over the ranks of this plan."""
@@ -129,6 +134,8 @@ def resolve_plan(
     problems += _misfits(module, plan)
     problems += _set_heads(module, plan)
     plan.groups = tuple(_groups(plan, problems))
+    if sequence_parallel:
+        problems += set_sequence_parallel(module, plan)
     if loss_parallel:
         problems += _keep_parts_of_logits(plan)
     if problems:

@@ -63,8 +63,9 @@ def find_styles(module: nn.Module, wanted: object, tp: int) -> Found:
     models = list(_of_transformers(module))
     if models:
         return _of_models(models, tp)
-    what = f"{type(module).__name__} has no tensor_plan(), and no model of transformers with a tp_plan"
-    return Found("auto", problems=[(what, "pass tensor_plan={'blocks.*.mlp.up': 'colwise', ...}")])
+    from .auto import find_by_graph  # it imports Found from here
+
+    return find_by_graph(module, tp)
 
 
 def _with_method(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

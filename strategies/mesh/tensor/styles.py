@@ -36,14 +36,14 @@ class Frame:
 
     swapped: Swapped = field(default_factory=list)
     mask: Tensor | None = None
-    padding_idx: tuple[int] | None = None
+    attributes: list[tuple[str, Any]] = field(default_factory=list)
 
     def restore(self, module: nn.Module) -> None:
         """Undo what the call replaced."""
         put_back(self.swapped)
-        if self.padding_idx is not None:
-            module.padding_idx = self.padding_idx[0]  # type: ignore[assignment]
-            self.padding_idx = None
+        for name, value in self.attributes:
+            setattr(module, name, value)
+        self.attributes.clear()
 
 
 class Style(ParallelStyle):
@@ -149,6 +149,9 @@ class Colwise(Style):
 
     def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         """Take a full input."""
+        if not isinstance(module, nn.Linear | nn.Embedding):  # Conv1D of transformers makes a shape of it
+            frame.attributes.append(("nf", module.nf))
+            module.nf = features(module)[0] // mesh.size()  # type: ignore[assignment]
         super().enter(frame, module, args, kwargs, mesh)
         if isinstance(module, nn.Embedding):
             return args, kwargs
@@ -232,7 +235,7 @@ class Embedding(Style):
         first = mesh.get_local_rank() * size
         padding: Any = module.padding_idx
         if padding is not None:  # counted from the beginning of this rank's vectors, if it is one of them
-            frame.padding_idx = (padding,)
+            frame.attributes.append(("padding_idx", padding))
             local: Any = padding - first if first <= padding < first + size else None
             module.padding_idx = local
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from loopwright.errors import ModuleError
 from loopwright.strategies.distributed.clipping import scale_to_norm, total_norm
+from loopwright.strategies.mesh.tensor.loss import loss_parallel_context
 from loopwright.strategies.mesh.tensor.plan import TensorPlan, resolve_plan
 from loopwright.strategies.mesh.tensor.styles import PackedColwise
+from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
 
 # Any in this file: options that travel between processes.
 
@@ -39,18 +43,31 @@ def split(module: nn.Module, wanted: Any, size: int, **options: Any) -> TensorPl
     return plan
 
 
-def train(rank: int, size: int, wanted: Any, options: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, float]:
+def train(
+    rank: int,
+    size: int,
+    wanted: Any,
+    options: dict[str, Any],
+    optimizer: dict[str, Any],
+    parallel: dict[str, bool] | None = None,
+) -> dict[str, float]:
     """Train a model on several ranks and on this one alone; return the largest differences."""
     module, alone = llama(**options), llama(**options)
-    split(module, wanted, size)
+    plan = split(module, wanted, size, **(parallel or {}))
     ours = torch.optim.AdamW(module.parameters(), lr=1e-2, **optimizer)
     theirs = torch.optim.AdamW(alone.parameters(), lr=1e-2, **optimizer)
     worst = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
     for step in range(5):
         x, y = tokens(step)
-        loss, wanted_loss = loss_of(module(x), y), loss_of(alone(x), y)
-        loss.backward()
+        wanted_loss = loss_of(alone(x), y)
         wanted_loss.backward()
+        with loss_parallel_context(plan):
+            with recording(plan, module) if step == 0 else nullcontext({}) as calls:
+                loss = loss_of(module(x), y)
+            loss.backward()
+            if step == 0:
+                verify_plan(plan, module, calls)
+        assert type(loss) is Tensor
         gradients = [one.grad for one in module.parameters() if one.grad is not None]
         pairs = zip(gradients, alone.parameters(), strict=True)
         worst["gradient"] = max(worst["gradient"], *(float((full(a) - b.grad).abs().max()) for a, b in pairs))
@@ -100,6 +117,36 @@ def test_a_fused_layer_with_declared_parts() -> None:
 def test_styles_of_torch() -> None:
     wanted = {**PLAN, "blocks.*.mlp.w[13]": ColwiseParallel(), "blocks.*.mlp.w2": RowwiseParallel()}
     assert_equal(run_ranks(train, 2, wanted, {}, {}))
+
+
+BOTH = [{"sequence_parallel": True}, {"loss_parallel": True}, {"sequence_parallel": True, "loss_parallel": True}]
+
+
+@pytest.mark.parametrize("parallel", BOTH, ids=["sequence", "loss", "both"])
+def test_sequence_and_loss_in_parts(parallel: dict[str, bool]) -> None:
+    options = {"tied": True, "attention": CountingAttention}
+    assert_equal(run_ranks(train, 2, PLAN, options, {}, parallel))
+
+
+def test_sequence_and_loss_in_parts_on_four_ranks() -> None:
+    assert_equal(run_ranks(train, 4, PLAN, {"blocks": 3}, {}, BOTH[2]))
+
+
+def test_sequence_in_parts_by_the_graph() -> None:
+    assert_equal(run_ranks(train, 2, "auto", {"attention": FusedAttention}, {}, BOTH[0]))
+
+
+def of_length(rank: int, size: int) -> str:
+    module = llama()
+    split(module, PLAN, size, sequence_parallel=True)
+    with pytest.raises(ModuleError) as caught:
+        module(tokens(0, length=7)[0])
+    return caught.value.what
+
+
+def test_a_sequence_that_does_not_divide_is_refused() -> None:
+    for what in run_ranks(of_length, 2):
+        assert what == "Expected a size of dimension 1 that tp=2 divides, got shape (4, 7, 16)."
 
 
 def placements(rank: int, size: int) -> dict[str, Any]:

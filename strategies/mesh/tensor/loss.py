@@ -1,0 +1,48 @@
+"""The cross entropy of logits in parts: no rank holds those of the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from .layouts import local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .plan import TensorPlan
+
+__all__ = ["PlainLoss", "loss_parallel_context"]
+
+# Any in this file: functions of torch, their arguments and results.
+
+
+@contextmanager
+def loss_parallel_context(plan: TensorPlan) -> Iterator[None]:
+    """Return a context for steps and their backward passes; without `loss_parallel` it does nothing.
+
+    In it, `cross_entropy` takes logits in parts, as a DTensor, and returns a plain tensor.
+    """
+    if not plan.loss_parallel or plan.mesh is None:
+        yield
+        return
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    with loss_parallel(), PlainLoss(plan.mesh):
+        yield
+
+
+class PlainLoss(TorchFunctionMode):
+    """Returns losses of DTensors as plain tensors, which the user's code adds to others and logs."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return local_of(result, self.mesh) if func is F.cross_entropy else result

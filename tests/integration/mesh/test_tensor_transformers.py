@@ -1,0 +1,150 @@
+"""Small models of transformers, split by their own plan or by their graph: the training of one process, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from loopwright.strategies.mesh.tensor import resolve_plan
+from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="plans of transformers 5")
+
+# Any in this file: transformers, which has no types here.
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {"vocab_size": 64, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    rope = {**SMALL, **TEXT, "num_key_value_heads": 2, "use_cache": False}
+    if kind == "llama":
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**rope))
+    elif kind == "qwen3":
+        made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**rope, head_dim=8))
+    elif kind == "gemma3":
+        config = transformers.Gemma3TextConfig(**rope, head_dim=8, sliding_window=4, tie_word_embeddings=True)
+        made = transformers.Gemma3ForCausalLM(config)
+    elif kind == "gpt2":
+        text = {key: one for key, one in TEXT.items() if key != "max_position_embeddings"}
+        config = transformers.GPT2Config(
+            **text, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+        made = transformers.GPT2LMHeadModel(config)
+    elif kind == "bert":
+        config = transformers.BertConfig(**SMALL, **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        made = transformers.BertForMaskedLM(config)
+    else:
+        config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5)
+        made = transformers.ViTForImageClassification(config)
+    return made.double().train()
+
+
+def batch(kind: str, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    if kind == "vit":
+        images = torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return {"pixel_values": images, "labels": torch.randint(0, 5, (4,), generator=generator)}
+    indices = torch.randint(3, 64, (4, 8), generator=generator)
+    return {"input_ids": indices, "labels": indices}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def train(rank: int, size: int, kind: str) -> dict[str, Any]:
+    ours, theirs = model(kind), model(kind)
+    plan = resolve_plan(ours, tp=size)
+    plan.apply(list(ours.modules()), ours, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    plan.finish(ours)
+    # Norms of transformers compute in float32, whose rounding AdamW would make larger where gradients are small.
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3, eps=1e-4) for one in (ours, theirs)]
+    worst = 0.0
+    for step in range(3):
+        inputs = batch(kind, step)
+        if step == 0:
+            with recording(plan, ours) as calls:
+                loss = ours(**inputs).loss
+            loss.backward()
+            verify_plan(plan, ours, calls)
+        else:
+            loss = ours(**inputs).loss
+            loss.backward()
+        wanted = theirs(**inputs).loss
+        wanted.backward()
+        worst = max(worst, abs(loss.item() - wanted.item()))
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    pairs = list(zip(ours.parameters(), theirs.parameters(), strict=True))
+    return {
+        "loss": worst,
+        "weight": max(float((full(a) - b.detach()).abs().max()) for a, b in pairs),
+        "styles": sorted({name.rpartition(".")[2] for name in plan.styles}),
+        "source": plan.source,
+        "plain": [name for name, one in ours.named_parameters() if not isinstance(one, DTensor)],
+    }
+
+
+ROPE = ["down_proj", "embed_tokens", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
+KINDS = {
+    "llama": ("LlamaForCausalLM.tp_plan", ROPE),
+    "qwen3": ("Qwen3ForCausalLM.tp_plan", sorted([*ROPE, "k_norm", "q_norm"])),
+    "gemma3": ("Gemma3ForCausalLM.tp_plan", sorted([*ROPE, "k_norm", "q_norm"])),
+    "gpt2": ("the graph", ["c_fc", "c_proj"]),
+    "bert": ("the graph", ["dense", "key", "query", "value"]),
+    "vit": ("the graph", ["fc1", "fc2", "k_proj", "o_proj", "q_proj", "v_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_trains_as_on_one_process(kind: str) -> None:
+    source, styles = KINDS[kind]
+    for found in run_ranks(train, 2, kind):
+        assert found["source"] == source
+        assert found["styles"] == styles
+        assert found["plain"] == []
+        assert found["loss"] <= 1e-10
+        assert found["weight"] <= 1e-8  # norms compute in float32
+
+
+def test_a_style_that_is_not_known_leaves_its_module_whole() -> None:
+    one = model("llama")
+    one._tp_plan = {}
+    names = {"model.layers.*.mlp": "moe_tp_experts", "model.layers.*.mlp.gate_proj": "colwise"}
+
+    class Planned(type(one)):  # type: ignore[misc]
+        tp_plan = {**names, "lm_head": "colwise_gather_output"}
+
+    one.__class__ = Planned
+    plan = resolve_plan(one, tp=2)
+    assert list(plan.styles) == ["lm_head"]
+    assert plan.notes == ["model.layers.*.mlp of Planned.tp_plan has the style 'moe_tp_experts', and stays whole."]
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    config = transformers.LlamaConfig(**{**SMALL, **TEXT, "num_key_value_heads": 4, "vocab_size": 63})
+    plan = resolve_plan(transformers.LlamaForCausalLM(config), tp=2)
+    assert "lm_head" not in plan.styles
+    assert "model.layers.0.mlp.down_proj" in plan.styles
+    assert "lm_head has out_features=63, which tp=2 does not divide, and stays whole." in plan.notes
+
+
+def test_fused_layers_of_gpt2_stay_whole_and_are_named() -> None:
+    plan = resolve_plan(model("gpt2"), tp=2)
+    assert any("attn.c_proj stays whole, with " in note for note in plan.notes)
+
+
+def test_modules_may_be_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5)
+        one: nn.Module = transformers.ViTForImageClassification(config)
+    assert len(resolve_plan(one, tp=4).styles) == 12
