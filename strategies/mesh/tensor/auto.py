@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from .found import Found
 from .graph import LinearGroup, linear_groups
 from .heads import COUNTS
 from .simulate import group_problem
-from .sources import Found
 from .styles import Colwise, Rowwise, is_linear
 
 __all__ = ["find_by_graph"]

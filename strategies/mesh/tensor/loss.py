@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.overrides import TorchFunctionMode
 
 from .layouts import local_of
@@ -30,8 +31,6 @@ def loss_parallel_context(plan: TensorPlan) -> Iterator[None]:
     if not plan.loss_parallel or plan.mesh is None:
         yield
         return
-    from torch.distributed.tensor.parallel import loss_parallel
-
     with loss_parallel(), PlainLoss(plan.mesh):
         yield
 

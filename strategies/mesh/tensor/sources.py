@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
-from .names import Problems, match, read_plan, style_named
+from .auto import find_by_graph
+from .found import Found
+from .names import match, read_plan, style_named
 from .styles import Style
 
-__all__ = ["Found", "find_styles"]
+__all__ = ["find_styles"]
 
 # Any in this file: what users and models return as plans.
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Found:
-    """The styles that a source gives.
-
-    Attributes:
-        source: Where they come from, for messages.
-        styles: By name of the module.
-        problems: What is wrong with it.
-        notes: What was left out, and why, as sentences.
-    """
-
-    source: str
-    styles: dict[str, ParallelStyle] = field(default_factory=dict)
-    problems: Problems = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def find_styles(module: nn.Module, wanted: object, tp: int) -> Found:
@@ -63,8 +47,6 @@ def find_styles(module: nn.Module, wanted: object, tp: int) -> Found:
     models = list(_of_transformers(module))
     if models:
         return _of_models(models, tp)
-    from .auto import find_by_graph  # it imports Found from here
-
     return find_by_graph(module, tp)
 
 
