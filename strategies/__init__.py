@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .fsdp.strategy import FSDPStrategy
     from .mesh.experts.layer import Experts
     from .mesh.model_parallel import ModelParallelStrategy
+    from .mesh.pipeline.options import Pipeline
     from .mesh.strategy import MeshStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
@@ -39,6 +40,7 @@ __all__ = [
     "ModelParallelStrategy",
     "NoLoss",
     "ParallelStrategy",
+    "Pipeline",
     "ProcessGroupStrategy",
     "SingleDeviceStrategy",
     "SingleDeviceXLAStrategy",
@@ -64,6 +66,7 @@ __getattr__, __dir__ = attach(
         "LayerSync": "distributed.layer_sync",
         "MeshStrategy": "mesh.strategy",
         "ModelParallelStrategy": "mesh.model_parallel",
+        "Pipeline": "mesh.pipeline.options",
         "ProcessGroupStrategy": "distributed.processes",
         "SingleDeviceXLAStrategy": "xla.single_device",
         "TorchSyncBatchNorm": "distributed.layer_sync",

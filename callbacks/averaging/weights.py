@@ -175,6 +175,11 @@ def refuse_engines(trainer: Trainer, *, owner: str) -> None:
         ConfigError: DeepSpeed, or FSDP of XLA.
     """
     if trainer.strategy.holds_parameters:
+        if trainer.strategy.has_stages and trainer.strategy.runs_windows:
+            raise ConfigError(
+                f"{owner} reads and writes the weights, and each pipeline stage has only some of them.",
+                fix="train without pp, or leave the callback out.",
+            )
         others = "strategy='xla'" if trainer.strategy.accelerator_kind == "xla" else "strategy='fsdp', strategy='ddp'"
         raise ConfigError(
             f"{owner} reads and writes the weights, and under {type(trainer.strategy).__name__} the engine holds "

@@ -17,6 +17,7 @@ from ..fsdp.root import root_of
 from ..fsdp.strategy import FSDPStrategy
 from .axes import AXES, REST, MeshAxes, read_axes
 from .groups import MeshGroups
+from .pipeline.options import Pipeline
 from .pipeline.setup import runner_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ...protocols import StateDict, StepFunction
     from ..fsdp.root import ShardedRoot
     from ..fsdp.sharding import Place
-    from .pipeline.options import Pipeline
     from .pipeline.window import PipelineRunner
     from .tensor import TensorPlan
 
@@ -110,6 +110,8 @@ class MeshStrategy(FSDPStrategy):
         self._is_to_verify = verify
         self._tensor_plan: TensorPlan | None = None  # of the module that is being sharded
         self._runner: PipelineRunner | None = None  # of the module that is trained
+        self._kept_shapes: object = None  # of a checkpoint
+        _check_pipeline(pipeline, pp, self.plan.state_dict_type)
         if pp != 1:  # a stage needs its parameters for all micro-batches of a window
             self.plan = replace(self.plan, reshard_after_forward=False)
 
@@ -122,7 +124,9 @@ class MeshStrategy(FSDPStrategy):
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
         """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
-        self.axes.resolve(num_processes)
+        axes = self.axes.resolve(num_processes)
+        if axes.pp > 1:
+            self._pipeline_options.num_stages(axes.pp)
 
     @property
     def topology(self) -> Topology:
@@ -188,7 +192,6 @@ class MeshStrategy(FSDPStrategy):
         """Give back devices and connections after a run."""
         super().teardown()
         self._groups = None
-        self._runner = None
 
     def check_layers(self, module: nn.Module) -> None:
         """Refuse a module without experts that `ep` ranks can share; see `Strategy.check_layers`."""
@@ -292,6 +295,18 @@ class MeshStrategy(FSDPStrategy):
         return self.has_stages
 
     @property
+    def holds_parameters(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether parameters are on other ranks, so that callbacks cannot average or prune the model here."""
+        return self.has_stages
+
+    @property
+    def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # it follows from the axes
+        """Why `compile=` cannot be used with pipeline stages; None without them."""
+        if not self.has_stages:
+            return super().compile_refusal
+        return ("a step of a pipeline stage leaves the module in the middle", "leave compile= out, or train without pp")
+
+    @property
     def has_last_stage(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
         """Whether steps run to their end on this rank."""
         if not self.is_connected or not self.has_stages:
@@ -307,8 +322,6 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def _pipeline_options(self) -> Pipeline:
-        from .pipeline.options import Pipeline
-
         return self.pipeline if self.pipeline is not None else Pipeline()
 
     @property
@@ -325,6 +338,12 @@ class MeshStrategy(FSDPStrategy):
         if self.has_stages:
             from .pipeline.setup import split_module
 
+            if self.precision.has_scaler:
+                raise ConfigError(
+                    "Expected a precision without loss scaling with pipeline stages, got "
+                    f"{self.precision.precision!r}.",
+                    fix="pass precision='bf16-mixed', 'bf16-true' or '32-true'.",
+                )
             split_module(
                 module, self._pipeline_options, self._stage_group, rank=self.topology.stage, device=self.device
             )
@@ -337,7 +356,20 @@ class MeshStrategy(FSDPStrategy):
         if name != "training_step":
             return runner.evaluated(step)
         self._runner = runner
+        runner.load_state_dict(self._kept_shapes)
         return runner.staged(step)
+
+    def state_dict(self) -> StateDict:
+        """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
+        state = super().state_dict()
+        return state if self._runner is None else {**state, "pipeline": self._runner.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Load what `state_dict` returned, now or when the module is set up."""
+        super().load_state_dict(state_dict)
+        self._kept_shapes = state_dict.get("pipeline")
+        if self._runner is not None:
+            self._runner.load_state_dict(self._kept_shapes)
 
     def run_window(
         self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
@@ -489,6 +521,16 @@ def _check_experts(axes: MeshAxes) -> None:
         raise ConfigError(
             f"Expected ep={axes.ep} with the axes dp and fsdp only, got {', '.join(others)}: not available together.",
             fix="leave out ep, or the other axes.",
+        )
+
+
+def _check_pipeline(pipeline: object, pp: int, state_dict_type: str | None) -> None:
+    if pipeline is not None and not isinstance(pipeline, Pipeline):
+        raise ConfigError(f"Expected pipeline= to be a Pipeline, got {pipeline!r}.", fix="pass Pipeline(...), or None.")
+    if pp != 1 and state_dict_type == "sharded":
+        raise ConfigError(
+            f"Expected state_dict_type='full' with pipeline stages, got 'sharded' and pp={pp}.",
+            fix="leave state_dict_type out: rank 0 writes one file with all stages, which any mesh loads.",
         )
 
 

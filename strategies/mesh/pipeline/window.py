@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError, NonFiniteError
@@ -58,7 +59,7 @@ class PipelineRunner:
             stage: rank for rank in range(split.num_ranks) for stage in options.stages_of(rank, split.num_ranks)
         }
         self._exchange = Exchange(group, device)
-        self._shapes: dict[object, dict[int, StageShapes]] = {}
+        self._shapes: dict[str, dict[int, StageShapes]] = {}
         self.schedules: OrderedDict[object, Any] = OrderedDict()
         self._now: tuple[int, Tensor | None] = (0, None)
         self._failure: Exception | None = None
@@ -110,6 +111,34 @@ class PipelineRunner:
             return passed
         return self._exchange.receive(self._rank_of[stage - 1])
 
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shapes that stages exchange, by those of batches. On every rank: it communicates.
+
+        With them, a resumed run begins in the order of the schedule: random numbers are drawn in the order in which a
+        rank's stages run, so that its first window has the masks of a run that was not interrupted.
+        """
+        own = {
+            key: {stage: (_plain(one.received), _plain(one.returned)) for stage, one in stages.items()}
+            for key, stages in self._shapes.items()
+        }
+        everyone: list[Any] = [None] * self.split.num_ranks
+        dist.all_gather_object(everyone, own, group=self.group)
+        return {"schedule": self._name, "bounds": list(self.split.plan.bounds), "shapes": everyone}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned, if it is of the same stages; None: nothing."""
+        if state is None or state["schedule"] != self._name or state["bounds"] != list(self.split.plan.bounds):
+            return
+        if len(state["shapes"]) != self.split.num_ranks:
+            return
+        for key, stages in state["shapes"][self.split.rank].items():
+            self._shapes[key] = {
+                stage: StageShapes(None if received is None else _empty(*received), _empty(*returned))
+                for stage, (received, returned) in stages.items()
+            }
+
     # -- windows -------------------------------------------------------------------------------------------------
 
     def run_window(
@@ -145,7 +174,7 @@ class PipelineRunner:
         finally:
             self._batches, self._step, self._share = (), _no_step, _no_step
 
-    def _run_schedule(self, key: object, count: int) -> None:
+    def _run_schedule(self, key: str, count: int) -> None:
         schedule = self.schedules.get((key, count))
         if schedule is None:
             schedule = self.schedules[key, count] = make_schedule(
@@ -248,11 +277,20 @@ class PipelineRunner:
         )
 
 
-def _shapes_of(batch: object) -> tuple[object, ...]:
+def _shapes_of(batch: object) -> str:
     """Return what shapes within a step follow from, as far as they do not depend on values."""
-    return tuple(
-        (path, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else path for path, value in leaves(batch)
+    found = leaves(batch)
+    return "; ".join(
+        f"{path} {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else path for path, value in found
     )
+
+
+def _plain(tensor: Tensor | None) -> tuple[list[int], str] | None:
+    return None if tensor is None else (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _empty(shape: Sequence[int], dtype: str) -> Tensor:
+    return torch.empty(list(shape), dtype=getattr(torch, dtype), device="meta").requires_grad_()
 
 
 def _described(tensor: Tensor) -> Tensor:

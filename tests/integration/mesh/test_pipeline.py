@@ -189,3 +189,20 @@ def test_two_stages_give_the_bits_of_one_process(schedule: str) -> None:
 )  # fmt: skip
 def test_stages_give_the_results_of_one_process(size: int, mesh: MeshStrategy, arguments: dict[str, Any]) -> None:
     compare(size, mesh, **arguments)
+
+
+def predict(rank: int, size: int, strategy: Strategy | str, batch_size: int) -> Any:
+    lw.seed_everything(1, verbose=False)
+    outputs = trainer_of(size, strategy).predict(Net(), data(batch_size, 10))
+    return [None if one is None else one.tolist() for one in cast(list[Any], outputs)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_predictions_are_those_of_one_process(schedule: str) -> None:
+    mesh = MeshStrategy(pp=2, fsdp=2, pipeline=Pipeline(schedule=schedule))
+    expected = run_ranks(predict, 1, "auto", 2, connect=False)[0]  # five batches: one rank has none at the end
+    assert all(found == expected for found in run_ranks(predict, 4, mesh, 2, connect=False))
+
+
+def test_two_by_two_by_two() -> None:
+    compare(8, MeshStrategy(pp=2, dp=2, fsdp=2), replicas=4)

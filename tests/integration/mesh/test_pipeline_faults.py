@@ -130,3 +130,27 @@ def test_what_cannot_be_pipelined_is_named(make: Callable[[], Net], text: str) -
     answers = run_ranks(fit, 2, make, connect=False, timeout_s=60)
     assert "no error" not in answers
     assert any(re.search(text, answer) for answer in answers), answers
+
+
+def refused(rank: int, size: int, arguments: dict[str, Any]) -> str:
+    try:
+        trainer = lw.Trainer(
+            accelerator="cpu", strategy=MeshStrategy(pp=2), devices=size, max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **arguments,
+        )  # fmt: skip
+        trainer.fit(Net(), DataLoader(TensorDataset(torch.zeros(4, WIDTH))))
+    except lw.errors.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"compile": True}, "compile= cannot be used with MeshStrategy: a step of a pipeline stage"),
+        ({"callbacks": lw.callbacks.EMAWeightAveraging()}, "each pipeline stage has only some of them"),
+    ],
+)
+def test_what_needs_the_entire_model_is_refused(arguments: dict[str, Any], text: str) -> None:
+    answers = run_ranks(refused, 2, arguments, connect=False, timeout_s=60)
+    assert all(text in answer for answer in answers), answers

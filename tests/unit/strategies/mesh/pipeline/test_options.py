@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from loopwright.errors import ConfigError
+from loopwright.strategies import MeshStrategy
 from loopwright.strategies.mesh.pipeline.options import SCHEDULES, Pipeline
 
 
@@ -44,3 +45,12 @@ def test_split_points_give_the_number_of_stages() -> None:
     assert Pipeline(split=[f"b.{n}" for n in range(1, 6)], schedule="interleaved").stages_of(1, 2) == (1, 3, 5)
     with pytest.raises(ConfigError, match="Expected 1 split points .*got 2: b.1, b.2"):
         Pipeline(split=["b.1", "b.2"]).num_stages(2)
+
+
+def test_arguments_of_the_strategy_are_checked() -> None:
+    with pytest.raises(ConfigError, match="Expected pipeline= to be a Pipeline, got '1f1b'"):
+        MeshStrategy(pp=2, pipeline="1f1b")
+    with pytest.raises(ConfigError, match="state_dict_type='full' with pipeline stages"):
+        MeshStrategy(pp=2, state_dict_type="sharded")
+    with pytest.raises(ConfigError, match="Expected 1 split points"):
+        MeshStrategy(pp=2, pipeline=Pipeline(split=["a", "b"])).check_processes(2, 1)
