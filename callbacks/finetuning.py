@@ -195,7 +195,7 @@ class BaseFinetuning(Callback):
         if not trainer.strategy.adds_param_groups:
             raise ConfigError(
                 f"{type(self).__name__}: DeepSpeed's optimizers take no parameter groups during training.",
-                fix="use another strategy, or freeze for good with requires_grad=False.",
+                fix="use another strategy, or freeze permanently with requires_grad=False.",
             )
         self._names, self._counts, self._pending, self._is_resumed = {}, {}, {}, False
         self.freeze_before_training(pl_module)

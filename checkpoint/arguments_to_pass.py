@@ -1,11 +1,11 @@
-"""Hyperparameters that a checkpoint cannot hold as they are: whoever builds the object from it has to pass them.
+"""Hyperparameters that a checkpoint cannot contain, so that the caller must pass them to build the object.
 
-A module's arguments may be objects: an activation, an enum, a dataclass. A file holds plain values, so they are left
-out of the field's key `hyper_parameters`, or are there as a plain dict that can be read. Beside it stands which they
-are and what they were. No reader may take the constructor's defaults or the dict in their place without a word:
+A module's arguments may be objects: an activation, an enum, a dataclass. A file contains only plain values, so these
+arguments are omitted from the key `hyper_parameters`, or stored there as a plain dict for readers. A separate key lists
+them with descriptions. No reader may silently use the constructor's defaults or the dict instead:
 
-- Loopwright's `load_from_checkpoint` raises an error that names them and shows the call;
-- Lightning's refuses an `_instantiator` that it does not know, and shows its text.
+- Loopwright's `load_from_checkpoint` raises an error that lists them and shows the call;
+- Lightning's rejects an `_instantiator` that it does not know, and shows its text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_TEXT = 120
 
 
 def to_pass_key(prefix: str) -> str:
-    """Return the key of a checkpoint that says what is to be passed: name -> what it was."""
+    """Return the key of a checkpoint for the arguments to pass: name -> description."""
     return f"{prefix}hyper_parameters_to_pass"
 
 
@@ -42,12 +42,12 @@ def trusted_key(prefix: str) -> str:
 def split(
     hparams: Mapping[str, Any], *, owner: str, lost: Mapping[str, str] | None = None
 ) -> tuple[StateDict, dict[str, str]]:
-    """Return what a checkpoint holds of hyperparameters, and what it does not hold as it is: name -> what it was.
+    """Return the plain hyperparameters for a checkpoint, and those that it cannot contain: name -> description.
 
     Args:
-        hparams: Arguments of a constructor, or the entries of the one that held them all.
+        hparams: Arguments of a constructor, or the entries of the argument that holds all hyperparameters.
         owner: Name of the class, for other readers' errors.
-        lost: Arguments that were left out already: name -> what it was.
+        lost: Arguments that are already omitted: name -> description.
     """
     plain: StateDict = {}
     to_pass: dict[str, str] = dict(lost or {})
@@ -66,17 +66,17 @@ def split(
 def require_passed(
     cls: type, checkpoint: Mapping[str, Any], prefix: str, passed: Mapping[str, object], *, source: str
 ) -> None:
-    """Refuse to build an object without the arguments that its checkpoint does not hold.
+    """Check that the caller passes all arguments that a checkpoint does not contain.
 
     Args:
         cls: Class to build.
         checkpoint: The checkpoint.
-        prefix: How its keys begin; empty for a module.
-        passed: What the caller gives.
+        prefix: Prefix of its keys; empty for a module.
+        passed: The caller's arguments.
         source: Path, for the error.
 
     Raises:
-        ConfigError: Names each, with what it was and the call.
+        ConfigError: Arguments are missing; lists them with descriptions, and shows the call.
     """
     to_pass = checkpoint.get(to_pass_key(prefix)) or {}
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
@@ -96,9 +96,9 @@ def require_passed(
 
 
 def put_back(checkpoint: StateDict) -> None:
-    """Let `hyper_parameters` be what they were when they were saved, as hooks expect them; in place.
+    """Restore trusted objects in `hyper_parameters`, as hooks expect them; in place.
 
-    Objects that were marked as trusted stand beside them in the file, so that no other reader takes the mark for one.
+    The file has trusted objects under a separate key, so that other readers do not mistake a mark for a value.
     """
     for prefix in ("", "datamodule_"):
         hparams = checkpoint.get(f"{prefix}hyper_parameters")
@@ -112,7 +112,7 @@ def put_back(checkpoint: StateDict) -> None:
 
 
 def _takes(cls: type, container: str | None) -> Callable[[str], bool]:
-    """Return whether the constructor takes an argument of a name, by itself or in the one that holds them all."""
+    """Return a test of whether the constructor accepts a name, as an argument or in one that holds all of them."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     has_container = bool(container) and container != "kwargs"
@@ -120,17 +120,17 @@ def _takes(cls: type, container: str | None) -> Callable[[str], bool]:
 
 
 def _becomes_a_dict(value: object) -> bool:
-    """Return whether the plain form is a dict and the value is not: the constructor would get something else."""
+    """Return whether the plain form of a value is a dict, which the constructor would not accept instead of it."""
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def describe(value: Any) -> str:
-    """Return what an object is in a line: its representation and its class."""
+    """Return a description of an object in one line: its representation and its class."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever the object's own __repr__ raises: its class says enough
+    except Exception:  # any error in the object's __repr__: its class is enough
         return kind
     return f"{text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + '...'} ({kind})"

@@ -1,4 +1,4 @@
-"""`require_plain`: names every entry of a checkpoint that is not a tensor or a plain value.
+"""`require_plain`: checks that a checkpoint contains only tensors and plain values.
 
 The accepted types are those that torch.load(weights_only=True) reads in a script that has added no safe globals.
 """
@@ -39,18 +39,18 @@ class _Attribute(str):
 
 
 def require_plain(value: Tree, where: str = "checkpoint") -> None:
-    """Raise an error that names every entry that torch.load(weights_only=True) would refuse.
+    """Check that torch.load(weights_only=True) accepts every entry of a checkpoint.
 
     Accepted, by exact type: None, bool, int, float, complex, str, bytes (not empty), bytearray, Tensor, Parameter,
     torch.Size, torch.dtype, torch.device, and dict, OrderedDict, Counter, list, tuple, set of these; and `Trusted`.
-    Subclasses (np.float64, an IntEnum, a defaultdict, a namedtuple) are refused: pickle writes their class by name.
+    Subclasses (np.float64, an IntEnum, a defaultdict, a namedtuple) are rejected, because pickle stores their class.
 
     Args:
         value: The checkpoint, or a part of it.
-        where: What the paths in the message begin with.
+        where: Prefix of the paths in the message.
 
     Raises:
-        CheckpointError: Some entries are not plain; the message has the path and the type of each.
+        CheckpointError: Some entries are not plain; the message lists the path and the type of each.
     """
     problems = [f"{_show(where, path)}: {what}" for path, what in _walk(value) if isinstance(what, str)]
     if not problems:
@@ -134,16 +134,16 @@ def _show(where: str, path: _Path) -> str:
 
 
 class Trusted:
-    """Mark an object of any picklable type as trusted, so that a checkpoint may hold it.
+    """Mark an object of any picklable type as trusted, so that a checkpoint can contain it.
 
-    It is pickled here: what is done to the object later does not reach the file. Loading gives the object back with
-    weights_only=False, and an `Untrusted` marker otherwise.
+    It is pickled immediately, so that later changes of the object are not saved. Loading restores the object with
+    weights_only=False, and returns an `Untrusted` marker otherwise.
 
     Args:
         value: The object; pickle must be able to write it.
 
     Raises:
-        CheckpointError: It cannot be pickled.
+        CheckpointError: The object cannot be pickled.
     """
 
     def __init__(self, value: Tree) -> None:
@@ -165,9 +165,9 @@ class Trusted:
 
 
 class Untrusted:
-    """Stand for a `Trusted` object of a file that was opened without trust; any use of it is an error.
+    """A placeholder for a `Trusted` object of a file that was opened with weights_only=True. Any use raises an error.
 
-    It can be saved again: the bytes are kept.
+    It can be saved again, because it keeps the bytes.
     """
 
     def __init__(self, pickled: bytes, where: str) -> None:
@@ -186,7 +186,7 @@ class Untrusted:
         self._refuse()
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise a CheckpointError that says how to open the object."""
+        """Raise a CheckpointError that explains how to open the object."""
         self._refuse()
 
     def __getitem__(self, key: object) -> NoReturn:
@@ -214,12 +214,12 @@ def untrust(value: StateDict, allow: bool, where: str = ...) -> StateDict: ...
 @overload
 def untrust(value: Tree, allow: bool, where: str = ...) -> Tree: ...
 def untrust(value: Tree, allow: bool, where: str = "checkpoint") -> Tree:
-    """Return a loaded checkpoint with `Trusted` objects put back; its dicts and lists are changed in place.
+    """Return a loaded checkpoint with `Trusted` objects restored; its dicts and lists are changed in place.
 
     Args:
-        value: What torch.load gave.
-        allow: True unpickles the objects, which can run any code; False puts an `Untrusted` marker in their place.
-        where: What the paths in messages begin with.
+        value: The result of torch.load.
+        allow: True unpickles the objects, which can run any code; False replaces them with `Untrusted` markers.
+        where: Prefix of the paths in messages.
 
     Raises:
         CheckpointError: An object cannot be unpickled, because its class is gone, for instance.
@@ -244,10 +244,10 @@ def replace_marked(
     Args:
         value: A loaded checkpoint.
         key: The key of a mark.
-        kind: Type of the value of a mark; a dict with a value of another type is left as it is.
-        make: Gets the value and the path of a mark, and returns what takes its place.
-        where: What the paths begin with.
-        seen: Containers that were visited already, by id.
+        kind: Type of the value of a mark; a dict with a value of another type is not changed.
+        make: Called with the value and the path of a mark; returns its replacement.
+        where: Prefix of the paths.
+        seen: Containers that were already visited, by id.
     """
     seen = set() if seen is None else seen
     if isinstance(value, dict):

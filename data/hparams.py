@@ -19,7 +19,7 @@ __all__ = ["AttributeDict", "HyperParameters", "save_hyperparameters", "without_
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose entries are attributes too.
+    """A dict whose entries are also attributes.
 
     >>> hparams = AttributeDict(lr=0.1)
     >>> hparams.lr, hparams["lr"]
@@ -57,21 +57,21 @@ def save_hyperparameters(
     given_hparams: Mapping[str, Any] | None = None,
     logger: bool = True,
 ) -> None:
-    """Keep the arguments of an object's `__init__` in `obj._hparams`.
+    """Save the arguments of an object's `__init__` in `obj._hparams`.
 
-    Also set: `_hparams_initial` (a copy of this moment), `_hparams_name` (the argument that holds all of them when one
-    object was given, "kwargs" when each is an argument of its own) and `_log_hyperparams`. Values are kept as they
-    are. A second call adds to what the first one kept.
+    Also sets `_hparams_initial` (a copy made by this call), `_hparams_name` (the name of the argument if one object
+    holds all hyperparameters, otherwise "kwargs") and `_log_hyperparams`. Values are not copied or converted. A second
+    call adds to the hyperparameters of the first.
 
     Args:
         obj: The module or data module.
-        args: None: every argument of the constructor and of those of subclasses that called it (the subclass's values
-            win; `**kwargs` are entries of their own, `*args` are left out). Strings: these arguments only. One dict,
-            namespace, dataclass or OmegaConf object: its entries.
-        ignore: Names to leave out.
-        frame: A frame of `__init__`; None: that of the function that called this one.
-        given_hparams: Arguments to use in place of those in the frame.
-        logger: Whether loggers get them.
+        args: Empty: every argument of the constructor and of subclass constructors that called it (the subclass's
+            values take precedence; the entries of `**kwargs` are separate, `*args` are omitted). Strings: only these
+            arguments. One dict, namespace, dataclass or OmegaConf object: its entries.
+        ignore: Names to omit.
+        frame: A frame of `__init__`; None for the frame of the calling function.
+        given_hparams: Arguments to use instead of those in the frame.
+        logger: Whether to pass the hyperparameters to loggers.
 
     Raises:
         ConfigError: A name is not an argument, or an object has another type.
@@ -98,7 +98,7 @@ def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignor
         return _entries(objects[0], ignored), name
     if objects:
         raise ConfigError(
-            f"save_hyperparameters expected names of arguments, got "
+            "Expected names of arguments for save_hyperparameters, got "
             f"{', '.join(type(arg).__name__ for arg in objects)}.",
             fix="pass names as strings, or one dict, namespace, dataclass or OmegaConf object.",
         )
@@ -115,7 +115,7 @@ def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignor
 
 
 def _entries(container: Any, ignored: set[str]) -> Any:
-    """Return the entries of an object that holds hyperparameters; an OmegaConf object is returned itself."""
+    """Return the entries of an object that holds hyperparameters; an OmegaConf object is returned unchanged."""
     if isinstance(container, argparse.Namespace):
         container = vars(container)
     elif is_dataclass(container) and not isinstance(container, type):
@@ -133,7 +133,7 @@ def _entries(container: Any, ignored: set[str]) -> Any:
     if isinstance(container, Mapping):
         return {name: value for name, value in container.items() if name not in ignored}
     raise ConfigError(
-        f"save_hyperparameters got a {type(container).__name__}, which holds no named hyperparameters.",
+        f"Expected an object with named hyperparameters for save_hyperparameters, got a {type(container).__name__}.",
         fix="pass names of arguments as strings, or one dict, namespace, dataclass or OmegaConf object.",
     )
 
@@ -143,7 +143,7 @@ def _is_omegaconf(container: Any) -> bool:
 
 
 def without_omegaconf(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values in which OmegaConf's containers, as Hydra passes them, are plain and resolved."""
+    """Return the values with OmegaConf containers, as Hydra passes them, resolved and converted to plain containers."""
     if not any(map(_is_omegaconf, values.values())):
         return values
     from omegaconf import OmegaConf
@@ -155,7 +155,7 @@ def without_omegaconf(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, object]:
-    """Return the arguments of the constructors of `obj` that are running, from the given frame outward."""
+    """Return the arguments of the constructors of `obj` on the call stack, from the given frame outward."""
     arguments: dict[str, Any] = {}
     while frame is not None and _is_method_of(obj, frame):
         if frame.f_code.co_name == "__init__":
@@ -178,7 +178,7 @@ def _warn_of_modules(hparams: dict[str, object]) -> None:
     for name, value in hparams.items():
         if isinstance(value, nn.Module):
             warnings.warn(
-                f"The argument {name!r} is an nn.Module; its weights are in the checkpoint already. Leave it out: "
+                f"The argument {name!r} is an nn.Module, whose weights are already in the checkpoint. Exclude it: "
                 f"save_hyperparameters(ignore=[{name!r}]).",
                 stacklevel=4,
             )
@@ -204,6 +204,6 @@ def _copy(hparams: Any) -> object:
     for name, value in hparams.items():
         try:
             copied[name] = copy.deepcopy(value)
-        except Exception:  # whatever a value's own __deepcopy__ raises: it is then shared instead
+        except Exception:  # any error in a value's __deepcopy__: the value is then shared instead
             copied[name] = value
     return copied

@@ -74,6 +74,12 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"cannot (?:work|be made from)", "is invalid, cannot be created"),
     (r"lest|whence|thereof|therein|wherein", "so that ... not, from, of it, in it"),
     (r"whilst|amongst", "while, among"),
+    (r"hands? out|gives? back|given back", "return, release, restore"),
+    (r"looks? after", "monitor"),
+    (r"knows? no", "does not support, does not have"),
+    (r"roll call|in vain|on the spot|thrown away", "registration, without effect, immediately, discarded"),
+    (r"(?:without|worth) a word", "silently, worth reporting"),
+    (r"for good|be it", "permanently, even if"),
     (
         r"(?:de|re|un)?(?:author|capital|categor|central|character|custom|emphas|final|formal|general|initial|local"
         r"|material|maxim|memor|minim|modern|neutral|normal|optim|organ|parallel|penal|popular|priorit|quant|random"

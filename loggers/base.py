@@ -104,8 +104,8 @@ class Logger(ABC):
         return "/"
 
     @property
-    def experiment(self) -> Any:  # Any: each logger hands out its own library's object
-        """The underlying library's own object, for what this interface does not cover."""
+    def experiment(self) -> Any:  # Any: each logger returns an object of its library
+        """The object of the underlying library, for features that this interface does not cover."""
         return DummyExperiment()
 
     @abstractmethod

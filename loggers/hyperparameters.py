@@ -61,7 +61,7 @@ def flatten(params: Mapping[str, Plain], separator: str = "/") -> dict[str, bool
 
 
 def to_yaml(params: Mapping[str, Plain]) -> str:
-    """Return YAML text that any YAML 1.1 reader gives back as the same values."""
+    """Return YAML text from which any YAML 1.1 reader restores the same values."""
     return "".join(f"{line}\n" for line in _lines(dict(params))) if params else "{}\n"
 
 

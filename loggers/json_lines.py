@@ -65,8 +65,8 @@ class JSONLinesLogger(FolderLogger):
 
         Args:
             metrics: Name to number (or a tensor of one element, which is copied to the host). `step`, `epoch`,
-                `samples` and `wall_s` are given back under these very names, without the prefix.
-            step: The line's step. None takes `metrics["step"]` if there is one, else the last line's plus one.
+                `samples` and `wall_s` are written under these names, without the prefix.
+            step: The line's step. None for `metrics["step"]` if present, otherwise the last line's step plus one.
 
         Raises:
             ConfigError: A value is not a number; the message names its key. No line is written.

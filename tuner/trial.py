@@ -382,7 +382,7 @@ def kept_weights(module: nn.Module) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what a trial left, so that the next one starts as the first did."""
+    """Free the memory of a trial, so that the next one starts with the same free memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -234,7 +234,7 @@ def link(target: str, path: str) -> None:
     """Make `path` a relative link to `target` in one step: it always leads to one file or the other.
 
     Raises:
-        OSError: The file system knows no links.
+        OSError: The file system does not support links.
     """
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp-link-{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):

@@ -196,7 +196,7 @@ def _size_arguments() -> dict[str, object]:
 def _bar_class() -> Any:  # Any: tqdm's class for terminals or for notebooks, chosen by tqdm
     global _Bar
     if _Bar is None:
-        # tqdm would start a thread that looks after slow bars; ours are drawn by the loop.
+        # tqdm would start a thread that redraws slow bars; here the loop draws the bars.
         _Bar = type("_Bar", (tqdm,), {"monitor_interval": 0, "__module__": __name__})
     return _Bar
 

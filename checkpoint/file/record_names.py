@@ -1,7 +1,7 @@
 """The tensors in the records of a checkpoint file, for messages about damage.
 
-The file's pickle is read by an unpickler that knows no class and calls no function: whatever the pickle asks for
-becomes an inert object that remembers its arguments. Nothing is imported, nothing runs.
+The file's pickle is read by an unpickler that imports no classes and calls no functions. Each object in the pickle
+becomes an inert object that stores its arguments.
 """
 
 from __future__ import annotations

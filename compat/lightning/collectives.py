@@ -49,7 +49,7 @@ class Collective:
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether its library is there."""
+        """Return whether the library is available."""
         return True
 
     @classmethod
@@ -68,7 +68,7 @@ class SingleDeviceCollective(Collective):
 
 
 class TorchCollective(Collective):
-    """torch.distributed's operations; tensors are changed in place and given back."""
+    """The operations of torch.distributed; tensors are changed in place and returned."""
 
     def __init__(self) -> None:
         if not dist.is_available():
@@ -91,12 +91,12 @@ class TorchCollective(Collective):
         return self._group if self._group is not None else dist.GroupMember.WORLD
 
     def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
-        """Connect the processes, unless they are, and make a group of all.
+        """Connect the processes, unless they are connected, and create a group of all ranks.
 
         Args:
-            main_address: Where rank 0 is; MASTER_ADDR by default.
-            main_port: Its port; MASTER_PORT by default.
-            kwargs: As dist.init_process_group takes them.
+            main_address: Address of rank 0; MASTER_ADDR by default.
+            main_port: Port of rank 0; MASTER_PORT by default.
+            kwargs: Further arguments of dist.init_process_group.
         """
         if not dist.is_initialized():
             for name, value in (("MASTER_ADDR", main_address), ("MASTER_PORT", main_port)):
@@ -106,19 +106,19 @@ class TorchCollective(Collective):
         return self.create_group()
 
     def create_group(self, **kwargs: Any) -> Self:  # Any: as dist.new_group takes them
-        """Make the group that the operations are over."""
+        """Create the group of the operations."""
         self._group = dist.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
-        """Leave the group, and disconnect if no other group needs the connection."""
+        """Destroy the group, and disconnect if no other group remains."""
         self.destroy_group(self.group)
         self._group = None
         return self
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether torch has it."""
+        """Return whether torch includes torch.distributed."""
         return dist.is_available()
 
     @classmethod
@@ -138,47 +138,47 @@ class TorchCollective(Collective):
 
     @classmethod
     def destroy_group(cls, group: object) -> None:
-        """Leave a group."""
+        """Destroy a group."""
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Give a rank's tensor to all."""
+        """Broadcast a rank's tensor to all ranks."""
         dist.broadcast(tensor, src, group=self.group)
         return tensor
 
     def all_reduce(self, tensor: Tensor, op: object = "sum") -> Tensor:  # ReduceOp or its name
-        """Reduce over ranks, on all of them."""
+        """Reduce over ranks; all ranks get the result."""
         dist.all_reduce(tensor, _op(op), group=self.group)
         return tensor
 
     def reduce(self, tensor: Tensor, dst: int, op: object = "sum") -> Tensor:  # ReduceOp or its name
-        """Reduce over ranks, on one."""
+        """Reduce over ranks; rank `dst` gets the result."""
         dist.reduce(tensor, dst, _op(op), group=self.group)
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Gather each rank's tensor, on all."""
+        """Gather the tensors of all ranks on all ranks."""
         dist.all_gather(tensor_list, tensor, group=self.group)
         return tensor_list
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Gather each rank's tensor, on one."""
+        """Gather the tensors of all ranks on rank `dst`."""
         dist.gather(tensor, gather_list if self.rank == dst else None, dst, group=self.group)
         return gather_list
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """Give each rank its tensor of a rank's list."""
+        """Scatter the tensors of rank `src`'s list over the ranks."""
         dist.scatter(tensor, scatter_list if self.rank == src else None, src, group=self.group)
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: object = "sum") -> Tensor:
-        """Reduce each tensor of the ranks' lists, on its rank."""
+        """Reduce the ranks' lists elementwise, and scatter the results over the ranks."""
         dist.reduce_scatter(output, input_list, _op(op), group=self.group)
         return output
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Give each rank its tensor of every rank's list."""
+        """Scatter the tensors of every rank's list over the ranks."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
         return output_tensor_list
 
@@ -192,23 +192,23 @@ class TorchCollective(Collective):
         return tensor
 
     def all_gather_object(self, object_list: list[T], obj: T) -> list[T]:
-        """Gather each rank's object, on all."""
+        """Gather the objects of all ranks on all ranks."""
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
 
     def broadcast_object_list(self, object_list: list[T], src: int, device: torch.device | None = None) -> list[T]:
-        """Give a rank's objects to all."""
+        """Broadcast the objects of rank `src` to all ranks."""
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
 
     def gather_object(self, obj: T, object_gather_list: list[T], dst: int = 0) -> list[T]:
-        """Gather each rank's object, on one."""
+        """Gather the objects of all ranks on rank `dst`."""
         dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self.group)
         return object_gather_list
 
     def scatter_object_list(self, scatter_object_output_list: list[T], scatter_object_input_list: list[T],
                             src: int = 0) -> list[T]:  # fmt: skip
-        """Give each rank its object of a rank's list."""
+        """Scatter the objects of rank `src`'s list over the ranks."""
         dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
         return scatter_object_output_list
 
@@ -217,7 +217,7 @@ class TorchCollective(Collective):
         dist.barrier(group=self.group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, and say which do not come."""
+        """Wait for all ranks; an error lists missing ranks."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 

@@ -30,9 +30,9 @@ __all__ = ["LoopView", "ResultsView", "bind_strategy", "replace_optimizers"]
 
 
 def bind_strategy(trainer: Trainer) -> None:
-    """Let a trainer's strategy have the trainer's parts that Lightning keeps there, for as long as it is the trainer's.
+    """Give a trainer's strategy the attributes that Lightning's strategies have, while the trainer uses it.
 
-    Attributes that a strategy does not have itself are asked for here: all other strategies are as before.
+    Only attributes that the strategy does not define are added, and only to this strategy.
     """
     trainer.fabric.strategy.__dict__["_lightning_trainer"] = trainer
 
@@ -61,13 +61,13 @@ def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
         replace_optimizers(trainer, optimizers)
 
 
-# In place, so that `trainer.strategy` is the strategy itself, of its own class.
+# In place, so that `trainer.strategy` is the strategy itself, and not a wrapper.
 Strategy.__getattr__ = _of_trainer  # type: ignore[attr-defined]
 Strategy.optimizers = property(_get_optimizers, _set_optimizers)  # type: ignore[attr-defined]
 
 
 def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
-    """Let a module be the trainer's, outside of a run."""
+    """Return a function that attaches a module to the trainer, outside of a run."""
 
     def connect(model: nn.Module) -> None:
         trainer._spawned_module = model
@@ -108,7 +108,7 @@ _OF_STRATEGY: dict[str, Callable[[Trainer], object]] = {
 
 
 def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
-    """Put other optimizers in place of a run's, before its first step.
+    """Replace the optimizers of a run, before its first step.
 
     Raises:
         ModuleError: No run is active.
@@ -126,14 +126,14 @@ def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
 
 
 class _AcceleratorConnector:
-    """The machine that a trainer's arguments mean."""
+    """The strategy, accelerator and precision of a trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the strategy is one of several processes, be there one of them."""
+        """Whether the strategy supports several processes, even if there is one."""
         return isinstance(self._trainer.fabric.strategy, ParallelStrategy)
 
     @property
@@ -182,7 +182,7 @@ class _CheckpointConnector:
     """A checkpoint that a library loads in steps, outside of a run; `trainer.fit(ckpt_path=...)` needs none of this.
 
     Attributes:
-        _loaded_checkpoint: What `resume_start` read; empty before and after.
+        _loaded_checkpoint: The checkpoint that `resume_start` read; empty before it and after `resume_end`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -195,7 +195,7 @@ class _CheckpointConnector:
             self._loaded_checkpoint = storage.load(checkpoint_path, weights_only=weights_only is not False)
 
     def restore_model(self) -> None:
-        """Put its weights into the trainer's module."""
+        """Load its weights into the trainer's module."""
         module = self._trainer.lightning_module
         if not self._loaded_checkpoint or module is None:
             return
@@ -205,37 +205,37 @@ class _CheckpointConnector:
         module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=getattr(module, "strict_loading", True))
 
     def restore_datamodule(self) -> None:
-        """Put its state into the trainer's data module."""
+        """Load its state into the trainer's data module."""
         datamodule = self._trainer.datamodule
         state = self._loaded_checkpoint.get(type(datamodule).__qualname__)
         if datamodule is not None and state is not None:
             datamodule.load_state_dict(state)
 
     def restore_callbacks(self) -> None:
-        """Put the states of callbacks back."""
+        """Load the states of the callbacks."""
         for callback in self._trainer.callbacks:
             state = self._loaded_checkpoint.get("callbacks", {}).get(callback.state_key)
             if state:
                 callback.load_state_dict(state)
 
     def resume_end(self) -> None:
-        """Forget the checkpoint."""
+        """Discard the checkpoint."""
         self._loaded_checkpoint = {}
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
-        """Return the checkpoint of the present or last run, unsaved. On every rank."""
+        """Return the checkpoint of the current or last run without saving it. Call it on every rank."""
         run = self._trainer.latest_run()
         if run is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
         return snapshot.collect(run, is_weights_only=bool(weights_only))
 
     def restore_training_state(self) -> None:
-        """Refuse: a run's state is put back at its beginning."""
+        """Raise an error, because a run restores its state at its beginning."""
         refuse("_checkpoint_connector.restore_training_state", "pass ckpt_path to trainer.fit")
 
 
 class LoopView:
-    """A loop of a trainer: how far it is, and its data."""
+    """A loop of a trainer: its progress and its data."""
 
     def __init__(self, trainer: Trainer, stage: str) -> None:
         self._trainer = trainer
@@ -255,7 +255,7 @@ class LoopView:
 
     @property
     def num_dataloaders(self) -> int:
-        """How many loaders there are."""
+        """Number of loaders."""
         return len(self._batches())
 
     @property
@@ -291,7 +291,7 @@ class LoopView:
 
 
 class _DataSource(NamedTuple):
-    """Where a loop's loaders come from."""
+    """The source of a loop's loaders."""
 
     trainer: Trainer
     stage: str
@@ -314,7 +314,7 @@ class _ResultMetric(NamedTuple):
 
     Attributes:
         name: Its key.
-        value: What it is at this moment.
+        value: Its current value.
     """
 
     name: str
@@ -322,7 +322,7 @@ class _ResultMetric(NamedTuple):
 
 
 class ResultsView(Mapping[str, float]):
-    """What an evaluation gave, and `trainer._results.result_metrics`: what was logged."""
+    """The results of an evaluation, with the logged values as `trainer._results.result_metrics`."""
 
     def __init__(self, trainer: Trainer, results: Mapping[str, float]) -> None:
         self._trainer = trainer
@@ -330,7 +330,7 @@ class ResultsView(Mapping[str, float]):
 
     @property
     def result_metrics(self) -> list[_ResultMetric]:
-        """The values, in no order."""
+        """The values, in no particular order."""
         return [_ResultMetric(name, value) for name, value in self._trainer.callback_metrics.items()]
 
     def __getitem__(self, key: str) -> float:

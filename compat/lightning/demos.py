@@ -69,7 +69,7 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same, which says its length."""
+    """The same, with a length."""
 
     def __len__(self) -> int:
         return self.count
@@ -197,7 +197,7 @@ class BoringDataModule(LightningDataModule):
 
 
 class IterableBoringDataModule(LightningDataModule):
-    """Streams of random vectors that say their lengths."""
+    """Streams of random vectors with lengths."""
 
     data_class: type[RandomIterableDataset] = RandomIterableDatasetWithLen
 
@@ -209,7 +209,7 @@ class IterableBoringDataModule(LightningDataModule):
 
 
 class BoringDataModuleNoLen(IterableBoringDataModule):
-    """Streams that do not say their lengths."""
+    """Streams without lengths."""
 
     data_class = RandomIterableDataset
 

@@ -1,4 +1,4 @@
-"""Objects in checkpoints: Lightning pickles whatever hooks and states hold, Loopwright wants to be told that it may."""
+"""Objects in checkpoints: Lightning pickles any object in hooks and states; Loopwright requires them to be trusted."""
 
 from __future__ import annotations
 

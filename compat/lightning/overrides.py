@@ -1,6 +1,6 @@
-"""Says which methods of Lightning's that a program's own strategy, precision or accelerator overrides are not called.
+"""Warnings about overridden methods of Lightning's strategies, precisions and accelerators that are never called.
 
-The parts of a run have other methods here; what is overridden in vain should not be a silent surprise.
+The methods of these classes differ in Loopwright, so an override can have no effect. It must not be ignored silently.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
 
 
 class ModelSummary:
-    """What there is to say about a module; its columns as lists.
+    """The summary of a module, with its columns as lists.
 
     Args:
         model: The module.

@@ -217,7 +217,7 @@ def _first_size(batch: object) -> int | None:
 
 
 def _take_level() -> None:
-    """Let what a program says of Lightning's messages hold: `getLogger("lightning.pytorch").setLevel(ERROR)`."""
+    """Apply the levels of Lightning's loggers, as set by `getLogger("lightning.pytorch").setLevel(ERROR)`."""
     for name in ("lightning.pytorch", "pytorch_lightning", "lightning"):
         level = logging.getLogger(name).level
         if level != logging.NOTSET:
@@ -273,7 +273,7 @@ _OF_A_LOADER = {
     for when, count in (("start", 3), ("end", 4))
 }
 
-# The functions of the core that are replaced: they take no part in a run, and are asked for no Trainer.
+# The replaced functions of the core, which are not part of a run and have no Trainer.
 lifecycle.find_override = _find_override  # type: ignore[attr-defined]
 snapshot._hyperparameters = _hyperparameters
 begin.check_hook_names = trainer.check_hook_names = _warn_of_hook_names  # type: ignore[attr-defined]

@@ -50,8 +50,8 @@ class ShardingPlan:
     """How a module is to be sharded.
 
     Attributes:
-        reshard_after_forward: Whether a unit's parameters are given back between forward and backward pass; a number:
-            that many processes share them.
+        reshard_after_forward: Whether a unit's parameters are resharded between forward and backward pass; a number
+            for resharding over that many processes.
         is_hybrid: Whether there are copies that are sharded in turn.
         is_replicated: Whether every process has a copy.
         mesh: Sizes (copies, shards), or a mesh that the user made. None: all processes, by `check_mesh`.

@@ -189,7 +189,7 @@ class MeshStrategy(FSDPStrategy):
             self.groups  # noqa: B018  # here, where all ranks are: a first collective may be that of a few
 
     def teardown(self) -> None:
-        """Give back devices and connections after a run."""
+        """Release devices and connections after a run."""
         super().teardown()
         self._groups = None
 

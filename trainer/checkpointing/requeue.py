@@ -36,7 +36,7 @@ class _RequeuingCluster(Protocol):
         ...
 
     def restart_count(self) -> int:
-        """Return how many times the job was put back into the queue."""
+        """Return the number of times that the job was requeued."""
         ...
 
     def requeue(self) -> object:
@@ -50,7 +50,7 @@ def _requeues(cluster: Cluster | None) -> TypeGuard[_RequeuingCluster]:
 
 
 def requeue_signal(trainer: Trainer) -> signal.Signals | None:
-    """Return the signal after which the job is to be put back into the queue; None where nothing can do that."""
+    """Return the signal that requests a requeue of the job; None if the job cannot be requeued."""
     cluster = trainer.fabric.cluster_environment
     if _requeues(cluster) and cluster.job_id() is not None:
         return cluster.requeue_signal
@@ -75,7 +75,7 @@ def requeue(trainer: Trainer) -> None:
 
 
 def find_requeued(trainer: Trainer) -> str | None:
-    """Return the checkpoint that this job was put back into the queue with; None if the job was not requeued."""
+    """Return the checkpoint that this requeued job resumes from; None if the job was not requeued."""
     cluster = trainer.fabric.cluster_environment
     if requeue_signal(trainer) is None or not (_requeues(cluster) and cluster.restart_count()):
         return None
@@ -87,7 +87,7 @@ def find_requeued(trainer: Trainer) -> str | None:
     newest = storage.newest_valid([str(found[number]) for number in sorted(found, reverse=True)], skip)
     if newest is None:
         return None
-    logger.warning("the job was put back into the queue: resuming from %s", newest)
+    logger.warning("The job was requeued: resuming from %s", newest)
     return str(newest)
 
 

@@ -20,9 +20,9 @@ As long as all ranks have equally many plain means, their average needs no facto
 rank skips by returning None then counts with a loss of 0. Data with a length and the policies "stop_all" and "cycle"
 ensure it. Elsewhere the counts are added up as above.
 
-A window in which no rank had any loss makes no step. Ranks that had one know that there is one. Those that had none
-note it before the reduction of gradients and look after it how many did (`Strategy.note_absence`), so that windows with
-losses cost nothing more.
+A window without a loss on any rank makes no step. A rank with a loss needs no communication to know this. Ranks without
+one record it before the reduction of gradients, and read the number of such ranks after it (`Strategy.note_absence`),
+so that windows with losses have no extra cost.
 """
 
 from __future__ import annotations

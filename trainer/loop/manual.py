@@ -84,7 +84,7 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object]
 
 
 def give_back(run: Run) -> None:
-    """Let a sharded module give back what a pass without a backward pass has left whole.
+    """Reshard parameters that a forward pass without a backward pass has left gathered.
 
     The next pass would run on it, as it is: with values from before a step, and with the `requires_grad` of parameters
     from before an optimizer was toggled. A graph that still needs it gathers it again.

@@ -249,8 +249,8 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> StepFunc
     owner = type(run.module).__name__
     if "dataloader_iter" in positional:
         raise ModuleError(
-            f"{owner}.{name} takes dataloader_iter, which this version does not hand out.",
-            fix=f"take the batch: def {name}(self, batch, batch_idx).",
+            f"Expected {owner}.{name} to take a batch, got the argument dataloader_iter, which is not supported.",
+            fix=f"define it with a batch: def {name}(self, batch, batch_idx).",
         )
     most = 3 if name != "training_step" else 2
     required = [p.name for p in parameters.values() if p.default is p.empty and p.name in positional]

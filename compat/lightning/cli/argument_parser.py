@@ -216,9 +216,9 @@ def short_path(path: str) -> str:
 
 
 def _described(node: object, base: type) -> dict[str, Any] | None:
-    """Return class_path and init_args of what settings say below a key; None where they name no class.
+    """Return class_path and init_args of the settings below a key; None if they contain no class.
 
-    What is wrong there is said when the value itself is planned.
+    Errors in them are reported when the value itself is planned.
     """
     from ....cli.names import ClassProblem, find_class
 

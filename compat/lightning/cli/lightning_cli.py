@@ -42,7 +42,7 @@ ArgsType = Sequence[str] | Mapping[str, Any] | None
 
 
 class SaveConfigCallback(Callback):
-    """Named in `save_config_callback=`. The file is written by Loopwright; a subclass says what else is done with it.
+    """The class for `save_config_callback=`. Loopwright writes the file; a subclass can process it further.
 
     Args:
         parser: `parser.dump(config)` is the YAML.

@@ -1,4 +1,4 @@
-"""Names of Lightning that have no meaning here: they import, and say why they are not there when they are used."""
+"""Unsupported names of Lightning: they can be imported, and raise an error with the reason when they are used."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["NotServed", "make_absent", "refuse"]
 
 
 class NotServed(ConfigError, NotImplementedError):
-    """A name of Lightning was used that has no meaning in Loopwright."""
+    """An unsupported name of Lightning was used."""
 
 
 def refuse(what: str, why: str) -> NoReturn:
-    """Raise the error of a use that has no meaning here.
+    """Raise the error for the use of an unsupported name.
 
     Args:
         what: The name in the user's code.
-        why: What there is instead, as a sentence without a capital.
+        why: The alternative, as a sentence that begins in lower case.
     """
     raise NotServed(f"{what} is not served by loopwright.compat.lightning.", fix=f"{why}; see docs/migrating.md.")
 
 
 class _Absent(type):
-    """So that a class is importable, a base class and good for `isinstance`, and no more."""
+    """The metaclass of placeholders, which can be imported, subclassed and passed to `isinstance`, but not called."""
 
     _why: str
 
@@ -33,5 +33,5 @@ class _Absent(type):
 
 
 def make_absent(name: str, place: str, why: str) -> type:
-    """Return a placeholder class for a name; making an instance, or calling it, raises `NotServed`."""
+    """Return a placeholder class for a name; calling it raises `NotServed`."""
     return _Absent(name, (), {"__module__": f"lightning.{place}", "_why": why, "__doc__": f"Not served: {why}."})

@@ -1,4 +1,4 @@
-"""What each name of Lightning means here: the second table. paths.py, the first, says where names can be imported from.
+"""The second table: the meaning of each name of Lightning. paths.py, the first table, has the modules of the names.
 
 A home is `module` or `module:name` within loopwright, or `!why` for a name without a meaning here.
 """
@@ -154,5 +154,5 @@ def find_home(place: str, name: str) -> str:
 
 
 def has_home(name: str) -> bool:
-    """Return whether a name of Lightning means something here."""
+    """Return whether a name of Lightning is supported."""
     return name in _BY_NAME

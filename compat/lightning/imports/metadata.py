@@ -1,4 +1,4 @@
-"""What `importlib.metadata` says of the packages that are served: `version("lightning")`."""
+"""Metadata of the served packages for `importlib.metadata`, such as `version("lightning")`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PACKAGES = {"lightning": "lightning", "pytorch-lightning": "pytorch_lightning",
 
 
 def find(name: str | None, version: str) -> list[Distribution]:
-    """Return the distribution of this name, if it is one of ours; nothing when all are asked for.
+    """Return the distribution with this name if it is a served package; an empty list for None.
 
     Args:
-        name: As it was asked for.
-        version: What it says.
+        name: Name of the distribution; None for all distributions.
+        version: Version of the served packages.
     """
     wanted = None if name is None else name.lower().replace("_", "-")
     return [_Served(known, version) for known in _PACKAGES if known == wanted]

@@ -1,8 +1,8 @@
-"""Which names each module of Lightning has: the first table. homes.py, the second, says what they mean.
+"""The first table: the names in each module of Lightning. homes.py, the second table, has their meanings.
 
 A key is the path without "lightning."; `pytorch_lightning.x` is `pytorch.x`, and `lightning_fabric.x` is `fabric.x`.
-`*module` stands for whatever an adapter has besides. Modules without names are there to be imported. A name can be
-imported from other modules, too: these are what `*` gives and `dir` shows.
+`*module` means all other names of an adapter. Modules without names can only be imported. A name can also be imported
+from other modules; the listed ones are exported by `*` and shown by `dir`.
 """
 
 from __future__ import annotations

@@ -107,5 +107,5 @@ class _NotYetLoadedTensor:
 
 
 def _lazy_load(filename: str | Path) -> object:  # a nested checkpoint
-    """Return the content of a file of torch.save; its tensors are read when they are asked for."""
+    """Return the content of a file of torch.save; its tensors are read on first use."""
     return map_tensors(storage.load(filename, lazy=True, verify=False), lambda stored, _: _NotYetLoadedTensor(stored))

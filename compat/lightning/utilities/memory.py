@@ -32,7 +32,7 @@ def recursive_detach(in_dict: object, to_cpu: bool = False) -> object:  # a nest
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Return whether an error says that memory ran out."""
+    """Return whether an error is an out-of-memory error."""
     return is_out_of_memory(exception)
 
 

@@ -69,7 +69,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object's class defines a method of its own in place of its base class's.
+    """Return whether an object's class overrides a method of its base class.
 
     Args:
         method_name: The method.

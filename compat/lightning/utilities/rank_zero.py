@@ -100,7 +100,7 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 class WarningCache(set[str]):
-    """Messages that were said already."""
+    """Messages that were already logged."""
 
     def warn(self, message: str, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as warnings'
         """Warn once."""

@@ -57,7 +57,7 @@ def extract_batch_size(batch: object) -> int:
     """Return the size of a batch.
 
     Raises:
-        ValueError: Its tensors do not say.
+        ValueError: The batch size cannot be determined from the tensors.
     """
     size = find_batch_size(batch)
     if size is None:
