@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import Mixture, loader
+from expert_models import SAMPLES, Mixture, loader
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -78,6 +78,20 @@ def test_training_is_that_of_one_process(mesh: str, size: int, shards: int, opti
     everywhere = run_ranks(train, size, mesh, options, connect=False)
     assert_equal(everywhere, alone)
     assert [one["elements"] for one in everywhere] == [alone["elements"] // shards] * size
+
+
+def train_balanced(rank: int, size: int, strategy: Any) -> Any:
+    """Train with the balance loss: a micro-batch of one process is the batch of a rank."""
+    module = build(balance=0.1, num_experts=6)
+    trainer = trainer_of(size, strategy, accumulate_grad_batches=2 // size, max_steps=SAMPLES // 4)
+    trainer.fit(module, loader(2), loader(2, samples=2))
+    losses = [float(trainer.callback_metrics[name]) for name in ("loss", "val_loss")]
+    return {"state": full(module), "losses": losses}
+
+
+def test_the_balance_loss_is_that_of_micro_batches() -> None:
+    (alone,) = run_ranks(train_balanced, 1, "auto", connect=False)
+    assert_equal(run_ranks(train_balanced, 2, "mesh:fsdp=2,ep=2", connect=False), alone)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

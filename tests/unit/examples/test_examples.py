@@ -69,3 +69,13 @@ def test_digits_are_configured_by_a_file_and_tested_from_the_checkpoint_alone(tm
     accuracy = re.search(r"test_acc +([0-9.]+)", printed)
     assert accuracy is not None
     assert float(accuracy.group(1)) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(), ("--strategy", "mesh:fsdp=2,ep=2", "--devices", "2")], ids=["one", "ep"])
+def test_experts_learn_on_one_process_and_on_two(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    batch = "16" if arguments else "32"  # for each process
+    printed = run(tmp_path, "mixture_of_experts.py", "--steps", "40", "--batch-size", batch, *arguments)
+    bits = re.search(r"([0-9.]+) bits per byte", printed)
+    assert bits is not None
+    assert float(bits.group(1)) < 5.0
