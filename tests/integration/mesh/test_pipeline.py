@@ -204,5 +204,17 @@ def test_predictions_are_those_of_one_process(schedule: str) -> None:
     assert all(found == expected for found in run_ranks(predict, 4, mesh, 2, connect=False))
 
 
-def test_two_by_two_by_two() -> None:
-    compare(8, MeshStrategy(pp=2, dp=2, fsdp=2), replicas=4)
+PLAN = {"model.blocks.*.mix": "colwise_gather_output"}
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "replicas"),
+    [
+        (4, MeshStrategy(pp=2, tp=2, tensor_plan=PLAN, pipeline=Pipeline(schedule="zbv")), 1),
+        (8, MeshStrategy(pp=2, fsdp=2, tp=2, tensor_plan=PLAN), 2),
+        (8, MeshStrategy(pp=2, dp=2, fsdp=2), 4),
+    ],
+    ids=["pp x tp", "pp x fsdp x tp", "pp x dp x fsdp"],
+)
+def test_stages_with_other_axes(size: int, mesh: MeshStrategy, replicas: int) -> None:
+    compare(size, mesh, replicas=replicas)
