@@ -641,6 +641,18 @@ class Strategy(Capabilities):
             return topology.global_rank, topology.world_size
         return topology.data_rank, topology.data_size
 
+    def gather_logged(self, obj: T) -> list[T]:
+        """Return the objects of the ranks whose logged values count, on every rank: those of `gather_reports`.
+
+        Others where ranks that read the same data compute on parts of it.
+        """
+        return self.gather_reports(obj)
+
+    @property
+    def logged_place(self) -> tuple[int, int]:
+        """Which object of `gather_logged` is of this rank, or of the one that logs for it; and their number."""
+        return self.report_place
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True."""
         return bool(decision)

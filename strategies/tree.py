@@ -38,7 +38,8 @@ def map_leaves(data: object, function: Callable[[Any], object]) -> Any:
             return items
         try:
             changed: Any = copy.copy(data)
-            changed.update(items)
+            for key, value in items.items():  # outputs of transformers refuse `update`
+                changed[key] = value
         except (AttributeError, TypeError):  # a read-only mapping
             return items
         return changed

@@ -53,7 +53,6 @@ class ModelParallelStrategy(MeshStrategy):
     """
 
     strategy_name = "model_parallel"
-    unavailable_axes = ()
     axis_names = {"fsdp": "data_parallel", "tp": "tensor_parallel"}
 
     def __init__(

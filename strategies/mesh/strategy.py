@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from ..distributed.clipping import scale_to_norm, total_norm
 from ..fsdp.root import root_of
 from ..fsdp.strategy import FSDPStrategy
 from .axes import AXES, REST, MeshAxes, read_axes
+from .context.options import Context
+from .context.setup import set_up
 from .groups import MeshGroups
 from .pipeline.options import Pipeline
 from .pipeline.setup import runner_of
@@ -29,12 +32,15 @@ if TYPE_CHECKING:
     from ...protocols import StateDict, StepFunction
     from ..fsdp.root import ShardedRoot
     from ..fsdp.sharding import Place
+    from .context.parallel import ContextParallel
     from .pipeline.window import PipelineRunner
     from .tensor import TensorPlan
 
 __all__ = ["MeshStrategy"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Any in this file: structures of tensors and numbers, and arguments of FSDPStrategy.
 
@@ -74,8 +80,6 @@ class MeshStrategy(FSDPStrategy):
     copies_draw_alike = True
     axis_names: Mapping[str, str] = {axis: axis for axis in AXES}
     """Names of the axes in `device_mesh`, by those of `AXES`."""
-    unavailable_axes: tuple[str, ...] = ("cp",)
-    """Axes whose parts are not in the package yet."""
 
     def __init__(
         self,
@@ -96,8 +100,8 @@ class MeshStrategy(FSDPStrategy):
     ) -> None:
         left = 1 if REST in (dp, tp, pp, cp) else REST
         self.axes = MeshAxes(pp=pp, dp=dp, fsdp=left if fsdp is None else fsdp, cp=cp, tp=tp, ep=ep)
-        _check_available(self.axes, self.unavailable_axes)
         _check_experts(self.axes)
+        _check_context(self.axes, context)
         _check_arguments(fsdp_arguments)
         super().__init__(**fsdp_arguments)
         self.tensor_plan = tensor_plan
@@ -109,6 +113,7 @@ class MeshStrategy(FSDPStrategy):
         self._groups: MeshGroups | None = None
         self._is_to_verify = verify
         self._tensor_plan: TensorPlan | None = None  # of the module that is being sharded
+        self._contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
         self._runner: PipelineRunner | None = None  # of the module that is trained
         self._kept_shapes: object = None  # of a checkpoint
         _check_pipeline(pipeline, pp, self.plan.state_dict_type)
@@ -192,6 +197,7 @@ class MeshStrategy(FSDPStrategy):
         """Release devices and connections after a run."""
         super().teardown()
         self._groups = None
+        self._contexts = {}
 
     def check_layers(self, module: nn.Module) -> None:
         """Refuse a module without experts that `ep` ranks can share; see `Strategy.check_layers`."""
@@ -279,12 +285,14 @@ class MeshStrategy(FSDPStrategy):
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
-        if not self.loss_parallel:
-            super().backward(tensor, *args, **kwargs)
-            return
-        from torch.distributed.tensor.parallel import loss_parallel
+        context = next(iter(self._contexts.values()), None)
+        with ExitStack() as around:
+            if context is not None:
+                around.enter_context(context.in_backward())
+            if self.loss_parallel:
+                from torch.distributed.tensor.parallel import loss_parallel
 
-        with loss_parallel():
+                around.enter_context(loss_parallel())
             super().backward(tensor, *args, **kwargs)
 
     # -- pipeline stages -----------------------------------------------------------------------------------------
@@ -466,6 +474,47 @@ class MeshStrategy(FSDPStrategy):
         runner = runner_in(state)
         return super().gather_state(state) if runner is None else gather_stages(runner, state, keep=self.is_global_zero)
 
+    # -- shared sequences ----------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module's parameters, in place, and let its steps share sequences; see `FSDPStrategy`."""
+        root = super().setup_module(module)
+        original = self.unwrap(root)
+        if self.resolved_axes.cp > 1 and original not in self._contexts:
+            self._contexts[original] = set_up(
+                original,
+                self.context,
+                self.groups.full[self.axis_names.get("cp", "cp")],
+                self.device,
+                verifies=self.verify,
+            )
+        return root
+
+    place_module = setup_module
+
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
+        """Return what runs `module.<name>`, on this rank's parts of sequences where these are shared."""
+        step = super().bind_step(module, name)
+        context = self._contexts.get(self.unwrap(module))
+        return step if context is None else context.bind(step, name)
+
+    @property
+    def _logs_parts(self) -> bool:
+        """Whether the ranks that share sequences log values of their parts."""
+        return self.context is not None and self.context.batch is not None and self.resolved_axes.cp > 1
+
+    def gather_logged(self, obj: T) -> list[T]:
+        """Return the objects of the ranks whose logged values count; see `Strategy.gather_logged`."""
+        return self.gather_objects(obj)[:: self.resolved_axes.tp] if self._logs_parts else self.gather_reports(obj)
+
+    @property
+    def logged_place(self) -> tuple[int, int]:
+        """Which object of `gather_logged` is of this rank, and their number."""
+        if not self._logs_parts:
+            return self.report_place
+        tp = self.resolved_axes.tp
+        return self.global_rank // tp, self.world_size // tp
+
     # -- collectives over the ranks that read different data -------------------------------------------------------
 
     def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
@@ -503,15 +552,23 @@ class MeshStrategy(FSDPStrategy):
         return finish
 
     def _data_group(self, group: ProcessGroup | None) -> ProcessGroup | None:
-        return self.groups.data if group is None and self.is_connected else group
+        if group is not None or not self.is_connected:
+            return group
+        return self.groups.reduce if self._logs_parts else self.groups.data
 
 
-def _check_available(axes: MeshAxes, unavailable: tuple[str, ...]) -> None:
-    asked = [f"{name}={getattr(axes, name)}" for name in unavailable if getattr(axes, name) != 1]
-    if asked:
+def _check_context(axes: MeshAxes, context: object) -> None:
+    """Refuse options of context parallelism of another class, and pipeline stages beside it."""
+    if context is not None and not isinstance(context, Context):
         raise ConfigError(
-            f"Expected a mesh of the axes pp, dp, fsdp and tp, got {', '.join(asked)}: not available in this version.",
-            fix="leave it out; the axes pp, dp, fsdp and tp are available.",
+            f"Expected context= to be a Context, got {context!r}.",
+            fix='pass context=Context(inputs={"input_ids": 1}), or leave it out.',
+        )
+    others = [f"{name}={size}" for name, size in (("pp", axes.pp), ("tp", axes.tp)) if size != 1]
+    if axes.cp != 1 and others:
+        raise ConfigError(
+            f"Expected cp={axes.cp} with the axes dp and fsdp only, got {', '.join(others)}: not available together.",
+            fix="pass cp=1, or leave the other axes out.",
         )
 
 

@@ -231,8 +231,8 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         system=dict(plan.system),
     )
     has_ranks = fabric.world_size > 1
-    rank, size = strategy.report_place
-    metrics.connect(strategy.gather_reports if has_ranks else None, rank=rank, size=size, module=module)
+    rank, size = strategy.logged_place
+    metrics.connect(strategy.gather_logged if has_ranks else None, rank=rank, size=size, module=module)
     plan.watch.gather = strategy.gather_objects if has_ranks else None
     window_loss, stop_coordination = WindowLoss(fabric.device), None
     if has_ranks:

@@ -1,0 +1,89 @@
+"""`Context`: what is split along the sequence, and how attention gets the keys of the other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ....errors import ConfigError, nearest
+
+__all__ = ["METHODS", "Context"]
+
+METHODS = ("gather", "ulysses")
+
+
+@dataclass(frozen=True)
+class Context:
+    """How `MeshStrategy` splits sequences over its axis `cp`.
+
+    By default the model's inputs are split where the step calls the model, and its outputs are gathered behind it, so
+    that the step sees full sequences and any loss is right. With `batch=` the batch itself is split: the step sees
+    one part of each sequence, and returns `lw.Loss`, whose sums and weights are added over the parts.
+
+    Args:
+        inputs: The model's inputs that are split, as names of arguments of its `forward`, with the dimension of the
+            sequence: {"input_ids": 1}. None: its first tensor, along dimension 1.
+        batch: The parts of the batch that are split, as keys of a dict or positions in a tuple, with the dimension of
+            the sequence: {"input_ids": 1, "labels": 1} or {0: 1, 1: 1}. None: the batch is not split.
+        method: "gather": every rank gathers all keys and values. "ulysses": for attention, ranks exchange parts of the
+            sequence for heads; the number of heads must be a multiple of `cp`.
+        module: Name of the submodule that is the model. None: the only submodule with parameters; where there are
+            several, the module itself.
+
+    Raises:
+        ConfigError: An argument is invalid; every problem is named.
+    """
+
+    inputs: Mapping[str, int] | None = None
+    batch: Mapping[str | int, int] | None = None
+    method: str = "gather"
+    module: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            *_check_dimensions("inputs", self.inputs, (str,), '{"input_ids": 1}'),
+            *_check_dimensions("batch", self.batch, (str, int), '{"input_ids": 1, "labels": 1}'),
+            *_check_method(self.method),
+            *_check_module(self.module),
+        ]
+        if self.inputs is not None and self.batch is not None:
+            problems.append(
+                (
+                    "Expected one of Context(inputs=...) and Context(batch=...), got both",
+                    "pass inputs= to split what the model is called with, or batch= to split the batch before the step",
+                )
+            )
+        if problems:
+            raise ConfigError("; ".join(what for what, _ in problems), fix="; ".join(fix for _, fix in problems) + ".")
+
+
+def _check_dimensions(name: str, given: object, kinds: tuple[type, ...], example: str) -> list[tuple[str, str]]:
+    if given is None:
+        return []
+    remedy = f"pass {name}={example}, or None"
+    if not isinstance(given, Mapping):
+        return [(f"Expected Context({name}=...) to be a dict of dimensions, got {given!r}", remedy)]
+    if not given:
+        return [(f"Expected at least one entry in Context({name}=...), got an empty dict", remedy)]
+    wrong = [
+        f"{key!r}: {dim!r}"
+        for key, dim in given.items()
+        if not (isinstance(key, kinds) and type(key) is not bool and type(dim) is int and dim >= 0)
+    ]
+    if not wrong:
+        return []
+    keys = "names" if kinds == (str,) else "names or positions"
+    return [(f"Expected {keys} with dimensions from 0 in Context({name}=...), got {', '.join(wrong)}", remedy)]
+
+
+def _check_method(method: object) -> list[tuple[str, str]]:
+    if method in METHODS:
+        return []
+    near = nearest(str(method), METHODS)
+    return [(f"Expected Context(method='gather' or 'ulysses'), got {method!r}{near}", "pass one of the two")]
+
+
+def _check_module(module: object) -> list[tuple[str, str]]:
+    if module is None or (isinstance(module, str) and module):
+        return []
+    return [(f"Expected Context(module=...) to be the name of a submodule, got {module!r}", "pass a name or None")]

@@ -1,0 +1,193 @@
+"""`ContextParallel`: runs the steps of a module whose sequences are shared by several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ....errors import ModuleError
+from .attention import Attention
+from .batch import split_batch, whole_loss
+from .inputs import Arguments, check_outputs, gather_outputs
+from .interception import Interception
+from .model import check_kernels, check_window, find_model
+from .random_numbers import own_numbers
+from .verify import check_same_inputs, verify
+
+if TYPE_CHECKING:
+    from ....protocols import StepFunction
+    from .options import Context
+    from .parts import Parts
+
+__all__ = ["ContextParallel"]
+
+# Any in this file: arguments and outputs of the user's model and steps.
+
+_HOOKS = "_loopwright_context_hooks"
+
+
+class ContextParallel:
+    """Splits what the model of a module is called with, in the steps that are run through `bind`.
+
+    Hooks on the model do it; outside of such steps, and of the model, they do nothing.
+
+    Args:
+        module: The user's module, sharded already: units are gathered before the hooks run.
+        options: What is split.
+        parts: The ranks that share a sequence.
+        device: Of this process.
+        verifies: Whether the first batch is compared with the one on full sequences.
+    """
+
+    def __init__(
+        self, module: nn.Module, options: Context, parts: Parts, device: torch.device, *, verifies: bool
+    ) -> None:
+        self._module, self._options, self._parts, self._device = module, options, parts, device
+        self._name, self._model = find_model(module, options)
+        self._interception = Interception(Attention(parts, options.method), parts.size)
+        self._is_running = False
+        self._is_training = False
+        self._calls = 0
+        self._left_to_verify = verifies
+        self._call = ExitStack()  # what lasts for one call of the model
+        self._of_call: tuple[int, int] = (0, 0)  # the dimension of the sequence, and the length of the part
+        handles: list[RemovableHandle] = self._model.__dict__.setdefault(_HOOKS, [])
+        for handle in handles:  # of an earlier run, with other processes
+            handle.remove()
+        handles[:] = [
+            self._model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self._model.register_forward_hook(self._leave),
+        ]
+
+    def bind(self, step: StepFunction, name: str) -> StepFunction:
+        """Return what runs a step, bound already, on this rank's parts of sequences."""
+        is_training = name == "training_step"
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running:  # a step that runs another one
+                return step(*args, **kwargs)
+            self._begin(is_training=is_training)
+            try:
+                with self._interception:
+                    output = self._run(step, args, kwargs)
+            finally:
+                self._is_running = False
+                self._interception.local_tokens = None
+                self._end_call()
+            if is_training and not self._calls:
+                raise self._never_called()
+            return whole_loss(output, self._parts) if is_training and self._options.batch is not None else output
+
+        return run
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Return a context for backward passes, in which checkpointed activations are computed again."""
+        with self._interception, self._interception.inside():
+            yield
+
+    def _begin(self, *, is_training: bool) -> None:
+        if not self._calls:
+            check_kernels(self._module, self._parts.size)
+        self._is_running, self._is_training, self._calls = True, is_training, 0
+
+    def _run(self, step: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dimensions = self._options.batch
+        if dimensions is None or not args:
+            return step(*args, **kwargs)
+        batch, tensor, length = split_batch(args[0], dimensions, self._parts)
+        dim = next(iter(dimensions.values()))
+        self._of_call = (dim, length)
+        if self._is_training:
+            self._interception.local_tokens = (tensor.numel() // tensor.shape[dim], length)
+        with own_numbers(self._parts.rank, self._device):
+            return step(batch, *args[1:], **kwargs)
+
+    # -- hooks on the model --------------------------------------------------------------------------------------
+
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of this rank's part. Called before the model's forward."""
+        if not self._is_running or self._interception.is_inside:
+            return None
+        self._calls += 1
+        whole = Arguments.of(model, args, kwargs)
+        part = Arguments.of(model, args, kwargs)
+        if self._options.batch is None:
+            dimensions = part.dimensions(self._options.inputs, self._name)
+            length = part.split(dimensions, self._parts, self._name)
+            self._of_call = (next(iter(dimensions.values())), length)
+        else:
+            dim, length = self._of_call
+            part.add_positions(length, self._parts, self._device)
+            if self._left_to_verify:
+                whole.values.update(_gathered(whole.tensors(), dim, length, self._parts))
+        check_window(model, length * self._parts.size, self._parts.size)
+        if self._left_to_verify:
+            self._left_to_verify = False
+            self._verify(whole, part)
+        self._interception.count = 0
+        self._call.enter_context(self._interception.inside())
+        if self._options.batch is None:
+            self._call.enter_context(own_numbers(self._parts.rank, self._device))
+        return part.call()
+
+    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the output of full sequences. Called after the model's forward, where that did not fail."""
+        if not self._is_running or not self._interception.is_inside:
+            return None
+        self._end_call()
+        if not self._interception.count:
+            raise self._unseen()
+        if self._options.batch is not None:
+            return None
+        check_outputs(output, *self._of_call, self._parts, self._name)
+        return gather_outputs(output, self._of_call[0], self._parts)
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, ExitStack()
+        call.close()
+
+    def _verify(self, whole: Arguments, part: Arguments) -> None:
+        """Compare the model's forward on full sequences and on this rank's part."""
+        check_same_inputs(whole.tensors(), self._parts)
+        forward = self._model.forward
+        calls = whole.call(), part.call()
+
+        def run_whole() -> Any:
+            return forward(*calls[0][0], **calls[0][1])
+
+        def run_part() -> Any:
+            output = forward(*calls[1][0], **calls[1][1])
+            if self._options.batch is None:
+                check_outputs(output, *self._of_call, self._parts, self._name)
+            return output
+
+        verify(self._model, run_whole, run_part, self._interception, self._parts, self._of_call[0], self._device)
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    def _never_called(self) -> ModuleError:
+        return ModuleError(
+            f"Expected training_step to call {self._name}, whose sequences cp={self._parts.size} splits, got a step "
+            "without a call of it: every rank would compute the same.",
+            fix="call it as a module (self.model(x) or self(x), not .forward or a submodule of it), or name the "
+            "submodule that is called in Context(module=...).",
+        )
+
+    def _unseen(self) -> ModuleError:
+        return ModuleError(
+            f"Expected {self._name} to call F.scaled_dot_product_attention with cp={self._parts.size}, got a forward "
+            "without any: attention by matrix products, flex_attention or other kernels would see one part only.",
+            fix="compute attention by torch.nn.functional.scaled_dot_product_attention, or train with cp=1.",
+        )
+
+
+def _gathered(tensors: dict[str, Tensor], dim: int, length: int, parts: Parts) -> dict[str, Tensor]:
+    """Return those tensors that have the length of a part, of full sequences."""
+    are_parts = {name: one for name, one in tensors.items() if one.ndim > dim and one.shape[dim] == length}
+    return {name: parts.gather(one.detach(), dim) for name, one in are_parts.items()}
