@@ -74,6 +74,8 @@ class ExpertWeights(nn.Module):
         rows = rows.to(self._compute_dtype(rows.device.type))
         if not is_sharded(self.up):
             return self._compute(rows, counts, lambda weight: weight)
+        if EXPERT_AXIS not in (self.up.device_mesh.mesh_dim_names or ()):  # equal on the ranks of another axis
+            return self._compute(rows, counts, _local)
         group = self.up.device_mesh[EXPERT_AXIS].get_group()
 
         def compute(rows: Tensor, counts: Tensor) -> Tensor:

@@ -40,12 +40,14 @@ def build(**options: Any) -> Mixture:
     return Mixture(**options)
 
 
-def train(rank: int, size: int, strategy: Any, options: dict[str, Any], steps: int = STEPS, **paths: Path) -> Any:
+def train(
+    rank: int, size: int, strategy: Any, options: dict[str, Any], steps: int = STEPS, copies: int = 1, **paths: Path
+) -> Any:
     """Train, from a checkpoint if one is given, and write one if a path is given."""
     module = build(**options)
     trainer = trainer_of(size, strategy, max_steps=steps)
     # The ranks have unequally many batches to evaluate.
-    trainer.fit(module, loader(4 // size), loader(2, samples=9), ckpt_path=paths.get("start"))
+    trainer.fit(module, loader(4 * copies // size), loader(2, samples=9), ckpt_path=paths.get("start"))
     if "end" in paths:
         trainer.save_checkpoint(paths["end"])
     up = module.blocks[0].moe.experts.up
@@ -78,6 +80,13 @@ def test_training_is_that_of_one_process(mesh: str, size: int, shards: int, opti
     everywhere = run_ranks(train, size, mesh, options, connect=False)
     assert_equal(everywhere, alone)
     assert [one["elements"] for one in everywhere] == [alone["elements"] // shards] * size
+
+
+def test_experts_beside_split_layers_are_the_same_on_all_ranks() -> None:
+    (alone,) = run_ranks(train, 1, "auto", {}, connect=False)
+    mesh = MeshStrategy(fsdp=1, tp=2, tensor_plan={"stem": "colwise_gather_output"})
+    everywhere = run_ranks(train, 2, mesh, {}, connect=False, copies=2)
+    assert_equal(everywhere, alone)
 
 
 def train_balanced(rank: int, size: int, strategy: Any) -> Any:
