@@ -111,3 +111,23 @@ def test_a_run_that_resumes_within_an_epoch_has_the_masks_and_bits_of_one_that_d
     assert len({repr(drawn) for drawn in masks.values()}) == len(masks)  # others draw other ones
     through, resumed = everywhere[0]["through"][3], everywhere[0]["resumed"][3]
     assert_same_rows(resumed, [row for row in through if row[0] >= 2])
+
+
+def save(rank: int, size: int, axes: dict[str, Any], path: str) -> Any:
+    _, module, rows = fit(mesh(**axes), size, data_size=data_size(axes), callbacks=[SaveAt(2, path)])
+    return whole(module), rows.rows
+
+
+def resume(rank: int, size: int, axes: dict[str, Any], path: str) -> Any:
+    _, module, rows = fit(mesh(**axes) if axes else "auto", size, data_size=data_size(axes), ckpt_path=path)
+    return whole(module), rows.rows
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_of_a_mesh_continues_on_others_and_on_one_process(kind: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/stopped.ckpt"
+    weights, rows = run_ranks(save, 4, {"fsdp": 2, "tp": 2, "state_dict_type": kind}, path, connect=False)[0]
+    for axes in ({"tp": 2}, {"fsdp": 2}, {}):
+        resumed, after = run_ranks(resume, 2 if axes else 1, axes, path, connect=False)[0]
+        assert_same_rows(after, [row for row in rows if row[0] >= 2])
+        assert_same_weights(resumed, weights)
