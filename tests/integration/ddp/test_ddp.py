@@ -507,7 +507,7 @@ def sync_batchnorm(rank: int, size: int) -> str:
 
 
 def test_sync_batchnorm_on_the_cpu_is_refused_by_name() -> None:
-    assert "norm would run on 'cpu'" in run_ranks(sync_batchnorm, 2)[0]
+    assert "got norm on 'cpu'" in run_ranks(sync_batchnorm, 2)[0]
 
 
 def tensor_forms(rank: int, size: int) -> Any:

@@ -53,7 +53,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path)
 def test_ranks_that_differ_and_numbers_that_do_not_divide_are_refused_on_all() -> None:
     for messages in run_ranks(refused, 2, connect=False):
         assert "2 on rank 0, 3 on rank 1" in messages[0]
-        assert "2 samples per micro-batch x 2 ranks = 4 samples" in messages[1]
+        assert "multiple of 4 (2 samples per micro-batch x 2 ranks)" in messages[1]
         assert "global_batch_size=4 or 8" in messages[1]
 
 
