@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..tree import leaves, map_leaves
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
     from ...protocols import StoredTensor
@@ -29,7 +31,7 @@ __all__ = [
     "read_full",
 ]
 
-# Any in this file: the content of checkpoints.
+# Any in this file: the content of checkpoints, and what mypy does not know of torch.
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -106,11 +108,56 @@ def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = Tr
 
 def full_tensor(tensor: DTensor) -> Tensor:
     """Return the full tensor in newly allocated memory, on its device. Call it on every rank: it communicates."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = tensor.placements
+    is_strided = any(isinstance(one, _StridedShard) for one in placements)
     with torch.no_grad():
-        result = tensor.full_tensor()
         part = tensor.to_local()
+        if is_strided and not any(one.is_partial() for one in placements):
+            return _gather_strided(tensor, part)
+        result = tensor.full_tensor()
         is_same = result.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
         return result.clone() if is_same else result
+
+
+def _gather_strided(tensor: DTensor, part: Tensor) -> Tensor:
+    """Gather one mesh axis at a time, the one that split the tensor last first.
+
+    `DTensor.full_tensor` gathers in the same order, but warns of it, and torch 2.9 misorders unequal shards.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    # A strided shard was split after axes to its right; its factor is the number of their shards.
+    factors = {axis: getattr(one, "split_factor", 1) for axis, one in enumerate(placements) if not one.is_replicate()}
+    order = sorted(factors, key=lambda axis: (factors[axis], axis))
+    shape, sizes = list(tensor.shape), {}
+    for axis in order:
+        dim = _dim_of(placements[axis])
+        sizes[axis] = shape[dim]
+        chunk = -(-shape[dim] // mesh.size(axis))
+        shape[dim] = max(0, min(chunk, shape[dim] - mesh.get_local_rank(axis) * chunk))
+    for axis in reversed(order):
+        part = _gather_axis(part, _dim_of(placements[axis]), sizes[axis], mesh.get_group(axis))
+    return part
+
+
+def _dim_of(placement: Any) -> int:
+    return int(placement.dim)  # of Shard and _StridedShard
+
+
+def _gather_axis(part: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+    """Return the chunks of a group's ranks, which `torch.chunk` made of `size` elements of `dim`, as one tensor."""
+    rows, count = part.movedim(dim, 0), group.size()
+    chunk = -(-size // count)
+    if len(rows) < chunk:
+        rows = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
+    gathered = rows.new_empty(chunk * count, *rows.shape[1:])
+    # Its name since torch 2.13, where the former one warns.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, rows.contiguous(), group=group)
+    if dim == 0 and len(gathered) == size:
+        return gathered
+    return gathered[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def gather_full(tree: object, *, keep: bool) -> object:

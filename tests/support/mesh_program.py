@@ -6,6 +6,7 @@ and metric objects. A global micro-batch has 4 samples, which the ranks that rea
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import loopwright as lw
 from loopwright.loggers import DummyLogger
 from loopwright.strategies import MeshStrategy, Strategy
+from loopwright.strategies.distributed.shards import full_tensor, is_sharded
 
-__all__ = ["STEPS", "Program", "Rows", "fit", "mesh", "whole"]
+__all__ = ["STEPS", "Heard", "Program", "Rows", "fit", "mesh", "whole"]
 
 # Any in this file: batches, and options of the Trainer.
 
@@ -70,6 +72,18 @@ class Program(lw.Module):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Heard(logging.Handler):
+    """Collects what torch logs about redistribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("torch.distributed.tensor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 class Rows(DummyLogger):
@@ -127,4 +141,4 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
     """Return the full weights. On every rank."""
     with torch.no_grad():
         state = module.state_dict()
-        return {n: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for n, v in state.items()}
+        return {n: full_tensor(v) if is_sharded(v) else v.clone() for n, v in state.items()}

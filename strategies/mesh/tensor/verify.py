@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
+from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
 from .apply import is_of_plan
 from .layouts import gather, local_of, split
@@ -267,7 +268,7 @@ def _full_values(module: nn.Module) -> tuple[Values, dict[Any, Placement]]:
         for name, parameter in one._parameters.items():
             if isinstance(parameter, DTensor):
                 with torch.no_grad():
-                    values[one, name] = parameter.full_tensor()
+                    values[one, name] = full_tensor(parameter)
                 placements[one, name] = parameter.placements[-1]  # the axis tp is the last one
     return values, placements
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mesh_program import Program, fit, mesh, whole
+from mesh_program import Heard, Program, fit, mesh, whole
 from ranks import run_ranks
 from torch import Tensor
 
@@ -114,7 +114,9 @@ def test_a_run_that_resumes_within_an_epoch_has_the_masks_and_bits_of_one_that_d
 
 
 def save(rank: int, size: int, axes: dict[str, Any], path: str) -> Any:
+    heard = Heard()
     _, module, rows = fit(mesh(**axes), size, data_size=data_size(axes), callbacks=[SaveAt(2, path)])
+    assert heard.texts == []  # torch has nothing to warn of
     return whole(module), rows.rows
 
 
