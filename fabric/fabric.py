@@ -895,8 +895,7 @@ class Fabric:
         def write() -> None:
             content = collect_state(self.strategy, state, filter)
             has_own_part = self.strategy.saves_shards("sharded")
-            if not has_own_part:
-                content = self.strategy.gather_state(content)
+            content = self.strategy.arrange_shards(content) if has_own_part else self.strategy.gather_state(content)
             if has_own_part or self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(content, path)
 

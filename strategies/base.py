@@ -674,6 +674,13 @@ class Strategy(Capabilities):
         """
         return False
 
+    def arrange_shards(self, state: object) -> Any:  # Any: the content of a checkpoint
+        """Return what this rank gives the checkpoint IO where all ranks write, of the same structure on all ranks.
+
+        On every rank: it may communicate. What another rank has alone is `RemoteShards`.
+        """
+        return state
+
     def gather_state(self, state: object) -> Any:  # Any: the content of a checkpoint
         """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""
         return state

@@ -20,6 +20,7 @@ import torch
 
 from ... import __version__
 from ...errors import CheckpointError
+from ...strategies.distributed.shards import RemoteShards
 from ..tensors import AnyTensor
 
 __all__ = [
@@ -139,7 +140,7 @@ class Manifest:
 
 
 def manifest_of(
-    tensors: Mapping[str, AnyTensor],
+    tensors: Mapping[str, AnyTensor | RemoteShards],
     chunks: Mapping[str, Iterable[Chunk]],
     files: dict[str, FileEntry],
     *,

@@ -19,12 +19,14 @@ class Planner(DefaultSavePlanner):
     """DCP's planner, which explains when the ranks do not fit together.
 
     Args:
-        known: Paths of the sharded tensors of this rank.
+        split: The checkpoint of this rank.
     """
 
-    def __init__(self, known: set[str]) -> None:
+    def __init__(self, split: Split) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._known = known
+        self._known = {*split.tensors, *split.remote}
+        names = first_names(split)
+        self._awaited = {path for path in split.remote if names[path] == path}
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plan for all ranks; called on rank 0."""
@@ -34,6 +36,9 @@ class Planner(DefaultSavePlanner):
         if others:  # no placeholder would lead to them
             named = ", ".join(others[:5])
             raise CheckpointError(f"the ranks have different sharded tensors; rank 0 lacks {named}.", fix=fix)
+        if missing := self._awaited.difference(path for _, path in paths):
+            named = ", ".join(sorted(missing)[:5])
+            raise CheckpointError(f"the ranks have different sharded tensors; no rank has {named}.", fix=fix)
         try:
             return super().create_global_plan(all_plans)
         except ValueError as error:
@@ -49,14 +54,14 @@ def unfit(tensor: DTensor) -> str | None:
     return None
 
 
-def first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
+def first_names(split: Split) -> dict[str, str]:
     """Return for each path the path that its tensor is saved under: tied tensors share their memory, and are one.
 
     Decided by rank 0 alone: other ranks cannot distinguish tensors without local elements.
     """
     first: dict[object, str] = {}
     names = {}
-    for path, tensor in tensors.items():
+    for path, tensor in split.tensors.items():
         local = tensor.to_local()
         memory: object = id(tensor)
         if local.numel():
@@ -69,12 +74,13 @@ def first_names(tensors: dict[str, DTensor]) -> dict[str, str]:
             )
             memory = (*view, tensor.shape, tensor.placements, tensor.device_mesh)
         names[path] = first.setdefault(memory, path)
+    names.update({path: first.setdefault(id(remote), path) for path, remote in split.remote.items()})
     return names
 
 
 def with_first_names(split: Split) -> StateDict:
     """Return the state with every placeholder naming the path that its tensor is saved under."""
-    placeholders = {path: {PLACEHOLDER_KEY: name} for path, name in first_names(split.tensors).items()}
+    placeholders = {path: {PLACEHOLDER_KEY: name} for path, name in first_names(split).items()}
     return put_back(split.rest, placeholders, set(), [])
 
 

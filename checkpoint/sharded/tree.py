@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, overload
 
 from ...protocols import StateDict, Tree
+from ...strategies.distributed.shards import RemoteShards
 from ..plain import replace_marked
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ class Split:
     Attributes:
         rest: The checkpoint with a placeholder for each sharded tensor; its containers are copies, its tensors are not.
         tensors: The sharded tensors by path.
+        remote: Those of other ranks alone, by path.
         clashes: Paths of dicts of the user that look like placeholders, so that the checkpoint cannot be saved.
     """
 
     rest: StateDict = field(default_factory=dict)
     tensors: dict[str, DTensor] = field(default_factory=dict)
+    remote: dict[str, RemoteShards] = field(default_factory=dict)
     clashes: list[str] = field(default_factory=list)
 
 
@@ -116,6 +119,9 @@ def _sharded_type() -> type[DTensor] | None:
 def _copy(value: Tree, path: str, kind: type[DTensor] | None, split: Split, copies: dict[int, Tree]) -> Tree:
     if kind is not None and isinstance(value, kind):
         split.tensors[path] = value
+        return {PLACEHOLDER_KEY: path}
+    if isinstance(value, RemoteShards):
+        split.remote[path] = value
         return {PLACEHOLDER_KEY: path}
     if id(value) in copies:
         return copies[id(value)]

@@ -79,7 +79,7 @@ def save(
             dcp_save(
                 dict(writer.split.tensors),
                 storage_writer=writer,
-                planner=Planner(set(writer.split.tensors)),
+                planner=Planner(writer.split),
                 process_group=group,
                 no_dist=is_alone,
             )
@@ -170,7 +170,7 @@ class _Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder, and tell each rank where to write; without empty chunks and second names of a tensor."""
-        names = first_names(self.split.tensors)
+        names = first_names(self.split)
         with self._explained(0):
             self.target = target_of(self._path, self._options)
             self.target.prepare()
@@ -215,7 +215,7 @@ class _Writer(StorageWriter):
                 chunks[path].append(chunk)
         mesh = next((tensor.device_mesh for tensor in self.split.tensors.values()), None)
         manifest = manifest_of(
-            self.split.tensors,
+            {**self.split.tensors, **self.split.remote},
             chunks,
             files,
             state=self._state_name(),
@@ -265,7 +265,7 @@ class _Writer(StorageWriter):
         return f"state-{self.target.token}.ckpt"
 
     def _saved_paths(self) -> set[str]:
-        return set(first_names(self.split.tensors).values())
+        return set(first_names(self.split).values())
 
     def _refuse_unseen(self, backend: LocalBackend | RemoteBackend) -> None:
         if isinstance(backend, LocalBackend) and not backend.folder.is_dir():

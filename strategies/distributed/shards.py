@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ...protocols import StoredTensor
 
 __all__ = [
+    "RemoteShards",
     "as_shards",
     "fits",
     "full_tensor",
@@ -32,6 +33,22 @@ __all__ = [
 ]
 
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
+
+
+class RemoteShards:
+    """Stands for a sharded tensor of other ranks in a checkpoint that all ranks write, under the same name there.
+
+    Under several names the same object stands for one tensor.
+
+    Attributes:
+        shape: Of the full tensor.
+        dtype: Of its elements.
+    """
+
+    # Not a dataclass: walks over structures must see it, not its fields.
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:

@@ -116,7 +116,7 @@ class MeshStrategy(FSDPStrategy):
         self._contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
         self._runner: PipelineRunner | None = None  # of the module that is trained
         self._kept_shapes: object = None  # of a checkpoint
-        _check_pipeline(pipeline, pp, self.plan.state_dict_type)
+        _check_pipeline(pipeline)
         if pp != 1:  # a stage needs its parameters for all micro-batches of a window
             self.plan = replace(self.plan, reshard_after_forward=False)
 
@@ -461,9 +461,19 @@ class MeshStrategy(FSDPStrategy):
             state = own_optimizer_state(runner.split, optimizer, state)
         super().load_optimizer_state(optimizer, state, module)
 
-    def saves_shards(self, default: str) -> bool:
-        """Return whether all ranks write checkpoints; with pipeline stages rank 0 writes full ones."""
-        return not self.has_stages and super().saves_shards(default)
+    def arrange_shards(self, state: object) -> Any:
+        """Return the state under the names of all stages, with this rank's shards; see `Strategy.arrange_shards`."""
+        if not self.has_stages:
+            return super().arrange_shards(state)
+        from .pipeline.shards import arrange_shards
+        from .pipeline.state import runner_in
+
+        runner = runner_in(state)
+        if runner is None:
+            return super().arrange_shards(state)
+        axes = self.resolved_axes
+        mesh = self.groups.shards if axes.world_size == axes.pp else None
+        return arrange_shards(runner, state, mesh, keep=self.is_global_zero)
 
     def gather_state(self, state: object) -> Any:
         """Return a state with full tensors of all stages on rank 0's CPU; see `Strategy.gather_state`."""
@@ -581,14 +591,9 @@ def _check_experts(axes: MeshAxes) -> None:
         )
 
 
-def _check_pipeline(pipeline: object, pp: int, state_dict_type: str | None) -> None:
+def _check_pipeline(pipeline: object) -> None:
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise ConfigError(f"Expected pipeline= to be a Pipeline, got {pipeline!r}.", fix="pass Pipeline(...), or None.")
-    if pp != 1 and state_dict_type == "sharded":
-        raise ConfigError(
-            f"Expected state_dict_type='full' with pipeline stages, got 'sharded' and pp={pp}.",
-            fix="leave state_dict_type out: rank 0 writes one file with all stages, which any mesh loads.",
-        )
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:

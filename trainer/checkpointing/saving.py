@@ -125,8 +125,8 @@ class Saving:
             from ..loop.rank_coordination import require_full
 
             require_full(checkpoint, filepaths[0])
-        elif not has_own_part:
-            checkpoint = strategy.gather_state(checkpoint)
+        else:
+            checkpoint = strategy.arrange_shards(checkpoint) if has_own_part else strategy.gather_state(checkpoint)
 
         def write() -> None:
             self._write(checkpoint, filepaths, storage_options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .split import StageSplit
     from .window import PipelineRunner
 
-__all__ = ["StageOptimizer", "StagePart", "gather_stages", "own_module_state", "own_optimizer_state", "runner_in",
-           "stage_optimizer", "stages_state"]  # fmt: skip
+__all__ = ["Gathering", "StageOptimizer", "StagePart", "gather_stages", "own_module_state", "own_optimizer_state",
+           "runner_in", "stage_optimizer", "stages_state"]  # fmt: skip
+
+T = TypeVar("T")
 
 # Any in this file: entries of states.
 
@@ -121,11 +123,7 @@ def gather_stages(runner: PipelineRunner, tree: Any, *, keep: bool) -> Any:
         tree: With `StagePart` in the states of modules and `StageOptimizer` in place of those of optimizers.
         keep: Whether this rank wants them: global rank 0. Elsewhere None stands in place of tensors.
     """
-    found: list[list[tuple[object, ...]]] = [[] for _ in range(runner.split.num_ranks)]
-    # A part of a state may have nothing of some stages: it is one where any rank sees that.
-    dist.all_gather_object(found, list(_states_in(tree, ())), group=runner.group)
-    gathering = _Gathering(runner, {path for paths in found for path in paths}, keep=keep)
-    return gathering.gather(tree, ())
+    return Gathering(runner, tree, keep=keep).gather(tree, ())
 
 
 def _states_in(tree: Any, path: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
@@ -139,14 +137,22 @@ def _states_in(tree: Any, path: tuple[object, ...]) -> Iterator[tuple[object, ..
             yield from _states_in(value, (*path, key))
 
 
-class _Gathering:
-    """One gathering: every rank of the pipeline walks through the same structure."""
+class Gathering:
+    """One gathering: every rank of the pipeline walks through the same structure. Communicates.
 
-    def __init__(self, runner: PipelineRunner, states: set[tuple[object, ...]], *, keep: bool) -> None:
+    Args:
+        runner: Has the stages.
+        tree: See `gather_stages`.
+        keep: See `gather_stages`.
+    """
+
+    def __init__(self, runner: PipelineRunner, tree: Any, *, keep: bool) -> None:
         self.split = runner.split
         self.group = runner.group
         self.keep = keep
-        self._states = states
+        # A part of a state may have nothing of some stages: it is one where any rank sees that.
+        found = self.of_all_ranks(list(_states_in(tree, ())))
+        self._states = {path for paths in found for path in paths}
         self._exchange = Exchange(runner.group, runner.device)
         # Rank 0 has coordinate 0 on all axes; others of a stage help to gather shards, and send nothing.
         self._is_in_line = dist.get_process_group_ranks(runner.group)[0] == 0
@@ -158,11 +164,7 @@ class _Gathering:
             return self._optimizer(tree)
         if isinstance(tree, Mapping):
             if path in self._states:
-                owners = self.split.owners
-                return {
-                    key: self._one(value, owners[key][0]) if key in owners else self.gather(value, (*path, key))
-                    for key, value in tree.items()
-                }
+                return self.module_state(tree, path)
             kept = {key: self.gather(value, (*path, key)) for key, value in tree.items()}
             return kept if type(tree) is dict else _as(tree, kept)
         if isinstance(tree, list | tuple):
@@ -173,7 +175,29 @@ class _Gathering:
             return full if self.keep else None
         return tree
 
-    def _one(self, value: Any, owner: int) -> Any:
+    def of_all_ranks(self, value: T) -> list[T]:
+        """Return the objects of the ranks of the pipeline."""
+        everyone: list[Any] = [None] * self.split.num_ranks
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> dict[str, Any]:
+        """Return the state of a module from those of its stages."""
+        owners = self.split.owners
+        return {
+            key: self.tensor(value, owners[key][0]) if key in owners else self.gather(value, (*path, key))
+            for key, value in tree.items()
+        }
+
+    def description(self, value: Any) -> Any:
+        """Return what other ranks are told of an entry of an optimizer's state; None: it is a tensor."""
+        return None if isinstance(value, Tensor) else value
+
+    def entry(self, value: Any, described: Any, owner: int) -> Any:
+        """Return an entry from that of this rank, if it has one, and the owner's description."""
+        return self.tensor(value, owner) if described is None else described
+
+    def tensor(self, value: Any, owner: int) -> Any:
         """Return a tensor that a rank of the pipeline has, on rank 0; None elsewhere."""
         if self.split.rank == owner:
             full = self._of_shards(value) if is_sharded(value) else value
@@ -194,12 +218,11 @@ class _Gathering:
     def _optimizer(self, own: StageOptimizer) -> Any:
         """Return the state of the optimizers of all stages as one, numbered in the order of the module."""
         described = {
-            name: {key: None if isinstance(value, Tensor) else value for key, value in entry.items()}
+            name: {key: self.description(value) for key, value in entry.items()}
             for name, entry in _entries(own).items()
         }
         groups = [{key: value for key, value in group.items() if key != "params"} for group in own["param_groups"]]
-        everyone: list[Any] = [None] * self.split.num_ranks
-        dist.all_gather_object(everyone, (described, groups), group=self.group)
+        everyone = self.of_all_ranks((described, groups))
         entries = _entries(own)
         order = {name: place for place, name in enumerate(self.split.owners)}
         known: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -209,9 +232,7 @@ class _Gathering:
         for name in sorted(known, key=order.__getitem__):
             rank, entry = known[name]
             mine = entries.get(name, {})
-            states[name] = {
-                key: self._one(mine.get(key), rank) if value is None else value for key, value in entry.items()
-            }
+            states[name] = {key: self.entry(mine.get(key), value, rank) for key, value in entry.items()}
         merged = []
         numbers: dict[str, int] = {}
         for index, group in enumerate(everyone[0][1]):

@@ -1,4 +1,4 @@
-"""Checkpoints of pipeline stages: full ones under the names of one process, which every layout loads."""
+"""Checkpoints of pipeline stages, full and sharded: under the names of one process, which every layout loads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
+from loopwright.checkpoint import storage
 from loopwright.strategies import MeshStrategy, Strategy
 from loopwright.strategies.mesh.pipeline import Pipeline
 
@@ -65,7 +66,7 @@ def fit(
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
-    return cast(dict[str, Any], torch.load(folder / name, weights_only=False))
+    return cast(dict[str, Any], storage.load(folder / name))
 
 
 def same(left: Any, right: Any, *, bound: float = 0.0) -> None:
@@ -84,10 +85,12 @@ MESHES = {
     "pp": (2, lambda: MeshStrategy(pp=2)),
     "zbv": (2, lambda: MeshStrategy(pp=2, pipeline=Pipeline(schedule="zbv"))),
     "pp x fsdp": (4, lambda: MeshStrategy(pp=2, fsdp=2)),
+    "pp sharded": (2, lambda: MeshStrategy(pp=2, state_dict_type="sharded")),
+    "pp x fsdp sharded": (4, lambda: MeshStrategy(pp=2, fsdp=2, state_dict_type="sharded")),
 }
 
 
-@pytest.mark.parametrize("mesh", ["zbv", "pp x fsdp"])
+@pytest.mark.parametrize("mesh", ["zbv", "pp x fsdp", "pp x fsdp sharded"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(mesh: str, tmp_path: Path) -> None:
     size, strategy = MESHES[mesh]
     folder = str(tmp_path)
@@ -97,11 +100,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(mesh: str, t
     same(read(tmp_path, "resumed.ckpt"), read(tmp_path, "long.ckpt"))
 
 
-@pytest.mark.parametrize("mesh", ["zbv", "pp x fsdp"])
+@pytest.mark.parametrize("mesh", ["zbv", "pp x fsdp", "pp sharded", "pp x fsdp sharded"])
 def test_the_checkpoint_is_that_of_any_layout(mesh: str, tmp_path: Path) -> None:
     size, strategy = MESHES[mesh]
     folder = str(tmp_path)
     run_ranks(fit, size, strategy(), 2, folder, "stages.ckpt", connect=False)
+    assert (tmp_path / "stages.ckpt").is_dir() == mesh.endswith("sharded")
     # Loaded and saved again without a step: by one process, and from there by stages.
     run_ranks(fit, 1, "auto", 2, folder, "alone.ckpt", "stages.ckpt", connect=False)
     run_ranks(fit, size, strategy(), 2, folder, "back.ckpt", "alone.ckpt", connect=False)

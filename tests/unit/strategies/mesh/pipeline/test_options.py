@@ -50,7 +50,5 @@ def test_split_points_give_the_number_of_stages() -> None:
 def test_arguments_of_the_strategy_are_checked() -> None:
     with pytest.raises(ConfigError, match="Expected pipeline= to be a Pipeline, got '1f1b'"):
         MeshStrategy(pp=2, pipeline="1f1b")
-    with pytest.raises(ConfigError, match="state_dict_type='full' with pipeline stages"):
-        MeshStrategy(pp=2, state_dict_type="sharded")
     with pytest.raises(ConfigError, match="Expected 1 split points"):
         MeshStrategy(pp=2, pipeline=Pipeline(split=["a", "b"])).check_processes(2, 1)
