@@ -83,10 +83,14 @@ class GPT(lw.Module):
                 is_residual = name.endswith(("attention_out.weight", "network.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_residual else 0.02)
 
-    def forward(self, bytes_in: Tensor) -> Tensor:
-        """Return the logits of each next byte: (batch, time) int64 -> (batch, time, 256)."""
-        positions = torch.arange(bytes_in.shape[1], device=bytes_in.device)
-        x = self.byte_embedding(bytes_in) + self.position_embedding(positions)
+    def forward(self, bytes_in: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return the logits of each next byte: (batch, time) int64 -> (batch, time, 256).
+
+        With strategy="mesh:cp=2" each rank computes a part of the positions, and is given their numbers: (1, time).
+        """
+        if position_ids is None:
+            position_ids = torch.arange(bytes_in.shape[1], device=bytes_in.device)
+        x = self.byte_embedding(bytes_in) + self.position_embedding(position_ids)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.final_norm(x))

@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200, help="number of optimizer steps")
     parser.add_argument("--devices", default="1", help="number of devices, or 'auto'")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, ...")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, mesh:tp=2,pp=2, ...")
     parser.add_argument("--accelerator", default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, ...")
     parser.add_argument("--batch-size", type=int, default=16, help="windows of text per batch and device")
