@@ -117,4 +117,5 @@ def test_a_killed_rank_is_named_and_the_run_continues_with_the_same_bits(tmp_pat
     assert not (tmp_path / f"killed-{STEPS}.ckpt").exists()
     run_ranks(fit, SIZE, folder, "through", connect=False)
     run_ranks(fit, SIZE, folder, "resumed", connect=False, resume=f"killed-{SAVED}.ckpt")
+    assert not (tmp_path / f"resumed-{SAVED}.ckpt").exists()  # it began after that step
     assert_same_bits(read(tmp_path, f"resumed-{STEPS}.ckpt"), read(tmp_path, f"through-{STEPS}.ckpt"))
