@@ -117,6 +117,7 @@ class MeshStrategy(FSDPStrategy):
         self._runner: PipelineRunner | None = None  # of the module that is trained
         self._kept_shapes: object = None  # of a checkpoint
         _check_pipeline(pipeline)
+        _check_loss(pp, loss_parallel=loss_parallel)
         if pp != 1:  # a stage needs its parameters for all micro-batches of a window
             self.plan = replace(self.plan, reshard_after_forward=False)
 
@@ -594,6 +595,14 @@ def _check_experts(axes: MeshAxes) -> None:
 def _check_pipeline(pipeline: object) -> None:
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise ConfigError(f"Expected pipeline= to be a Pipeline, got {pipeline!r}.", fix="pass Pipeline(...), or None.")
+
+
+def _check_loss(pp: int, *, loss_parallel: bool) -> None:
+    if loss_parallel and pp != 1:
+        raise ConfigError(
+            f"Expected loss_parallel=False with pipeline stages, got True and pp={pp}: not available together.",
+            fix="leave loss_parallel out, or train without pp; sequence_parallel=True is available with pp.",
+        )
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:

@@ -33,16 +33,21 @@ TENSOR_PLAN = {f"net.{name}": style for name, style in PLAN.items()}
 class Program(lw.Module):
     """A language model, with what it read and which masks it drew.
 
+    Args:
+        dropout: Share of the positions whose logits are 0 in training.
+        scales_logits: Whether the temperature is a factor of the logits, and not of the loss.
+        options: Of the model.
+
     Attributes:
         seen: Numbers of the samples of each training batch.
         masks: A mask drawn in each training step.
     """
 
-    def __init__(self, *, dropout: float = 0.0, **options: Any) -> None:
+    def __init__(self, *, dropout: float = 0.0, scales_logits: bool = True, **options: Any) -> None:
         super().__init__()
         self.net = llama(**options)
         self.temperature = nn.Parameter(torch.tensor(1.25))
-        self.dropout = dropout
+        self.dropout, self.scales_logits = dropout, scales_logits
         self.counted = torchmetrics.SumMetric()
         self.seen: list[list[int]] = []
         self.masks: list[list[float]] = []
@@ -54,8 +59,10 @@ class Program(lw.Module):
             mask = F.dropout(torch.ones(logits.shape[:2], dtype=logits.dtype), self.dropout)
             self.masks.append(mask.flatten().tolist())
             logits = logits * mask[..., None]
-        total = F.cross_entropy((logits * self.temperature).flatten(0, 1), y.flatten(), reduction="sum")
-        return lw.Loss(total, (y != -100).sum())
+        if self.scales_logits:
+            logits = logits * self.temperature
+        total = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+        return lw.Loss(total if self.scales_logits else total * self.temperature, (y != -100).sum())
 
     def training_step(self, batch: Any, batch_idx: int) -> lw.Loss:
         self.seen.append(batch[0].tolist())

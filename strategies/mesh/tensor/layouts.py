@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ....errors import ModuleError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["convert", "enter", "gather", "local_of", "reduce", "split"]
+__all__ = ["convert", "enter", "gather", "local_of", "reduce", "split", "unviewed"]
 
 
 def convert(
@@ -70,3 +71,12 @@ def split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 def local_of(value: object, mesh: DeviceMesh) -> object:
     """Return the full tensor of a DTensor as a plain one that all ranks have, and any other value as it is."""
     return convert(value, mesh, Replicate(), Replicate()) if isinstance(value, DTensor) else value
+
+
+def unviewed(tensor: Tensor, module: nn.Module) -> Tensor:
+    """Return an output of a module, in memory of its own where the module is a unit of `fully_shard`.
+
+    Conversions return views. A change of one in place (`x += y`) loses the hook that gathers the unit's parameters
+    before its backward pass; torch 2.13 warns of every view.
+    """
+    return tensor.clone() if tensor._base is not None and isinstance(module, FSDPModule) else tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from .layouts import convert, split
+from .layouts import convert, split, unviewed
 from .styles import Rowwise, map_first, map_output
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class OnSequence:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Change the output."""
-        return map_output(output, lambda x: self._changed(x, self.change[1]))
+        return map_output(output, lambda x: unviewed(self._changed(x, self.change[1]), module))
 
     def _changed(self, x: Tensor, how: str) -> Tensor:
         if how == "split":

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
-from .layouts import convert, enter, gather
+from .layouts import convert, enter, gather, unviewed
 from .parameters import PARTIAL, Swapped, distribute, put_back, replace_parameter, swap_in
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Around:
         """End a call with an output."""
         frame = module.__dict__[_FRAMES][-1]
         frame.restore(module)
-        return self.style.leave(frame, module, output, self.mesh)
+        return map_output(self.style.leave(frame, module, output, self.mesh), lambda x: unviewed(x, module))
 
     def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a call, also one that failed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,29 @@ def test_training_is_that_of_one_process(name: str) -> None:
         assert by_share.setdefault(found["data_rank"], found["seen"]) == found["seen"]  # copies read the same
     batches = zip(*(by_share[rank] for rank in sorted(by_share)), strict=True)
     assert [[number for part in parts for number in part] for parts in batches] == alone.seen
+
+
+IN_PARTS = {"sequence": {"sequence_parallel": True}, "loss": {"loss_parallel": True}}
+IN_PARTS["both"] = IN_PARTS["sequence"] | IN_PARTS["loss"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    [({"tp": 2}, "sequence"), ({"tp": 2}, "loss"), ({"fsdp": 2, "tp": 2}, "both"), ({"pp": 2, "tp": 2}, "sequence")],
+)
+def test_sequences_and_losses_in_parts_are_those_of_one_process(axes: dict[str, int], name: str) -> None:
+    # Logits in parts are for cross_entropy alone.
+    options = {"module": Program(scales_logits=name == "sequence")}
+    _, alone, rows = fit("auto", 1, **copy.deepcopy(options))
+    size = math.prod(axes.values())
+    everywhere = run_ranks(train, size, {"fsdp": 1, **axes, **IN_PARTS[name]}, connect=False, **options)
+    found: dict[str, Tensor] = {}
+    for one in everywhere:
+        found.update(one["weights"])
+        if "pp" not in axes:
+            assert_same_weights(one["weights"], whole(alone))
+    assert_same_weights(found, whole(alone))
+    assert_same_rows(next(one["rows"] for one in everywhere if one["rows"]), rows.rows)
 
 
 class SaveAt(lw.Callback):
