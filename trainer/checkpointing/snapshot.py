@@ -456,7 +456,8 @@ def _load_optimizer(
     """
     order = list(range(len(state["param_groups"])))
     strategy = run.fabric.strategy
-    if saved is not None and strategy.has_stages and strategy.runs_windows and len(saved) == len(order):
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if saved is not None and strategy.has_stages and [len(names) for names in saved] == sizes:
         # Each stage takes its own parameters by name.
         named = [{**group, contents.PARAM_NAMES: n} for group, n in zip(state["param_groups"], saved, strict=True)]
         state, saved = {**state, "param_groups": named}, None
