@@ -34,9 +34,9 @@ _HOMES = {
     "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
     "TPUPrecision=XLAPrecision TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
     "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler",
-    "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync ParallelStrategy "
-    "SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm XLAFSDPStrategy "
-    "XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
+    "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync "
+    "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm "
+    "XLAFSDPStrategy XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
     "strategies.deepspeed.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision",
     "trainer.loop.optimizers": "LightningOptimizer=ManagedOptimizer",
     "trainer.loop.schedule": "LRSchedulerConfig",
@@ -102,7 +102,6 @@ _ABSENT = {
     "TPUBf16Precision TPUBf16PrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin LightningDoublePrecisionModule",
     "Habana's devices are not supported": "HPUAccelerator HPUCheckpointIO HPUParallelStrategy HPUPrecisionPlugin "
     "SingleHPUStrategy",
-    "tensor parallel meshes are not there": "ModelParallelStrategy",
     "it needs a hosted service that has no public interface here; pass a WandbLogger, MLFlowLogger or CometLogger":
     "LitLogger NeptuneLogger download_model_from_registry find_model_local_ckpt_path",
     "PyTorchProfiler records one window by itself": "RegisterRecordFunction ScheduleWrapper",
@@ -126,6 +125,7 @@ _LOCAL = {
         "CSVLogger": f"{_OWN}.loggers:FabricCSVLogger",
         "TensorBoardLogger": f"{_OWN}.loggers:FabricTensorBoardLogger",
     },
+    "fabric.strategies": {"ModelParallelStrategy": f"{_OWN}.strategies:FabricModelParallelStrategy"},
     "fabric.utilities": {"ThroughputMonitor": "fabric.throughput:ThroughputMonitor"},
     "pytorch.utilities.model_summary": {"ModelSummary": f"{_OWN}.summary:ModelSummary"},
 }

@@ -318,6 +318,14 @@ def test_strategies_loggers_and_profilers_by_name(tmp_path: Path) -> None:
     assert isinstance(cli.trainer.strategy, lw.DDPStrategy)
 
 
+def test_a_mesh_by_name_and_sizes() -> None:
+    cli = made("trainer.strategy=mesh:fsdp=2,tp=2", "trainer.devices=4")
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, lw.strategies.MeshStrategy)
+    assert (strategy.axes.fsdp, strategy.axes.tp) == (2, 2)
+    assert "'tpp' is not an axis (did you mean 'tp'?)" in problems("trainer.strategy=mesh:tpp=2", "trainer.devices=2")
+
+
 def test_lists_are_changed_by_place_and_by_adding() -> None:
     file = str(FOLDER / "base.yaml")
     args = [

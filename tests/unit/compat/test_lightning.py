@@ -113,11 +113,30 @@ def test_children_get_two_variables_and_keep_their_path(monkeypatch: pytest.Monk
 
 def test_a_name_without_meaning_imports_and_says_why_when_used() -> None:
     from lightning.pytorch.loggers import LitLogger
-    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.strategies import HPUParallelStrategy
 
-    assert not isinstance(3, ModelParallelStrategy)
+    assert not isinstance(3, HPUParallelStrategy)
     with pytest.raises(NotServed, match=r"LitLogger.*\n.*migrating"):
         LitLogger("x")
+
+
+def test_strategies_of_modules_that_parallelize_themselves_are_served() -> None:
+    import lightning as L
+    from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as SameOfFabric
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    def parallelize(module: nn.Module, device_mesh: object) -> nn.Module:
+        return module
+
+    assert ModelParallelStrategy is lw.strategies.ModelParallelStrategy
+    assert SameOfFabric is OfFabric
+    strategy = OfFabric(parallelize, 2, tensor_parallel_size=3, save_distributed_checkpoint=False)
+    assert isinstance(strategy, ModelParallelStrategy)
+    assert strategy.parallelize_fn is parallelize
+    assert (strategy.axes.fsdp, strategy.axes.tp) == (2, 3)
+    with pytest.raises(lw.ConfigError, match=r"Expected 6 processes for the mesh fsdp=2, tp=3 \(2 x 3\), got 4"):
+        L.Trainer(strategy=ModelParallelStrategy(2, 3), devices=4, accelerator="cpu")
 
 
 def test_misconfiguration_catches_what_loopwright_raises_and_can_be_raised() -> None:
