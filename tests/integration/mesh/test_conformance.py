@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import loopwright as lw
+from loopwright.strategies import FSDPStrategy, Strategy
 
 # Any in this file: results that travel between processes.
 
@@ -156,5 +158,36 @@ def test_a_checkpoint_of_a_mesh_continues_on_others_and_on_one_process(kind: str
     weights, rows = run_ranks(save, 4, {"fsdp": 2, "tp": 2, "state_dict_type": kind}, path, connect=False)[0]
     for axes in ({"tp": 2}, {"fsdp": 2}, {}):
         resumed, after = run_ranks(resume, 2 if axes else 1, axes, path, connect=False)[0]
+        assert_same_rows(after, [row for row in rows if row[0] >= 2])
+        assert_same_weights(resumed, weights)
+
+
+def stopped_or_resumed(
+    rank: int, size: int, strategy: Strategy | str, path: str, ckpt_path: str | None
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Train to the end on two shares of the data: saving after two steps, or from a checkpoint."""
+    callbacks = [] if ckpt_path else [SaveAt(2, path)]
+    _, module, rows = fit(strategy, size, data_size=2, callbacks=callbacks, ckpt_path=ckpt_path)
+    return whole(module), rows.rows
+
+
+OTHERS: dict[str, Callable[[], Strategy | str]] = {
+    "ddp": lambda: "ddp",
+    "fsdp-full": lambda: FSDPStrategy(auto_wrap_policy={"Block"}, state_dict_type="full"),
+    "fsdp-sharded": lambda: FSDPStrategy(auto_wrap_policy={"Block"}, state_dict_type="sharded"),
+}
+
+
+@pytest.mark.parametrize(("other", "kind"), [("ddp", "full"), ("fsdp-full", "sharded"), ("fsdp-sharded", "sharded")])
+def test_checkpoints_go_from_other_strategies_to_a_mesh_and_back(other: str, kind: str, tmp_path: Path) -> None:
+    there, here = str(tmp_path / "other.ckpt"), str(tmp_path / "mesh.ckpt")
+    axes = {"fsdp": 2, "tp": 2, "state_dict_type": kind}
+    weights, rows = run_ranks(stopped_or_resumed, 2, OTHERS[other](), there, None, connect=False)[0]
+    again = run_ranks(stopped_or_resumed, 4, mesh(**axes), "", there, connect=False)[0]
+    run_ranks(stopped_or_resumed, 4, mesh(**axes), here, None, connect=False)
+    back = run_ranks(stopped_or_resumed, 2, OTHERS[other](), "", here, connect=False)[0]
+    assert Path(here).is_dir() == (kind == "sharded")
+    assert Path(there).is_dir() == (other == "fsdp-sharded")
+    for resumed, after in (again, back):
         assert_same_rows(after, [row for row in rows if row[0] >= 2])
         assert_same_weights(resumed, weights)
