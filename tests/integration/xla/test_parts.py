@@ -48,11 +48,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         found,
         [
             "requests 3 xla devices, but this machine has 2",
-            "strategy='single_device' cannot be used with accelerator='xla'",
-            "strategy='ddp' cannot be used with accelerator='xla'",
+            "Expected an XLA strategy for accelerator='xla' (or 'tpu'), got strategy='single_device'.",
+            "Expected an XLA strategy for accelerator='xla' (or 'tpu'), got strategy='ddp'.",
             "strategy='xla' cannot be used with accelerator='cpu'",
             "precision='16-mixed' cannot be used with strategy='xla_fsdp'",
-            "num_nodes=2 with strategy='xla'",
+            "Expected num_nodes=1 with strategy='xla', which runs one process on one machine, got num_nodes=2",
         ],
         strict=True,
     ):

@@ -48,7 +48,7 @@ def test_steps_that_read_or_never_repeat_are_named_once(tmp_path: Path) -> None:
     line = 1 + next(
         number for number, text in enumerate(program.read_text().splitlines()) if "if self.reads and loss >" in text
     )
-    assert reads.startswith(f"training_step reads a tensor in every step, at {program}:{line}: ")
+    assert reads.startswith(f"training_step reads a tensor in every step, at {program}:{line}, so that the host waits")
     [shapes], _ = found["shapes"]
     assert "in 11 of 20 calls of training_step" in shapes
     assert "batches have different shapes: (4, 11), (4, 12), (4, 13)." in shapes
