@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
+from .tensor.loss import loss_parallel_context
 from .tensor.verify import recording, verify_plan
 
 if TYPE_CHECKING:
     from ...protocols import StepFunction
     from .tensor import TensorPlan
 
-__all__ = ["loss_ops", "split_step", "verified_step"]
+__all__ = ["split_step", "verified_step"]
 
 
 def split_step(plan: TensorPlan, module: nn.Module, step: StepFunction) -> StepFunction:
@@ -29,7 +28,7 @@ def split_step(plan: TensorPlan, module: nn.Module, step: StepFunction) -> StepF
     """
 
     def run(*args: object, **kwargs: object) -> object:
-        with plan.running(module), loss_ops(plan):
+        with plan.running(module), loss_parallel_context(plan):
             return step(*args, **kwargs)
 
     return run
@@ -47,13 +46,3 @@ def verified_step(plan: TensorPlan, module: nn.Module, step: StepFunction, is_du
         return output
 
     return run
-
-
-@contextmanager
-def loss_ops(plan: TensorPlan | None) -> Iterator[None]:
-    """Return a context in which a loss of logits that are split over the vocabulary, and its gradient, are computed."""
-    if plan is None or not plan.loss_parallel:
-        yield
-        return
-    with loss_parallel():
-        yield

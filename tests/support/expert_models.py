@@ -1,4 +1,4 @@
-"""A small model with layers of experts, its data, and a loop by hand that trains it on one process."""
+"""A small model with layers of experts, its data, and a handwritten loop that trains it on one process."""
 
 from __future__ import annotations
 

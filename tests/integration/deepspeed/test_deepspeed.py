@@ -441,7 +441,7 @@ def refuse_on_ranks(rank: int, size: int, folder: str) -> dict[str, str]:
     refused("shape", CheckpointError, lambda: fabric.strategy.load_module_state_dict(running._without_fabric, wrong))
     odd = DataLoader(TensorDataset(torch.zeros(1, 6), torch.zeros(1, 3)), batch_size=1)
     with torch.no_grad():
-        refused("uneven by hand", DataError, lambda: next(iter(fabric.setup_dataloaders(odd))))
+        refused("uneven loader", DataError, lambda: next(iter(fabric.setup_dataloaders(odd))))
     trainer = lw.Trainer(accelerator="cpu", strategy=engine(3), devices=size, logger=False, enable_progress_bar=False)
     refused("uneven", DataError, lambda: trainer.validate(Validated(), odd, verbose=False))
     refused("none", ModuleError, lambda: fit(DeepSpeedStrategy(stage=1), size, 1, module=Skipping()))
@@ -471,7 +471,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> 
     assert float(said["norm"]) == 0
     assert "head.weight of shape (3, 8) in the checkpoint, as in the module, got (4, 8)" in said["shape"]
     assert "from training_step, which DeepSpeed needs on every rank, got None" in said["none"]
-    assert "at least one batch for each of 2 processes" in said["uneven by hand"]
+    assert "at least one batch for each of 2 processes" in said["uneven loader"]
     assert "1 of 2 ranks have a batch in a global batch" in said["uneven"]
     assert "Expected backward without retain_graph" in said["retain"]
     saved = torch.load(tmp_path / "f.ckpt", weights_only=True)

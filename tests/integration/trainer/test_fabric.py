@@ -1,4 +1,4 @@
-"""Fabric on several processes: a loop by hand equals one process, evaluation is exact, and errors reach every rank."""
+"""Fabric on several processes: a handwritten loop equals one process, evaluation is exact, errors reach every rank."""
 
 from __future__ import annotations
 
