@@ -42,7 +42,7 @@ HEAVY = {
 }
 # Packages that come with a required one, by the name under which they are imported.
 COMES_WITH_REQUIRED = {"google": "tensorboard", "yaml": "omegaconf", "typing_extensions": "torch"}
-PLATFORM = {"resource"}  # absent on Windows
+PLATFORM = {"fcntl", "resource"}  # absent on Windows
 MESH_PARTS = {"pipeline", "tensor", "context", "experts"}
 ENGINES = {"ddp", "deepspeed", "fsdp", "mesh", "xla"}
 # (file, module): why an import stands within a function although no rule above allows it.

@@ -21,6 +21,7 @@ LAYERS = (
     {"trainer"},
     {"tuner"},
     {"compat"},
+    {"recipes"},
     {"cli"},
     {"__main__"},
 )

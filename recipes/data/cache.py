@@ -1,0 +1,256 @@
+"""Tokenized data in a cache: each source becomes a folder with a `Shard`, made once and found by its key."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from .encoding import Draft, Encoder
+from .formats import BadRecord, find_kind, to_example
+from .settings import DataSettings, Source
+from .shard import MANIFEST, Shard, ShardWriter, publish, temporary_folder
+from .sources import Record, find_files, read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Cache", "ProblemList", "describe_tokenizer"]
+
+VERSION = 1
+_SHOWN = 20
+_CHARACTERS = 1 << 20  # tokenized at a time
+_DRAFTS = 1024
+_EDGE = 1 << 16  # bytes at both ends of a file that count for its identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ProblemList:
+    """Problems of data; keeps the first ones and counts all."""
+
+    shown: list[str] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, problem: str) -> None:
+        """Note a problem."""
+        self.count += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(problem)
+
+    def lines(self) -> list[str]:
+        """Return the first problems, and how many there are if these are not all."""
+        rest = self.count - len(self.shown)
+        return [*self.shown, f"... and {rest} more ({self.count} in all)"] if rest else list(self.shown)
+
+
+class Cache:
+    """Tokenizes sources into folders.
+
+    Args:
+        folder: Where these folders are.
+        settings: Kind, prompts and trained parts.
+        tokenizer: A fast tokenizer.
+    """
+
+    def __init__(self, folder: Path, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._folder, self._settings, self._tokenizer = folder, settings, tokenizer
+        self._tokenizer_key = describe_tokenizer(tokenizer)
+
+    def find(self, source: Source) -> Path:
+        """Return the folder of a source's tokens, which may not exist yet."""
+        if (source.path / MANIFEST).is_file():
+            return source.path
+        files, _ = find_files(source.path)
+        settings = self._settings
+        described = {
+            "version": VERSION,
+            "files": [_identity(file, source.path) for file in files],
+            "tokenizer": self._tokenizer_key,
+            "kind": settings.kind,
+            "train_on": settings.train_on,
+            "prompt_style": settings.prompt_style,
+        }
+        return self._folder / f"tokens-{_digest(json.dumps(described))}"
+
+    def fill(self, source: Source, problems: ProblemList) -> None:
+        """Tokenize a source unless it is there already. With problems, nothing is kept."""
+        folder = self.find(source)
+        if folder == source.path:
+            self._check_tokenized(source, problems)
+            return
+        files, problem = find_files(source.path)
+        if problem:
+            problems.add(problem)
+            return
+        with _one_at_a_time(folder):
+            if not folder.is_dir():
+                self._tokenize(source, files, folder, problems)
+
+    def _check_tokenized(self, source: Source, problems: ProblemList) -> None:
+        manifest = Shard(source.path).manifest
+        if manifest.get("tokenizer") != self._tokenizer_key:
+            problems.add(f"{source.path}: Expected tokens of this tokenizer, got those of another one.")
+
+    def _tokenize(self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList) -> None:
+        began, before = time.monotonic(), problems.count
+        temporary = temporary_folder(folder)
+        work = _Tokenizing(self._settings, self._tokenizer, temporary, problems)
+        total = sum(file.stat().st_size for file in files)
+        bar = tqdm(total=total, desc=f"Tokenizing {source.path.name}", unit="B", unit_scale=True, disable=None)
+        with bar, contextlib.closing(work):
+            for file in files:
+                for record in read_records(file):
+                    work.add(record)
+                    bar.update(record.size)
+            work.finish(source.path, self._tokenizer_key)
+        if problems.count > before:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return
+        publish(temporary, folder)
+        seconds = time.monotonic() - began
+        logger.info("Tokenized %s: %d tokens in %.1f s.", source.path, work.writer.tokens, seconds)
+
+
+class _Tokenizing:
+    """The pass over one source: records in, tokens out, in batches."""
+
+    def __init__(
+        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, folder: Path, problems: ProblemList
+    ) -> None:
+        self._settings, self._problems = settings, problems
+        self._before = problems.count
+        self._tokenizer = tokenizer
+        self._has_template = bool(tokenizer.chat_template)
+        self._encoder = Encoder(tokenizer, settings.train_on)
+        self._folder = folder
+        self._kind = None if settings.kind == "auto" else settings.kind
+        self._waiting: list[tuple[Draft, int]] = []
+        self._characters = self._records = 0
+        self._writer: ShardWriter | None = None
+        special = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._ends = {*tokenizer.all_special_ids, *special}
+        self._has_end = False
+
+    @property
+    def writer(self) -> ShardWriter:
+        """The writer of the shard; its kind must be known."""
+        if self._writer is None:
+            has_mask = self._kind != "text"
+            self._writer = ShardWriter(self._folder, self._encoder.size, has_mask=has_mask)
+        return self._writer
+
+    def add(self, record: Record) -> None:
+        """Take a record; tokenize those that wait if there are enough."""
+        self._records += 1
+        try:
+            if record.problem:
+                raise BadRecord(record.problem)
+            samples = self._drafts(record)
+        except BadRecord as error:
+            self._problems.add(f"{record.place}: {error}")
+            return
+        for draft in (draft for sample in samples for draft in sample):
+            self._waiting.append((draft, self._records - 1))
+            self._characters += len(draft.text)
+        if self._characters >= _CHARACTERS or len(self._waiting) >= _DRAFTS:
+            self._flush()
+
+    def _drafts(self, record: Record) -> list[list[Draft]]:
+        if self._kind is None:
+            self._kind = find_kind(record.value)
+        if self._kind is None:
+            got = f"the keys {', '.join(map(str, record.value))}" if isinstance(record.value, dict) else "no object"
+            raise BadRecord(
+                "Expected messages, conversations, instruction and output, prompt and completion, text or input_ids, "
+                f"got {got}."
+            )
+        if self._kind == "chat" and not self._has_template:
+            raise BadRecord("Expected a tokenizer with a chat_template for chat data, got one without.")
+        style = self._settings.prompt_style
+        return self._encoder.drafts(to_example(record.value, self._kind, style, has_template=self._has_template))
+
+    def _flush(self) -> None:
+        if self._problems.count > self._before:  # nothing will be kept; the rest of the records is only checked
+            self._waiting.clear()
+        parts = self._encoder.encode([draft for draft, _ in self._waiting])
+        for (draft, record), part in zip(self._waiting, parts, strict=True):
+            self.writer.append(part.ids, part.is_trained)
+            if not self._has_end:
+                trained = part.ids if part.is_trained is None else part.ids[part.is_trained]
+                self._has_end = not self._ends.isdisjoint(trained.tolist())
+            if draft.is_last:
+                self.writer.close_sample(record)
+        self._waiting.clear()
+        self._characters = 0
+
+    def finish(self, path: Path, tokenizer_key: str) -> None:
+        """Tokenize the rest, look at all samples together, and write the manifest."""
+        self._flush()
+        if self._problems.count > self._before:
+            return
+        if not self.writer.tokens:
+            self._problems.add(f"{path}: Expected at least one sample, got none.")
+        elif not self.writer.trained:
+            self._problems.add(f"{path}: Expected trained tokens, got none: all labels are masked.")
+        elif self._kind in ("chat", "instruct", "completion") and not self._has_end:
+            self._problems.add(
+                f"{path}: Expected a trained end token, got none in any answer: the model would not learn to stop. "
+                "Generation marks of the chat template have to cover its end-of-turn token."
+            )
+        self.writer.finish(
+            {"version": VERSION, "kind": self._kind, "records": self._records, "tokenizer": tokenizer_key}
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of what decides about tokens: vocabulary, rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    return _digest("\n".join([type(tokenizer).__name__, rules, str(tokenizer.special_tokens_map), template]))
+
+
+def _identity(file: Path, root: Path) -> list[str | int]:
+    """Return what tells a file from another one or an earlier one: name, size, time, and the bytes at both ends."""
+    stat = file.stat()
+    with file.open("rb") as opened:
+        edges = opened.read(_EDGE)
+        opened.seek(max(0, stat.st_size - _EDGE))
+        edges += opened.read(_EDGE)
+    name = str(file.relative_to(root)) if root.is_dir() else file.name
+    return [name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(edges).hexdigest()]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one process of a machine write a folder; the others wait, and then find it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f"{folder.name}.lock")
+    try:
+        import fcntl
+    except ImportError:  # Windows: each writes its own, and the first one is kept
+        yield
+        return
+    with lock.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,155 @@
+"""Records of data files: jsonl, json, parquet, and text. Each record knows its place, and whether it can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MissingDependency
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+__all__ = ["Record", "find_files", "read_records"]
+
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+TEXT_SUFFIXES = frozenset(
+    f".{name}"
+    for name in (
+        *("txt", "text", "md", "rst", "tex", "html", "css", "sql", "sh", "py", "pyi", "c", "h", "cc", "cpp", "hpp"),
+        *("cu", "java", "js", "ts", "go", "rs", "rb", "r", "jl", "kt", "scala", "swift", "lua"),
+    )
+)
+_ROWS = 1024  # of a parquet file at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a file.
+
+    Attributes:
+        place: `file:line`, or `file:row N` and `file:item N` where there are no lines.
+        value: What was read; of a text file a dict with `text`.
+        size: Bytes of the file that this record accounts for; for progress.
+        problem: Why it could not be read; empty if it could.
+    """
+
+    place: str
+    value: Any = None  # Any: whatever JSON holds
+    size: int = 0
+    problem: str = ""
+
+
+def find_files(path: Path) -> tuple[list[Path], str]:
+    """Return the data files of a file or folder in order, and a problem, which is empty if there is none.
+
+    A folder is searched with its subfolders, without hidden ones. If it has files of records (jsonl, json, parquet),
+    these are its data; otherwise its text files are.
+    """
+    if path.is_file():
+        return [path], ""
+    if not path.is_dir():
+        return [], f"{path}: Expected a file or folder, got a path that does not exist."
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    records = [file for file in found if file.suffix.lower() in RECORD_SUFFIXES]
+    files = records or [file for file in found if file.suffix.lower() in TEXT_SUFFIXES]
+    if not files:
+        return [], f"{path}: Expected jsonl, json, parquet or text files, got a folder without any."
+    return files, ""
+
+
+def read_records(file: Path) -> Iterator[Record]:
+    """Yield the records of a file; those that cannot be read have a problem.
+
+    Raises:
+        MissingDependency: pyarrow is not installed, and the file is a parquet file.
+    """
+    suffix = file.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        return _read_lines(file)
+    if suffix == ".json":
+        return _read_json(file)
+    if suffix == ".parquet":
+        return _read_parquet(file)
+    return _read_text(file)
+
+
+def _read_lines(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{file}:{number}"
+            try:
+                yield Record(place, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), len(line))
+            except UnicodeDecodeError as error:
+                yield Record(place, size=len(line), problem=_not_utf8(error))
+            except json.JSONDecodeError as error:
+                got = f"{error.msg} at column {error.colno}"
+                yield Record(place, size=len(line), problem=f"Expected a JSON object in one line, got {got}.")
+
+
+def _read_json(file: Path) -> Iterator[Record]:
+    """Read a list of objects, or one object per line, which some write into files of this name."""
+    size = file.stat().st_size
+    try:
+        items = json.loads(file.read_text("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        yield Record(f"{file}:1", size=size, problem=_not_utf8(error))
+        return
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and error.lineno > 1:
+            yield from _read_lines(file)
+            return
+        got = f"{error.msg} at column {error.colno}"
+        yield Record(f"{file}:{error.lineno}", size=size, problem=f"Expected a JSON list of objects, got {got}.")
+        return
+    if not isinstance(items, list):
+        items = [items]
+    for number, item in enumerate(items, 1):
+        yield Record(f"{file}:item {number}", item, size // len(items))
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MissingDependency("pyarrow", needed_for=f"reading {file.name}", extra="recipes") from error
+    size = file.stat().st_size
+    try:
+        with ParquetFile(file) as table:
+            yield from _read_rows(file, table, size)
+    except pyarrow.ArrowInvalid as error:
+        yield Record(f"{file}:row 1", size=size, problem=f"Expected a parquet file, got one that is damaged ({error}).")
+
+
+def _read_rows(file: Path, table: ParquetFile, size: int) -> Iterator[Record]:
+    share = size // max(1, table.metadata.num_rows)
+    number = 0
+    for batch in table.iter_batches(batch_size=_ROWS):  # row group by row group: the file need not fit into memory
+        for value in batch.to_pylist():
+            number += 1
+            yield Record(f"{file}:row {number}", value, share)
+
+
+def _read_text(file: Path) -> Iterator[Record]:
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        yield Record(f"{file}:{line}", size=len(content), problem=_not_utf8(error))
+        return
+    yield Record(f"{file}:1", {"text": text.replace("\r\n", "\n")}, len(content))
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"Expected UTF-8 text, got byte 0x{error.object[error.start]:02x} at offset {error.start}."
