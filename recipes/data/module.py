@@ -88,11 +88,11 @@ class RecipeData(DataModule):
             return found.lines()
         folders = [cache.find(source) for source in self._sources()]
         if vocab_size is not None:
-            found.shown += self._too_large(folders, vocab_size)
+            problems += self._too_large(folders, vocab_size)
         rows = find_layout(self._folder, self._settings, folders)
-        if not found.shown and not rows.is_dir():
-            found.shown += build_layout(rows, self._settings, folders, self._tokenizer)
-        return found.lines()
+        if not problems and not rows.is_dir():
+            problems += build_layout(rows, self._settings, folders, self._tokenizer)
+        return problems
 
     @override
     def prepare_data(self) -> None:

@@ -88,7 +88,8 @@ def _read_lines(file: Path) -> Iterator[Record]:
                 continue
             place = f"{file}:{number}"
             try:
-                yield Record(place, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), len(line))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                yield Record(place, json.loads(text), len(line))
             except UnicodeDecodeError as error:
                 yield Record(place, size=len(line), problem=_not_utf8(error))
             except json.JSONDecodeError as error:
