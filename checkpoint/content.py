@@ -48,6 +48,7 @@ _OWN_STATES = (
     "window",
     "validation_generators",
     "frozen",
+    "excluded",
     "unfinished",
     "after_validation",
 )

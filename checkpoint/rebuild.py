@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..protocols import MapLocation, StateDict
 from ..strategies.load_weights import load_weights
 from . import arguments_to_pass, content, storage
+from .frozen_parameters import check_loaded, left_out_names
 
 __all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file"]
 
@@ -54,8 +55,12 @@ def load_module(
         )
     is_strict = own_strict if strict is None else strict
     weights = states.states["module"]
-    result = load_weights(module, weights, strict=bool(is_strict))
-    for what, keys in (("missing", result.missing_keys), ("unexpected", result.unexpected_keys)):
+    excluded = left_out_names(module, states.states)
+    result = load_weights(module, weights, strict=bool(is_strict) and not excluded)
+    if is_strict and excluded:
+        check_loaded(module, result, excluded)
+    missing = [name for name in result.missing_keys if name not in excluded]
+    for what, keys in (("missing", missing), ("unexpected", result.unexpected_keys)):
         if keys:
             logger.warning("%s: %s keys, not loaded: %s", source, what, ", ".join(keys))
     if map_location is None:

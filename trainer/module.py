@@ -46,6 +46,8 @@ class Module(nn.Module):
     Attributes:
         automatic_optimization: Whether the trainer calls backward and steps the optimizer; else `training_step` does.
         strict_loading: Whether the keys of a loaded checkpoint must match those of the module exactly.
+        exclude_frozen_parameters: Whether checkpoints leave out parameters that are frozen and that no optimizer has.
+            Loading keeps the module's own values of these, and still requires all other names.
         example_input_array: Example input of `forward`, for summaries, graphs and exports: a tensor, tuple or dict.
         prepare_data_per_node: Whether `prepare_data` runs on each node, or on global rank 0 only.
         allow_zero_length_dataloader_with_multiple_devices: Whether the loader of a rank may be empty.
@@ -55,6 +57,7 @@ class Module(nn.Module):
 
     automatic_optimization: bool = True
     strict_loading: bool = True
+    exclude_frozen_parameters: bool = False
     example_input_array: AnyBatch = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False

@@ -27,7 +27,7 @@ _KEPT = ("state_dict", "epoch", "global_step", "loopwright_version", LIGHTNING_V
 _HPARAMS = (
     "hparams_name", "hyper_parameters", "hparams_type", "hyper_parameters_to_pass", "trusted_hyper_parameters",
 )  # fmt: skip
-_OWN_KEPT = ("schema", "versions", "world_size", "progress")
+_OWN_KEPT = ("schema", "versions", "world_size", "progress", "excluded")
 # Whose layout of `loops` is written.
 _LIGHTNING_VERSION = "2.6.0"
 
@@ -106,7 +106,8 @@ def without_training(opened: Opened) -> Opened:
 def rename(opened: Opened, prefixes: Sequence[tuple[str, str]]) -> Opened:
     """Return a checkpoint with other names of weights: the first prefix that fits a name is replaced.
 
-    Optimizers know parameters by number, or by name; names are changed there, and in the list of frozen ones, too.
+    Optimizers know parameters by number, or by name; names are changed there, and in the lists of frozen and
+    excluded ones, too.
 
     Raises:
         ConfigError: A prefix fits no name, or two weights would get one name.
@@ -136,7 +137,9 @@ def rename(opened: Opened, prefixes: Sequence[tuple[str, str]]) -> Opened:
     own = tree.get(OWN_KEY)
     if isinstance(own, dict) and isinstance(own.get("frozen"), dict):
         frozen = {**own["frozen"], "parameters": [renamed(name) for name in own["frozen"].get("parameters", [])]}
-        tree[OWN_KEY] = {**own, "frozen": frozen}
+        own = tree[OWN_KEY] = {**own, "frozen": frozen}
+    if isinstance(own, dict) and isinstance(own.get("excluded"), list):
+        tree[OWN_KEY] = {**own, "excluded": [renamed(name) for name in own["excluded"]]}
     return Opened(opened.path, opened.format, tree, opened.is_bare, opened.dropped, opened.metadata)
 
 

@@ -173,8 +173,8 @@ class Functions(TorchFunctionMode):
             return self._context.empty if func == _IS_META else _ANSWERS[func]
         if func in _READERS and not (func in _CONVERTERS and _is_given_tensor(args, kwargs)):
             return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
-        if func == _SET_DATA and is_deferred(args[0]) and not args[1].is_meta:
-            return func(args[0], constant_of(args[1]))
+        if func == _SET_DATA and args[0].is_meta != args[1].is_meta:
+            return func(args[0], constant_of(args[1]) if is_deferred(args[0]) else _read(args[1]))
         if func in _INDEXERS and is_deferred(args[0]):
             args = (args[0], _index_of(args[1]), *args[2:])
         before = self._context.is_inside

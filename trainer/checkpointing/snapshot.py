@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ... import __version__
 from ...callbacks import Callback
 from ...checkpoint import content as contents
 from ...checkpoint.content import Content
+from ...checkpoint.frozen_parameters import check_loaded, leave_out, left_out_names
 from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError
 from ...protocols import StateDict
@@ -68,6 +69,8 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         states["module"], after = run.validated.split(states["module"], lambda names: _union(run, names))
         if after and not is_weights_only:
             states["after_validation"] = after
+    if getattr(run.module, "exclude_frozen_parameters", False):
+        states["module"], states["excluded"] = leave_out(states["module"], run.module, _stepped(run))
     extra: StateDict = _hyperparameters(run.module, "")
     if run.datamodule is not None:
         extra.update(_hyperparameters(run.datamodule, "datamodule_"))
@@ -133,6 +136,16 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
     else:
         run.lifecycle.on_save_checkpoint(checkpoint)
     return checkpoint
+
+
+def _stepped(run: Run) -> list[Tensor]:
+    """Return the module's parameters that optimizers step; DeepSpeed's have flat tensors in their groups."""
+    return [
+        one
+        for optimizer in run.optimizers
+        for group in (optimizer.groups if "root" in vars(optimizer) else [g["params"] for g in optimizer.param_groups])
+        for one in group
+    ]
 
 
 def _union(run: Run, names: list[str]) -> list[str]:
@@ -320,8 +333,12 @@ def restore_module(run: Run, content: Content) -> None:
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
         own(checkpoint)
-    strict = bool(getattr(run.module, "strict_loading", True))
-    run.fabric.strategy.load_module_state_dict(run.model, checkpoint["state_dict"], strict=strict)
+    strict, excluded = bool(getattr(run.module, "strict_loading", True)), left_out_names(run.module, content.states)
+    keys = run.fabric.strategy.load_module_state_dict(
+        run.model, checkpoint["state_dict"], strict=strict and not excluded
+    )
+    if strict and excluded:
+        check_loaded(run.module, keys, excluded)
     load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
     if run.datamodule is not None:
         state = content.extra.get(type(run.datamodule).__qualname__)

@@ -282,6 +282,11 @@ def set_up(plan: Plan, run: Run) -> None:
             for name in builders:
                 getattr(module, name)()
     strategy.configure_topology(module)
+    if strategy.has_stages and getattr(module, "exclude_frozen_parameters", False):
+        raise ConfigError(
+            f"{type(module).__name__} sets exclude_frozen_parameters, which pipeline stages do not support.",
+            fix="set exclude_frozen_parameters = False, or train without pipeline stages.",
+        )
     if run.has_ranks:
         from ..loop import rank_coordination, rank_rng
 

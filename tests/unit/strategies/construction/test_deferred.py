@@ -222,6 +222,27 @@ def test_values_and_random_numbers_are_those_of_building_directly(name: str) -> 
     assert_same(module, expected)
 
 
+class Resized(nn.Module):
+    """Takes over loaded parameters, and resizes them as transformers resizes embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.layer.load_state_dict(torch.load(io.BytesIO(SAVED)), assign=True)
+        self.layer.weight.data = torch.cat([self.layer.weight.data, torch.rand(1, 3)])
+        self.layer.bias.data = torch.zeros(4)
+
+
+def test_parameters_with_values_take_data_without() -> None:
+    torch.manual_seed(1)
+    expected = Resized()
+    torch.manual_seed(1)
+    with DeferredInit():
+        module = Resized()
+    materialize(module, device=CPU)
+    assert_same(module, expected)
+
+
 def test_nothing_is_held_that_has_values() -> None:
     with DeferredInit():
         module = ZOO["transformer"]()

@@ -1,0 +1,88 @@
+"""Frozen parameters that the checkpoints of a module leave out (`exclude_frozen_parameters`), and loading without them.
+
+The names that were left out stand in the checkpoint, so that a load can tell them from names that are missing by
+mistake.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..protocols import StateDict
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
+
+__all__ = ["check_loaded", "leave_out", "left_out_names"]
+
+_COMPILED = "_orig_mod."
+
+
+def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) -> tuple[StateDict, list[str]]:
+    """Return a module's state without its frozen parameters, and the names that were left out.
+
+    A frozen parameter that an optimizer steps is kept: it may have been trained before it was frozen. Entries that
+    belong to a parameter (`weight.absmax` of a quantized `weight`) are left out with it.
+
+    Args:
+        state: What `Strategy.module_state_dict` returns.
+        module: The user's module.
+        stepped: The parameters of all optimizers.
+    """
+    held = {id(one) for one in stepped}
+    named = [(name.replace(_COMPILED, ""), one) for name, one in module.named_parameters(remove_duplicate=False)]
+    frozen = [(name, one) for name, one in named if not one.requires_grad]
+    names = {name for name, one in frozen if id(one) not in held}
+    if len(names) < len(frozen):
+        warnings.warn(
+            f"{type(module).__name__} sets exclude_frozen_parameters, but an optimizer has "
+            f"{len(frozen) - len(names)} of its {len(frozen)} frozen parameters, which checkpoints contain therefore; "
+            "pass only trained parameters to the optimizer",
+            stacklevel=2,
+        )
+    left = [key for key in state if key in names or key.rpartition(".")[0] in names]
+    return {key: value for key, value in state.items() if key not in set(left)}, sorted(names)
+
+
+def left_out_names(module: nn.Module, states: StateDict) -> frozenset[str]:
+    """Return the names that a module's checkpoint may lack; none unless the module sets `exclude_frozen_parameters`.
+
+    Args:
+        module: The module that is loaded.
+        states: The states of the checkpoint by name.
+    """
+    return frozenset(states.get("excluded", ())) if getattr(module, "exclude_frozen_parameters", False) else frozenset()
+
+
+def check_loaded(module: nn.Module, keys: LoadedKeys, excluded: Collection[str]) -> None:
+    """Check what `load_state_dict(strict=False)` returned, as `strict=True` does except for names left out.
+
+    Args:
+        module: The module that was loaded.
+        keys: Missing and unexpected keys.
+        excluded: Names that may be missing.
+
+    Raises:
+        CheckpointError: Other names are missing, or names are unexpected; lists all.
+    """
+    missing = [name for name in keys.missing_keys if not _belongs_to(name.replace(_COMPILED, ""), excluded)]
+    if missing or keys.unexpected_keys:
+        raise CheckpointError(
+            f"Expected a checkpoint that matches {type(module).__name__} except for frozen parameters that it leaves "
+            f"out, got one with {_listed('missing', missing)} and {_listed('unexpected', keys.unexpected_keys)}.",
+            fix="build the module with the arguments that it was saved with, or set strict_loading = False, which "
+            "ignores missing and unexpected names.",
+        )
+
+
+def _belongs_to(name: str, parameters: Collection[str]) -> bool:
+    return name in parameters or name.rpartition(".")[0] in parameters
+
+
+def _listed(kind: str, names: Sequence[str]) -> str:
+    return f"{kind} keys {', '.join(names)}" if names else f"no {kind} keys"
