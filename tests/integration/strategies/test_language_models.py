@@ -1,4 +1,4 @@
-"""Language models that `configure_model` builds and adapts: first values and four steps of one process, on two ranks."""
+"""Language models that `configure_model` builds: first values and four steps of one process, on two ranks."""
 
 from __future__ import annotations
 
