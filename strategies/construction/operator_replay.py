@@ -112,7 +112,8 @@ class Constant:
 
     time: int
     memory: Memory
-    value: Tensor
+    value: Tensor  # not `source`, whose memory `source.data = ...` replaces, as in partitioning
+    source: Tensor  # its version tells whether the memory was changed
     stride: tuple[int, ...]  # of the deferred tensor, which covers its memory
     version: int
     line: str  # the line of the user's code that uses it
@@ -175,7 +176,7 @@ def constant_of(value: Tensor) -> Tensor:
     tensor = torch.empty_like(value, device=META)
     memory = new_memory(tensor, empty=False)
     version = 0 if value.is_inference() else value._version
-    constant = Constant(next_time(), memory, value, tensor.stride(), version, users_line())
+    constant = Constant(next_time(), memory, value.detach(), value, tensor.stride(), version, users_line())
     memory.last_write = constant
     storage = value.untyped_storage()
     earlier = [known for known in getattr(storage, _CONSTANTS, ()) if known() is not None]
@@ -190,8 +191,8 @@ def keep_constants(written: Sequence[Tensor]) -> None:
             for known in getattr(tensor.untyped_storage(), _CONSTANTS, ()):
                 constant = known()
                 if constant is not None:
-                    constant.value = constant.value.clone()
-                    constant.version = constant.value._version
+                    constant.source = constant.value = constant.value.clone()
+                    constant.version = constant.source._version
 
 
 # --- computing --------------------------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def _memories(write: Operation | Constant) -> set[Memory]:
 
 def _run(write: Operation | Constant, storages: dict[Memory, torch.UntypedStorage]) -> None:
     if isinstance(write, Constant):
-        if not write.value.is_inference() and write.value._version != write.version:
+        if not write.source.is_inference() and write.source._version != write.version:
             raise ModuleError(
                 f"A tensor of shape {tuple(write.value.shape)} that initializes a module at {write.line} was changed "
                 "before the module was materialized.",

@@ -236,7 +236,8 @@ def _read(value: object) -> object:
     everything = View(view.memory, view.write, torch.uint8, torch.Size([view.memory.num_bytes]), (1,), 0, False, False)
     real, all_bytes = replay([view, everything], CPU)
     if view.memory.num_bytes <= _SMALL_BYTES:
-        constant = Constant(next_time(), view.memory, all_bytes.clone(), (1,), 0, "")
+        known = all_bytes.clone()
+        constant = Constant(next_time(), view.memory, known, known, (1,), known._version, "")
         view.memory.last_write = constant
     return real
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -70,7 +70,8 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         if after and not is_weights_only:
             states["after_validation"] = after
     if getattr(run.module, "exclude_frozen_parameters", False):
-        states["module"], states["excluded"] = leave_out(states["module"], run.module, _stepped(run))
+        stepped = [one for optimizer in run.optimizers for one in _stepped(optimizer)]
+        states["module"], states["excluded"] = leave_out(states["module"], run.module, stepped)
     extra: StateDict = _hyperparameters(run.module, "")
     if run.datamodule is not None:
         extra.update(_hyperparameters(run.datamodule, "datamodule_"))
@@ -138,14 +139,10 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
     return checkpoint
 
 
-def _stepped(run: Run) -> list[Tensor]:
-    """Return the module's parameters that optimizers step; DeepSpeed's have flat tensors in their groups."""
-    return [
-        one
-        for optimizer in run.optimizers
-        for group in (optimizer.groups if "root" in vars(optimizer) else [g["params"] for g in optimizer.param_groups])
-        for one in group
-    ]
+def _stepped(optimizer: Any) -> list[Tensor]:  # Any: DeepSpeed's have flat tensors in `param_groups`, and `groups`
+    """Return the module's parameters that an optimizer steps."""
+    groups = optimizer.groups if "root" in vars(optimizer) else [group["params"] for group in optimizer.param_groups]
+    return [one for members in groups for one in members]
 
 
 def _union(run: Run, names: list[str]) -> list[str]:

@@ -121,12 +121,12 @@ def llama() -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads))
 
 
-def adapted(net: Any, target: str) -> Any:
+def adapted(net: Any, target: str, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft about GPT-2's layers, and of transformers about what peft asks
-        return get_peft_model(net, LoraConfig(r=2, target_modules=[target]))
+        return get_peft_model(net, LoraConfig(r=2, target_modules=[target], **options))
 
 
 def loaded(folder: str) -> Any:

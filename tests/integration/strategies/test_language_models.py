@@ -74,7 +74,8 @@ class Language(lw.Module):
     def configure_model(self) -> None:
         if self.net is None:
             made = llama() if self.kind.startswith("new") else resized(self.folder)
-            self.net = adapted(made, "q_proj") if self.kind.endswith("with adapters") else made
+            is_adapted = self.kind.endswith("with adapters")
+            self.net = adapted(made, "q_proj", use_dora="resized" in self.kind) if is_adapted else made
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens = batch[0]

@@ -243,6 +243,30 @@ def test_parameters_with_values_take_data_without() -> None:
     assert_same(module, expected)
 
 
+class Dependent(nn.Module):
+    """Computes a parameter from loaded and drawn ones, as DoRA computes its magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.layer.load_state_dict(torch.load(io.BytesIO(SAVED)), assign=True)
+        self.of_bias = nn.Parameter(self.layer.bias + torch.rand(3))
+        self.magnitude = nn.Parameter((self.layer.weight + torch.rand(3, 3)).norm(dim=1))
+
+
+def test_values_that_a_parameter_had_outlive_its_partitioning() -> None:
+    torch.manual_seed(1)
+    expected = Dependent()
+    torch.manual_seed(1)
+    with DeferredInit():
+        module = Dependent()
+    for one in module.layer.parameters():
+        one.data = torch.empty(0)  # as DeepSpeed does
+    materialize(module, device=CPU)
+    assert torch.equal(module.of_bias, expected.of_bias)
+    assert torch.equal(module.magnitude, expected.magnitude)
+
+
 def test_nothing_is_held_that_has_values() -> None:
     with DeferredInit():
         module = ZOO["transformer"]()
