@@ -18,7 +18,7 @@ from ..protocols import StateDict
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
-__all__ = ["check_loaded", "leave_out", "left_out_names"]
+__all__ = ["check_loaded", "leave_out"]
 
 _COMPILED = "_orig_mod."
 
@@ -45,18 +45,8 @@ def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) ->
             "pass only trained parameters to the optimizer",
             stacklevel=2,
         )
-    left = [key for key in state if key in names or key.rpartition(".")[0] in names]
-    return {key: value for key, value in state.items() if key not in set(left)}, sorted(names)
-
-
-def left_out_names(module: nn.Module, states: StateDict) -> frozenset[str]:
-    """Return the names that a module's checkpoint may lack; none unless the module sets `exclude_frozen_parameters`.
-
-    Args:
-        module: The module that is loaded.
-        states: The states of the checkpoint by name.
-    """
-    return frozenset(states.get("excluded", ())) if getattr(module, "exclude_frozen_parameters", False) else frozenset()
+    kept = {key: value for key, value in state.items() if not _belongs_to(key, names)}
+    return kept, sorted(names)
 
 
 def check_loaded(module: nn.Module, keys: LoadedKeys, excluded: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..protocols import MapLocation, StateDict
 from ..strategies.load_weights import load_weights
 from . import arguments_to_pass, content, storage
-from .frozen_parameters import check_loaded, left_out_names
+from .frozen_parameters import check_loaded
 
 __all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file"]
 
@@ -55,7 +55,8 @@ def load_module(
         )
     is_strict = own_strict if strict is None else strict
     weights = states.states["module"]
-    excluded = left_out_names(module, states.states)
+    leaves_out = getattr(module, "exclude_frozen_parameters", False)
+    excluded = frozenset(states.states.get("excluded", ())) if leaves_out else frozenset()
     result = load_weights(module, weights, strict=bool(is_strict) and not excluded)
     if is_strict and excluded:
         check_loaded(module, result, excluded)

@@ -13,7 +13,6 @@ from ... import __version__
 from ...callbacks import Callback
 from ...checkpoint import content as contents
 from ...checkpoint.content import Content
-from ...checkpoint.frozen_parameters import check_loaded, leave_out, left_out_names
 from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError
 from ...protocols import StateDict
@@ -70,6 +69,8 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         if after and not is_weights_only:
             states["after_validation"] = after
     if getattr(run.module, "exclude_frozen_parameters", False):
+        from ...checkpoint.frozen_parameters import leave_out  # not imported where nothing is left out
+
         stepped = [one for optimizer in run.optimizers for one in _stepped(optimizer)]
         states["module"], states["excluded"] = leave_out(states["module"], run.module, stepped)
     extra: StateDict = _hyperparameters(run.module, "")
@@ -330,12 +331,16 @@ def restore_module(run: Run, content: Content) -> None:
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
         own(checkpoint)
-    strict, excluded = bool(getattr(run.module, "strict_loading", True)), left_out_names(run.module, content.states)
+    strict = bool(getattr(run.module, "strict_loading", True))
+    leaves_out = getattr(run.module, "exclude_frozen_parameters", False)
+    excluded = content.states.get("excluded", ()) if leaves_out else ()
     keys = run.fabric.strategy.load_module_state_dict(
         run.model, checkpoint["state_dict"], strict=strict and not excluded
     )
     if strict and excluded:
-        check_loaded(run.module, keys, excluded)
+        from ...checkpoint.frozen_parameters import check_loaded
+
+        check_loaded(run.module, keys, frozenset(excluded))
     load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
     if run.datamodule is not None:
         state = content.extra.get(type(run.datamodule).__qualname__)
