@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from ...precision import PrecisionPolicy
     from .plan import ShardingPlan
 
-__all__ = ["Place", "shard"]
+__all__ = ["ShardingTarget", "shard"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardingTarget:
     """The processes over which a module is sharded, and where this one computes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Place:
 def shard(
     module: nn.Module,
     plan: ShardingPlan,
-    place: Place,
+    target: ShardingTarget,
     *,
     precision: PrecisionPolicy,
     is_by_parts: bool,
@@ -85,13 +85,13 @@ def shard(
     Args:
         module: The user's module, the same on all ranks; on the CPU, on the device, or on the meta device.
         plan: The plan from the user's arguments.
-        place: The processes, and this one's device.
+        target: The processes, and this one's device.
         precision: Dtypes of parameters, products and reductions.
         is_by_parts: Whether the module's children are run one by one, and not the module itself.
         is_rank_zero: Whether to log what was chosen.
         prepare: Called with the modules of each unit after it got its values and before it is sharded; may replace
             their parameters.
-        meshes: Modules that are units of their own and sharded over other meshes than that of `place`.
+        meshes: Modules that are units of their own and sharded over other meshes than that of `target`.
 
     Raises:
         ModuleError: The module cannot be sharded, or values of it are missing; names them.
@@ -106,7 +106,7 @@ def shard(
         for note in units.notes:
             logger.info("%s", note)
     chosen = [unit for _, unit in units.units]
-    settings = _settings(plan, place.mesh, precision, place.device)
+    settings = _settings(plan, target.mesh, precision, target.device)
     if plan.activation_checkpointing is not None:
         apply_activation_checkpointing(module, plan.activation_checkpointing, units=chosen)
     # A norm over a batch computes in its own dtype, whatever the rest does.
@@ -124,20 +124,20 @@ def shard(
         settings["reshard_after_forward"] = True  # each part is outermost, and the next one that runs may be another
     done = units_of(module)  # sharded by the user
     for unit in [*chosen, *parts]:
-        _give_values(unit, done, module, plan, place, prepare)
-        if place.is_sharded:
+        _give_values(unit, done, module, plan, target, prepare)
+        if target.is_sharded:
             own = {**settings, "mp_policy": MixedPrecisionPolicy()} if unit in exempt else settings
             if unit in meshes:
                 own = _over(meshes[unit], own)
             fully_shard(unit, **own, ignored_params=_named(module, kept))
         done.append(unit)
-    _give_values(module, done, module, plan, place, prepare)
-    root = ShardedRoot(module, place.mesh, is_by_parts=is_by_parts, group=place.reduce_group)
-    if place.is_sharded and not is_by_parts:
+    _give_values(module, done, module, plan, target, prepare)
+    root = ShardedRoot(module, target.mesh, is_by_parts=is_by_parts, group=target.reduce_group)
+    if target.is_sharded and not is_by_parts:
         cast_root = plan.mixed_precision is not None and plan.mixed_precision.cast_root_forward_inputs
         policy = _of_root(settings["mp_policy"], cast_inputs=cast_root)
         fully_shard(root, **{**settings, "mp_policy": policy}, ignored_params=_named(module, kept))
-    if place.is_sharded:
+    if target.is_sharded:
         _replicate(root, names, kept)
     _cast_buffers(module, plan)
     _set_up_units(root, plan)
@@ -152,7 +152,7 @@ def shard(
             type(module).__name__,
             f"{sum(one.numel() for one in module.parameters()):,}",
             len([unit for unit in units_of(root) if unit is not root or groups_of(root)]),
-            " x ".join(map(str, place.mesh.shape)),
+            " x ".join(map(str, target.mesh.shape)),
         )
     return root
 
@@ -237,15 +237,15 @@ def _give_values(
     done: list[nn.Module],
     module: nn.Module,
     plan: ShardingPlan,
-    place: Place,
+    target: ShardingTarget,
     prepare: Callable[[list[nn.Module]], None] | None,
 ) -> None:
     """Give values to what lies in the unit and in none of those that are done, and prepare it."""
-    where = torch.device("cpu") if plan.offload else place.device
+    where = torch.device("cpu") if plan.offload else target.device
     inner = [one for one in done if one is not unit]
-    if plan.sync_module_states and dist.get_world_size(place.source_group) > 1:
+    if plan.sync_module_states and dist.get_world_size(target.source_group) > 1:
         materialize_from_rank_zero(
-            unit, device=where, inner=inner, root=module, group=place.source_group, param_init_fn=plan.param_init_fn
+            unit, device=where, inner=inner, root=module, group=target.source_group, param_init_fn=plan.param_init_fn
         )
     else:
         materialize(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ...precision import Precision
     from ...protocols import CheckpointPlugin, Cluster, StateDict, StepFunction
     from .root import ShardedRoot
-    from .sharding import Place
+    from .sharding import ShardingTarget
 
 __all__ = ["FSDPStrategy"]
 
@@ -261,7 +261,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
                 accumulate_dtype=self.accumulate_dtype,
             ),
-            self._place(),
+            self._sharding_target(),
             precision=self.precision.policy,
             # In manual optimization a step calls parts of the module, and backward, by itself.
             is_by_parts=not getattr(module, "automatic_optimization", True),
@@ -285,11 +285,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Return the modules that are units of their own and sharded over other meshes than `mesh`."""
         return {}
 
-    def _place(self) -> Place:
+    def _sharding_target(self) -> ShardingTarget:
         """Return the processes over which the module is sharded."""
-        from .sharding import Place
+        from .sharding import ShardingTarget
 
-        return Place(self.mesh, self.device)
+        return ShardingTarget(self.mesh, self.device)
 
     def _check_mesh_of(self, root: ShardedRoot) -> None:
         mine, theirs = self.mesh, root.mesh
@@ -488,11 +488,15 @@ class FSDPStrategy(ProcessGroupStrategy):
         On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
         """
         gradients = _gradients(optimizer)
-        norm = total_norm(gradients, norm_type).to(self.device)
+        norm = self._norm_of_gradients(module, _parameters(optimizer), norm_type).to(self.device)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise non_finite_norm()
         scale_to_norm(gradients, max_norm, norm)
         return norm
+
+    def _norm_of_gradients(self, module: nn.Module, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the gradients of a module's parameters, over all ranks that have some of them."""
+        return total_norm([one.grad for one in parameters if one.grad is not None], norm_type)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""

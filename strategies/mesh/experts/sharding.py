@@ -16,7 +16,7 @@ from .weights import ExpertWeights
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_experts", "experts_in", "preparing", "shard_experts"]
+__all__ = ["check_layers", "experts_in", "preparing", "shard_experts"]
 
 
 def experts_in(module: nn.Module) -> dict[str, Experts]:
@@ -24,7 +24,7 @@ def experts_in(module: nn.Module) -> dict[str, Experts]:
     return {name: one for name, one in module.named_modules() if isinstance(one, Experts)}
 
 
-def check_experts(module: nn.Module, ep: int) -> None:
+def check_layers(module: nn.Module, ep: int) -> None:
     """Refuse a module whose experts cannot be shared by `ep` ranks. Does not communicate.
 
     Raises:
@@ -55,9 +55,9 @@ def preparing(
         prepare: None: nothing else.
 
     Raises:
-        ModuleError: See `check_experts`.
+        ModuleError: See `check_layers`.
     """
-    check_experts(module, mesh.size())
+    check_layers(module, mesh.size())
 
     def run(modules: list[nn.Module]) -> None:
         shard_experts(modules, mesh)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...distributed.clipping import largest_over_ranks
+from ...distributed.clipping import largest_over_ranks, total_norm
 from ...distributed.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .split import StageSplit
 
-__all__ = ["add_shared_gradients", "counted_elsewhere", "norm_over_stages"]
+__all__ = ["add_shared_gradients", "norm_over_stages"]
 
 
 def add_shared_gradients(split: StageSplit, group: ProcessGroup) -> None:
@@ -39,21 +39,23 @@ def add_shared_gradients(split: StageSplit, group: ProcessGroup) -> None:
         _add(parameters, ranks, split.rank, group)
 
 
-def counted_elsewhere(split: StageSplit) -> set[int]:
-    """Return the ids of shared parameters that count on another rank in sums over the pipeline."""
-    return {id(parameter) for ranks, parameter in _shared_here(split) if ranks[0] != split.rank}
-
-
-def norm_over_stages(norm: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
+def norm_over_stages(
+    split: StageSplit, group: ProcessGroup, parameters: Iterable[Tensor], norm_type: float, device: torch.device
+) -> Tensor:
     """Return the norm of all stages' gradients as one vector. On every rank of the pipeline: it communicates.
 
     Args:
-        norm: That of this rank's gradients, where each shared one counts on one rank: shape ().
-        norm_type: Order of the norm; may be infinity.
+        split: This rank's stages; a shared parameter counts on the first rank that has it.
         group: The ranks of the pipeline.
+        parameters: Those of this rank whose gradients count.
+        norm_type: Order of the norm; may be infinity.
+        device: Of the result, whose shape is ().
 
     Source: the stages' norms to the power p are added, and the root is taken of the sum.
     """
+    elsewhere = {id(parameter) for ranks, parameter in _shared_here(split) if ranks[0] != split.rank}
+    own = [one.grad for one in parameters if one.grad is not None and id(one) not in elsewhere]
+    norm = total_norm(own, norm_type).to(device)
     if math.isinf(norm_type):
         return largest_over_ranks(norm, group)
     total = norm.to(torch.float64 if norm.device.type != "mps" else torch.float32) ** norm_type

@@ -10,18 +10,18 @@ from expert_models import Mixture, loader
 from torch import nn
 
 import loopwright as lw
-from loopwright.strategies.mesh.experts.sharding import check_experts
+from loopwright.strategies.mesh.experts.sharding import check_layers
 
 
 def test_layers_are_named() -> None:
     with pytest.raises(lw.ModuleError, match=r"experts that ep=4 divides, got 6 in blocks.0.moe, 6 in blocks.1.moe\."):
-        check_experts(Mixture(num_experts=6), 4)
-    check_experts(Mixture(num_experts=6), 3)
+        check_layers(Mixture(num_experts=6), 4)
+    check_layers(Mixture(num_experts=6), 3)
 
 
 def test_a_module_without_experts_is_refused() -> None:
     with pytest.raises(lw.ModuleError, match=r"a layer loopwright.Experts in Linear for ep=2, got none"):
-        check_experts(nn.Linear(2, 2), 2)
+        check_layers(nn.Linear(2, 2), 2)
 
 
 @pytest.mark.parametrize("verb", ["fit", "validate"])
