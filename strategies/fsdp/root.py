@@ -8,7 +8,7 @@ is a plain call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -77,6 +77,7 @@ class ShardedRoot(nn.Module):
         replicated: Parameters that every rank has in full, because they cannot be sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         tensor_plan: How layers are split along the axis tp of a mesh; None: they are not.
+        layout: Sizes of the axes of a mesh along which ranks have other layers, or parts of them.
         is_synchronized: Whether the next backward pass averages gradients.
         unfilled: Parameters for which values are expected from a checkpoint; empty after the first step.
         has_deferred: Whether there may be gradients that no backward pass has averaged yet.
@@ -88,6 +89,7 @@ class ShardedRoot(nn.Module):
 
     replicated: tuple[nn.Parameter, ...] = ()
     tensor_plan: TensorPlan | None = None
+    layout: Mapping[str, int] = {}
 
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, *, is_by_parts: bool, group: ProcessGroup | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -269,6 +269,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             prepare=prepare,
             meshes=self._meshes_of_units(module),
         )
+        root.layout = self._layout
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, reference in before:
             old = reference()
@@ -291,12 +292,23 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         return ShardingTarget(self.mesh, self.device)
 
+    @property
+    def _layout(self) -> Mapping[str, int]:
+        """Sizes of the axes along which ranks have other layers, or parts of them."""
+        return {}
+
     def _check_mesh_of(self, root: ShardedRoot) -> None:
         mine, theirs = self.mesh, root.mesh
         if mine.mesh.tolist() != theirs.mesh.tolist():
             raise ModuleError(
                 f"Expected {type(root.module).__name__} to be sharded over {mine}, but it is already sharded over "
                 f"{theirs}.",
+                fix="build the module again and load its weights from a checkpoint.",
+            )
+        if self._layout != root.layout:
+            raise ModuleError(
+                f"Expected {type(root.module).__name__} to have the layout {_shown(self._layout)}, but it already has "
+                f"{_shown(root.layout)} of an earlier run.",
                 fix="build the module again and load its weights from a checkpoint.",
             )
         new = [name for name, _ in root.module.named_parameters() if name not in root.names]
@@ -541,6 +553,10 @@ def _deferring_reduction(root: ShardedRoot) -> Iterator[None]:
         yield
     finally:
         root.set_sync(True)
+
+
+def _shown(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in layout.items()) or "of fully_shard alone"
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -5,37 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
-from .axes import MeshAxes
 from .context.options import Context
 from .pipeline.options import Pipeline
 
-__all__ = ["check_arguments", "check_context", "check_experts", "check_loss", "check_pipeline"]
+__all__ = ["check_arguments", "check_context", "check_loss", "check_pipeline"]
 
 # Any in this file: arguments of FSDPStrategy.
 
 
-def check_context(axes: MeshAxes, context: object) -> None:
-    """Refuse options of context parallelism of another class, and pipeline stages beside it."""
+def check_context(context: object) -> None:
+    """Refuse options of context parallelism of another class."""
     if context is not None and not isinstance(context, Context):
         raise ConfigError(
             f"Expected context= to be a Context, got {context!r}.",
             fix='pass context=Context(inputs={"input_ids": 1}), or leave it out.',
-        )
-    others = [f"{name}={size}" for name, size in (("pp", axes.pp), ("tp", axes.tp)) if size != 1]
-    if axes.cp != 1 and others:
-        raise ConfigError(
-            f"Expected cp={axes.cp} with the axes dp and fsdp only, got {', '.join(others)}: not available together.",
-            fix="pass cp=1, or leave the other axes out.",
-        )
-
-
-def check_experts(axes: MeshAxes) -> None:
-    """Refuse axes that cannot be combined with experts."""
-    others = [f"{name}={getattr(axes, name)}" for name in ("pp", "cp", "tp") if getattr(axes, name) != 1]
-    if axes.ep > 1 and others:
-        raise ConfigError(
-            f"Expected ep={axes.ep} with the axes dp and fsdp only, got {', '.join(others)}: not available together.",
-            fix="leave out ep, or the other axes.",
         )
 
 

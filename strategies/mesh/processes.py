@@ -65,12 +65,13 @@ class MeshProcesses(FSDPStrategy):
     def reporting_ranks(self) -> list[int] | None:  # type: ignore[override]  # it follows from the axes
         """For each share of the data the first of the ranks with the last stage, which has the loss; None: all."""
         axes = self.resolved_axes
-        copies = axes.cp * axes.tp
-        if axes.pp * copies == 1:
-            return None
-        size = axes.data_size * copies  # of a stage
+        return None if axes.pp * axes.cp * axes.tp == 1 else self._of_last_stage(axes.cp * axes.tp)
+
+    def _of_last_stage(self, step: int) -> list[int]:
+        """Return each `step`-th of the ranks with the last stage."""
+        size = self.world_size // self.resolved_axes.pp  # of a stage
         first = self.last_stage_rank * size
-        return list(range(first, first + size, copies))
+        return list(range(first, first + size, step))
 
     @property
     def resolved_axes(self) -> MeshAxes:
@@ -102,6 +103,12 @@ class MeshProcesses(FSDPStrategy):
         """The mesh over which parameters are sharded: the axes dp, where there are copies, and fsdp with cp."""
         return self.groups.shards
 
+    @property
+    def _layout(self) -> Mapping[str, int]:
+        axes = self.resolved_axes
+        sizes = {"pp": axes.pp, "tp": axes.tp, "ep": axes.ep}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
     def setup_environment(self) -> None:
         """Connect the processes and make their groups. Called once in every process."""
         super().setup_environment()
@@ -118,15 +125,19 @@ class MeshProcesses(FSDPStrategy):
 
     def gather_logged(self, obj: T) -> list[T]:
         """Return the objects of the ranks whose logged values count; see `Strategy.gather_logged`."""
-        return self.gather_objects(obj)[:: self.resolved_axes.tp] if self.logs_parts else self.gather_reports(obj)
+        if not self.logs_parts:
+            return self.gather_reports(obj)
+        everywhere = self.gather_objects(obj)
+        return [everywhere[rank] for rank in self._of_last_stage(self.resolved_axes.tp)]
 
     @property
     def logged_place(self) -> tuple[int, int]:
         """Which object of `gather_logged` is of this rank, and their number."""
         if not self.logs_parts:
             return self.report_place
-        tp = self.resolved_axes.tp
-        return self.global_rank // tp, self.world_size // tp
+        axes = self.resolved_axes
+        size = self.world_size // axes.pp  # of a stage
+        return self.global_rank % size // axes.tp, size // axes.tp
 
     def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
         """Return a tensor, number or structure, reduced over the ranks that read different data, or over `group`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..fsdp.root import root_of
 from .axes import REST, MeshAxes, read_axes
-from .checks import check_arguments, check_context, check_experts, check_loss, check_pipeline
+from .checks import check_arguments, check_context, check_loss, check_pipeline
 from .context.setup import set_up
 from .pipeline.gradients import norm_over_stages
 from .pipeline.setup import runner_of, split_module
@@ -100,8 +100,7 @@ class MeshStrategy(MeshProcesses):
     ) -> None:
         left = 1 if REST in (dp, tp, pp, cp) else REST
         axes = MeshAxes(pp=pp, dp=dp, fsdp=left if fsdp is None else fsdp, cp=cp, tp=tp, ep=ep)
-        check_experts(axes)
-        check_context(axes, context)
+        check_context(context)
         check_arguments(fsdp_arguments)
         super().__init__(axes, **fsdp_arguments)
         check_pipeline(pipeline)
@@ -223,15 +222,21 @@ class MeshStrategy(MeshProcesses):
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
-        context = next(iter(self._contexts.values()), None)
-        with ExitStack() as around:
-            if context is not None:
-                around.enter_context(context.in_backward())
+        with self._in_backward() as around:
             if self.loss_parallel:
                 from torch.distributed.tensor.parallel import loss_parallel
 
                 around.enter_context(loss_parallel())
             super().backward(tensor, *args, **kwargs)
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[ExitStack]:
+        """Return a context for backward passes, in which activations are computed again as in the forward pass."""
+        with ExitStack() as around:
+            for context in self._contexts.values():
+                around.enter_context(context.in_backward())
+                break
+            yield around
 
     # -- pipeline stages -----------------------------------------------------------------------------------------
 
@@ -276,8 +281,11 @@ class MeshStrategy(MeshProcesses):
 
             prepare = preparing(module, self.groups.experts, prepare)
         if self.has_stages:
+            from .experts.stages import leave_results
+
             check_precision(self.precision)
             split_module(module, self._stages.options, self._stage_group, rank=self.topology.stage, device=self.device)
+            leave_results(module)
         return prepare
 
     def _step_of(self, original: nn.Module, name: str) -> StepFunction:
@@ -297,7 +305,8 @@ class MeshStrategy(MeshProcesses):
         self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
     ) -> Sequence[Any]:
         """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
-        return self._stages.run_window(batches, step, share)
+        with self._in_backward():  # backward passes are among the forward passes
+            return self._stages.run_window(batches, step, share)
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
@@ -364,9 +373,11 @@ class MeshStrategy(MeshProcesses):
             self._contexts[original] = set_up(
                 original,
                 self.context,
-                self.groups.full[self.axis_names.get("cp", "cp")],
+                self.groups.full["cp"],
                 self.device,
                 verifies=self.verify,
+                same_batch=self.groups.same_batch,
+                tp=self.resolved_axes.tp,
             )
         return root
 

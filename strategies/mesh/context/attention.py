@@ -98,9 +98,11 @@ class Attention:
         if wrong:
             both = min(counts.values())
             fitting = ", ".join(str(n) for n in range(1, both + 1) if not any(count % n for count in counts.values()))
+            splits = self._parts.num_splits
+            where = f" on each rank of tp={splits}" if splits > 1 else ""
             raise ModuleError(
                 f"Expected numbers of heads that cp={size} divides with Context(method='ulysses'), got "
-                f"{' and '.join(wrong)} in the shape {tuple(query.shape)}.",
+                f"{' and '.join(wrong)}{where} in the shape {tuple(query.shape)}.",
                 fix=f"pass method='gather', or one of these as cp: {fitting}.",
             )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
 from .parts import Parts
 
@@ -135,7 +136,15 @@ class Arguments:
 
 def gather_outputs(output: object, dim: int, parts: Parts) -> Any:
     """Return a model's output, checked already, with its tensors gathered along the sequence."""
-    return map_leaves(output, lambda leaf: parts.gather(leaf, dim) if isinstance(leaf, Tensor) else leaf)
+
+    def gather(leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return parts.gather(leaf, dim) if isinstance(leaf, Tensor) else leaf
+        # Logits in parts of the vocabulary.
+        whole = parts.gather(leaf.to_local(), dim)
+        return type(leaf).from_local(whole, leaf.device_mesh, leaf.placements, run_check=False)
+
+    return map_leaves(output, gather)
 
 
 def check_outputs(output: object, dim: int, length: int, parts: Parts, model: str) -> None:

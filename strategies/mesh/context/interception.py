@@ -46,6 +46,20 @@ class Interception(TorchFunctionMode):
         self.count = 0
         self.observe: Callable[[Sequence[Tensor]], None] | None = None
         self.local_tokens: tuple[int, int] | None = None
+        self._depth = 0
+
+    def __enter__(self) -> Interception:
+        # Steps of a pipeline run within a window, whose backward passes it is active in: twice on torch's stack, it
+        # would replace what replaces attention.
+        self._depth += 1
+        if self._depth == 1:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,9 +80,9 @@ class Interception(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Return a context in which attention is over all parts."""
-        before, self.is_inside = self.is_inside, True
+    def inside(self, is_inside: bool = True) -> Iterator[None]:
+        """Return a context in which attention is over all parts, or in which it is not."""
+        before, self.is_inside = self.is_inside, is_inside
         try:
             yield
         finally:

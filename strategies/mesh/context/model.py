@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ....errors import ModuleError, nearest
+from ..pipeline.elsewhere import Elsewhere
 from .options import Context
 
 __all__ = ["check_kernels", "check_window", "find_model"]
@@ -30,10 +31,16 @@ def find_model(module: nn.Module, options: Context) -> tuple[str, nn.Module]:
                 fix=f"pass one of its submodules: {', '.join(names) or 'it has none'}.",
             )
         return options.module, modules[options.module]
-    children = [(name, one) for name, one in module.named_children() if any(True for _ in one.parameters())]
+    children = [(name, one) for name, one in module.named_children() if _has_parameters(one)]
     has_own = any(True for _ in module.parameters(recurse=False))
     is_container = len(children) == 1 and isinstance(children[0][1], nn.ModuleList | nn.ModuleDict)
     return children[0] if len(children) == 1 and not (has_own or is_container) else (type(module).__name__, module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Return whether a module has parameters, on this stage of a pipeline or on another one."""
+    elsewhere = (isinstance(value, Elsewhere) for one in module.modules() for value in vars(one).values())
+    return any(True for _ in module.parameters()) or any(elsewhere)
 
 
 def check_kernels(module: nn.Module, size: int) -> None:

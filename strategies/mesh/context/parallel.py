@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ....errors import ModuleError
+from ..experts.sharding import experts_in
 from .attention import Attention
 from .batch import split_batch, whole_loss
 from .inputs import Arguments, check_outputs, gather_outputs
@@ -21,6 +22,7 @@ from .verify import check_same_inputs, verify
 
 if TYPE_CHECKING:
     from ....protocols import StepFunction
+    from ..pipeline.split import StageSplit
     from .options import Context
     from .parts import Parts
 
@@ -42,18 +44,29 @@ class ContextParallel:
         parts: The ranks that share a sequence.
         device: Of this process.
         verifies: Whether the first batch is compared with the one on full sequences.
+        stages: The pipeline stages of the module on this rank; None: it is not split into stages.
     """
 
     def __init__(
-        self, module: nn.Module, options: Context, parts: Parts, device: torch.device, *, verifies: bool
+        self,
+        module: nn.Module,
+        options: Context,
+        parts: Parts,
+        device: torch.device,
+        *,
+        verifies: bool,
+        stages: StageSplit | None = None,
     ) -> None:
         self._module, self._options, self._parts, self._device = module, options, parts, device
         self._name, self._model = find_model(module, options)
         self._interception = Interception(Attention(parts, options.method), parts.size)
         self._is_running = False
         self._is_training = False
+        self._is_cut = False  # whether a step ended at the first block of the next stage
         self._calls = 0
-        self._left_to_verify = verifies
+        self._stages = stages
+        # Stages, or None where there is one; each is compared in its first call.
+        self._left_to_verify: set[int | None] = set(stages.stages if stages else [None]) if verifies else set()
         self._call = ExitStack()  # what lasts for one call of the model
         self._of_call: tuple[int, int] = (0, 0)  # the dimension of the sequence, and the length of the part
         handles: list[RemovableHandle] = self._model.__dict__.setdefault(_HOOKS, [])
@@ -63,6 +76,10 @@ class ContextParallel:
             self._model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self._model.register_forward_hook(self._leave),
         ]
+        for layer in experts_in(self._model).values():
+            layer.add_parts = self._add_parts
+        if stages is not None:
+            stages.on_cut = self._leave_stage
 
     def bind(self, step: StepFunction, name: str) -> StepFunction:
         """Return what runs a step, bound already, on this rank's parts of sequences."""
@@ -73,7 +90,7 @@ class ContextParallel:
                 return step(*args, **kwargs)
             self._begin(is_training=is_training)
             try:
-                with self._interception:
+                with self._interception, self._interception.inside(False):
                     output = self._run(step, args, kwargs)
             finally:
                 self._is_running = False
@@ -81,7 +98,8 @@ class ContextParallel:
                 self._end_call()
             if is_training and not self._calls:
                 raise self._never_called()
-            return whole_loss(output, self._parts) if is_training and self._options.batch is not None else output
+            has_parts = is_training and self._options.batch is not None and not self._is_cut
+            return whole_loss(output, self._parts) if has_parts else output
 
         return run
 
@@ -94,7 +112,7 @@ class ContextParallel:
     def _begin(self, *, is_training: bool) -> None:
         if not self._calls:
             check_kernels(self._module, self._parts.size)
-        self._is_running, self._is_training, self._calls = True, is_training, 0
+        self._is_running, self._is_training, self._calls, self._is_cut = True, is_training, 0, False
 
     def _run(self, step: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dimensions = self._options.batch
@@ -124,11 +142,11 @@ class ContextParallel:
         else:
             dim, length = self._of_call
             part.add_positions(length, self._parts, self._device)
-            if self._left_to_verify:
+            if self._stage in self._left_to_verify:
                 whole.values.update(_gathered(whole.tensors(), dim, length, self._parts))
         check_window(model, length * self._parts.size, self._parts.size)
-        if self._left_to_verify:
-            self._left_to_verify = False
+        if self._stage in self._left_to_verify:
+            self._left_to_verify.remove(self._stage)
             self._verify(whole, part)
         self._interception.count = 0
         self._call.enter_context(self._interception.inside())
@@ -148,6 +166,22 @@ class ContextParallel:
         check_outputs(output, *self._of_call, self._parts, self._name)
         return gather_outputs(output, self._of_call[0], self._parts)
 
+    def _leave_stage(self) -> None:
+        """End a call of the model at the first block of the next stage, where no hook of the model is called."""
+        self._is_cut = True
+        self._end_call()
+        if not self._interception.count:
+            raise self._unseen()
+
+    @property
+    def _stage(self) -> int | None:
+        """The stage that runs; None where there are none."""
+        return None if self._stages is None else self._stages.at.stage
+
+    def _add_parts(self, tensor: Tensor) -> Tensor:
+        """Return a tensor added over the parts while the model runs on one, and as it is elsewhere."""
+        return self._parts.add(tensor) if self._interception.is_inside else tensor
+
     def _end_call(self) -> None:
         call, self._call = self._call, ExitStack()
         call.close()
@@ -155,19 +189,27 @@ class ContextParallel:
     def _verify(self, whole: Arguments, part: Arguments) -> None:
         """Compare the model's forward on full sequences and on this rank's part."""
         check_same_inputs(whole.tensors(), self._parts)
-        forward = self._model.forward
-        calls = whole.call(), part.call()
+        received = None if self._stages is None else self._stages.at.received
+        if received is not None:
+            check_outputs(received, *self._of_call, self._parts, "the stage before")
 
         def run_whole() -> Any:
-            return forward(*calls[0][0], **calls[0][1])
+            return self._forward(whole, None if received is None else self._parts.gather(received, self._of_call[0]))
 
         def run_part() -> Any:
-            output = forward(*calls[1][0], **calls[1][1])
+            output = self._forward(part, received)
             if self._options.batch is None:
                 check_outputs(output, *self._of_call, self._parts, self._name)
             return output
 
         verify(self._model, run_whole, run_part, self._interception, self._parts, self._of_call[0], self._device)
+
+    def _forward(self, arguments: Arguments, received: Tensor | None) -> Any:
+        """Run the model's forward, without its hooks: of a model in stages the present one, on what it received."""
+        args, kwargs = arguments.call()
+        if self._stages is None:
+            return self._model.forward(*args, **kwargs)
+        return self._stages.rehearse(received, self._model.forward, *args, **kwargs)
 
     # -- errors --------------------------------------------------------------------------------------------------
 

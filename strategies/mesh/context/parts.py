@@ -34,11 +34,16 @@ class Parts:
         group: These processes; None: all.
         rank: Which part this process has.
         size: Number of parts.
+        same_batch: The processes that have the same layers and read the same batch: those of `group`, and those that
+            split these layers; None: those of `group`.
+        num_splits: Among how many processes the layers of one part are split.
     """
 
     group: ProcessGroup | None
     rank: int
     size: int
+    same_batch: ProcessGroup | None = None
+    num_splits: int = 1
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a tensor that all ranks have: a view."""
@@ -65,10 +70,15 @@ class Parts:
         result: Tensor = _Sum.apply(tensor, self)  # type: ignore[no-untyped-call]
         return result
 
+    def add(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks of tensors of one shape; with gradients, which may differ between ranks."""
+        result: Tensor = _Add.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return result
+
     def objects(self, obj: object) -> list[Any]:
-        """Return the objects of all ranks of the group, in rank order."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, obj, group=self.group)
+        """Return the objects of all ranks that read the same batch, in rank order. On every one of them."""
+        found: list[Any] = [None] * (self.size * self.num_splits)
+        dist.all_gather_object(found, obj, group=self.same_batch or self.group)
         return found
 
 
@@ -110,15 +120,31 @@ def _exchange(tensor: Tensor, split: int, join: int, parts: Parts) -> Tensor:
     return torch.cat(list(received), join)
 
 
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, parts: Parts) -> Tensor:
+        ctx.parts = parts
+        return _added(tensor, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _added(gradient, ctx.parts), None
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, parts: Parts) -> Tensor:
         ctx.size = parts.size
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=parts.group)
-        return total
+        return _added(tensor, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.size, None
+
+
+def _added(tensor: Tensor, parts: Parts) -> Tensor:
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=parts.group)
+    return total

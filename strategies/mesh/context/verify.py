@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ....errors import ModuleError
+from ...distributed.shards import is_sharded
 from ...fsdp.root import groups_of
 from ...tree import leaves
 from .random_numbers import kept_numbers
@@ -165,7 +166,8 @@ def _part(tensor: Tensor, parts: Parts) -> Tensor:
 
 
 def _tensors(output: object) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)]
+    found = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf.to_local() if is_sharded(leaf) else leaf for leaf in found]  # logits in parts of the vocabulary
 
 
 def _is_close(part: Tensor, whole: Tensor) -> bool:

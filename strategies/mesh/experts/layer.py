@@ -47,11 +47,12 @@ class Experts(nn.Module):
         experts: The weights: `up`, and `gate` where there is one, (num_experts, dim, hidden); `down` (num_experts,
             hidden, dim).
         balance_loss: After a forward pass: num_experts * sum over experts of (share of assignments) * (mean
-            probability), over the tokens of this pass on this rank; shape (), float32 or wider, with a graph. It is 1
-            where tokens are spread evenly. To have the router spread them, add it to the loss, times 0.01 or so.
-            None before the first pass, in a copy, and after loading by pickle.
-        tokens_per_expert: After a forward pass: number of assignments to each expert, of the tokens of this rank;
-            shape (num_experts,), int64. None where `balance_loss` is.
+            probability), over the tokens of this pass on this rank, or of the sequences that it shares with others;
+            shape (), float32 or wider, with a graph. It is 1 where tokens are spread evenly. To have the router spread
+            them, add it to the loss, times 0.01 or so. None before the first pass, in a copy, and after loading by
+            pickle.
+        tokens_per_expert: After a forward pass: number of assignments to each expert, of the same tokens; shape
+            (num_experts,), int64. None where `balance_loss` is.
 
     Raises:
         ConfigError: A size is not positive, or `top_k` is larger than `num_experts`; every problem is named.
@@ -62,6 +63,8 @@ class Experts(nn.Module):
 
     balance_loss: Tensor | None
     tokens_per_expert: Tensor | None
+    add_parts: Callable[[Tensor], Tensor] | None = None
+    """Where ranks share sequences: adds a tensor over their parts, with gradients. Set by the strategy."""
 
     def __init__(
         self,
@@ -114,14 +117,18 @@ class Experts(nn.Module):
         return f"num_experts={self.num_experts}, top_k={self.top_k}, normalize={self.normalize}"
 
     def _keep(self, probabilities: Tensor, counts: Tensor) -> None:
-        share = counts / counts.sum().clamp(min=1)
-        mean = probabilities.sum(0) / max(1, probabilities.shape[0])
+        total = probabilities.sum(0)
+        if self.add_parts is not None:
+            total, counts = self.add_parts(total), self.add_parts(counts)
+        num_assignments = counts.sum()
+        share = counts / num_assignments.clamp(min=1)
+        mean = total / (num_assignments // self.top_k).clamp(min=1)
         self.balance_loss = (share.to(mean.dtype) * mean).sum() * self.num_experts
         self.tokens_per_expert = counts
 
     def __getstate__(self) -> dict[str, Any]:
-        # A tensor with a graph can be neither copied nor pickled.
-        return {**self.__dict__, "balance_loss": None, "tokens_per_expert": None}
+        # Neither a tensor with a graph nor a process group can be copied or pickled.
+        return {**self.__dict__, "balance_loss": None, "tokens_per_expert": None, "add_parts": None}
 
 
 def _check(sizes: dict[str, int]) -> None:

@@ -27,6 +27,11 @@ _READABLE = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
 )
 
+_REMEDY = (
+    "use a parameter only in the module that owns it; share it by assigning it to both modules (head.weight = "
+    "embedding.weight), or name a smaller part of the model in Pipeline(module=...)."
+)
+
 
 class Elsewhere(Tensor):
     """A tensor of another stage, on the meta device.
@@ -34,17 +39,19 @@ class Elsewhere(Tensor):
     Attributes:
         path: Its name in the user's module.
         stage: The stage that has it.
+        remedy: What to do where a step reads it.
     """
 
     path: str
     stage: int
+    remedy: str
 
     @classmethod
-    def of(cls, tensor: Tensor, path: str, stage: int) -> Elsewhere:
+    def of(cls, tensor: Tensor, path: str, stage: int, remedy: str = _REMEDY) -> Elsewhere:
         """Return what stands in for a tensor."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: Elsewhere = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
-        made.path, made.stage = path, stage
+        made.path, made.stage, made.remedy = path, stage, remedy
         return made
 
     @classmethod
@@ -60,12 +67,7 @@ class Elsewhere(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         one = next(value for _, value in leaves((args, kwargs)) if isinstance(value, cls))
-        raise ModuleError(
-            f"this stage's part of a step read {one.path} ({getattr(func, '__name__', func)}), which stage {one.stage} "
-            "of the pipeline has.",
-            fix="use a parameter only in the module that owns it; share it by assigning it to both modules "
-            "(head.weight = embedding.weight), or name a smaller part of the model in Pipeline(module=...).",
-        )
+        raise _read(one, getattr(func, "__name__", str(func)))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Elsewhere({self.path!r}, stage={self.stage}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -75,9 +77,31 @@ class Elsewhere(Tensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         shape, dtype, trained = tuple(self.shape), self.dtype, self.requires_grad
-        return (_rebuild, (shape, dtype, trained, self.path, self.stage))
+        return (_rebuild, (shape, dtype, trained, self.path, self.stage, self.remedy))
 
 
-def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, trained: bool, path: str, stage: int) -> Elsewhere:
+def _read(one: Elsewhere, operation: str) -> ModuleError:
+    return ModuleError(
+        f"this stage's part of a step read {one.path} ({operation}), which stage {one.stage} of the pipeline has.",
+        fix=one.remedy,
+    )
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def refuse(self: Elsewhere, *others: object) -> Any:
+        raise _read(self, name.strip("_"))
+
+    return refuse
+
+
+# torch's own, with a number on one side, would turn the error into one of Python, which names no parameter.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul"):
+    for _dunder in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Elsewhere, _dunder, _operator(_dunder))
+
+
+def _rebuild(
+    shape: tuple[int, ...], dtype: torch.dtype, trained: bool, path: str, stage: int, remedy: str
+) -> Elsewhere:
     empty = torch.empty(shape, dtype=dtype, device="meta")
-    return Elsewhere.of(empty.requires_grad_(trained), path, stage)
+    return Elsewhere.of(empty.requires_grad_(trained), path, stage, remedy)

@@ -59,6 +59,7 @@ class StageSplit:
         shared: Parameters of several ranks, in the order of the module; the same on all ranks.
         state_names: Names in the state of the unsplit module, in its order.
         at: Where the present step is.
+        on_cut: Called where a step ends at the first block of the next stage.
     """
 
     module: nn.Module
@@ -70,6 +71,7 @@ class StageSplit:
     shared: tuple[Shared, ...]
     state_names: tuple[str, ...]
     at: Position
+    on_cut: Callable[[], None] = field(default=lambda: None, repr=False)
     _members: dict[int, list[nn.Module]] = field(default_factory=dict, repr=False)
 
     @property
@@ -104,6 +106,7 @@ class StageSplit:
         try:
             output = step(*args, **kwargs)
         except Cut as cut:
+            self.on_cut()
             return cut.value
         finally:
             is_past = at.is_past
@@ -115,6 +118,28 @@ class StageSplit:
             f"order, got no call of block {at.end if is_past else at.first} (stage {stage} of {plan.num_stages}).",
             fix=f"call {plan.called} once in each step; or name what is called in Pipeline(module=...).",
         )
+
+    def rehearse(self, received: Tensor | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward of the present stage ahead of its turn, in a step that then continues as if it had not.
+
+        Args:
+            received: In place of what the stage before has sent; None for the first stage.
+            forward: That of a module with the blocks.
+            args: Its arguments.
+            kwargs: Its arguments.
+
+        Returns:
+            What the next stage needs; on the last stage, what `forward` returned.
+        """
+        at = self.at
+        before = at.received, at.is_called, at.is_past
+        at.received = received
+        try:
+            return forward(*args, **kwargs)
+        except Cut as cut:
+            return cut.value
+        finally:
+            at.received, at.is_called, at.is_past = before
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
         """Yield the parameters that a stage of this rank may use, each once, as they are now."""

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.overrides import TorchFunctionMode
 
-from .layouts import local_of
+from .layouts import convert
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,4 +45,6 @@ class PlainLoss(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return local_of(result, self.mesh) if func is F.cross_entropy else result
+        if func is F.cross_entropy and isinstance(result, DTensor):
+            return convert(result, self.mesh, Replicate(), Replicate()).clone()  # a step may return it, and no view
+        return result

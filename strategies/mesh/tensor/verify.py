@@ -6,13 +6,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ....errors import ModuleError
 from ...distributed.shards import full_tensor
@@ -42,10 +42,11 @@ Values = dict[tuple[nn.Module, str], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a module was called first."""
+    """The arguments with which a module was called first, with gradients where it had a call with them."""
 
     args: Any
     kwargs: Any
+    has_gradients: bool = True
 
 
 @contextmanager
@@ -61,8 +62,9 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, Call]]:
         if name in modules:
 
             def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                if name not in calls:
-                    calls[name] = Call(map_leaves(args, _copied), map_leaves(kwargs, _copied))
+                has_gradients = torch.is_grad_enabled()
+                if name not in calls or (has_gradients and not calls[name].has_gradients):
+                    calls[name] = Call(map_leaves(args, _copied), map_leaves(kwargs, _copied), has_gradients)
 
             handles.append(modules[name].register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
     try:
@@ -97,7 +99,7 @@ def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> No
     for name in plan.groups:
         if name not in modules:
             continue  # another pipeline stage has it
-        full, placements = _full_values(modules[name])
+        full, placements = _full_values(modules[name], mesh)
         if not _on_all_ranks(name in calls, mesh):
             missing.append(name or type(root).__name__)
             continue
@@ -119,7 +121,7 @@ def _compare(
     takes, gives = name in plan.takes_shards, name in plan.gives_shards
     if takes:
         args, kwargs = map_first(call.args, call.kwargs, lambda x: gather(x, mesh, 1))
-        call = Call(args, kwargs)
+        call = replace(call, args=args, kwargs=kwargs)
     prefix = f"{name}." if name else ""
     inner = {one: counts for one, counts in plan.counts.items() if not prefix or f"{one}.".startswith(prefix)}
     owners = {one: module.get_submodule(one[len(prefix) :]) for one in inner}
@@ -260,8 +262,9 @@ def _of_plan(module: nn.Module, hooks: Any) -> Any:
     return OrderedDict((key, hook) for key, hook in hooks.items() if is_of_plan(module, key, hook))
 
 
-def _full_values(module: nn.Module) -> tuple[Values, dict[Any, Placement]]:
+def _full_values(module: nn.Module, mesh: DeviceMesh) -> tuple[Values, dict[Any, Placement]]:
     """Return the full parameters at and below a module, and how each is placed over the ranks of the plan."""
+    axis = (mesh.mesh_dim_names or ("",))[-1]
     values: Values = {}
     placements: dict[Any, Placement] = {}
     for one in module.modules():
@@ -269,7 +272,9 @@ def _full_values(module: nn.Module) -> tuple[Values, dict[Any, Placement]]:
             if isinstance(parameter, DTensor):
                 with torch.no_grad():
                     values[one, name] = full_tensor(parameter)
-                placements[one, name] = parameter.placements[-1]  # the axis tp is the last one
+                # The axis tp is the last one; experts are sharded over others, and equal along it.
+                is_of_plan = axis in (parameter.device_mesh.mesh_dim_names or (axis,))
+                placements[one, name] = parameter.placements[-1] if is_of_plan else Replicate()
     return values, placements
 
 

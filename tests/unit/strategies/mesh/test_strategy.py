@@ -50,11 +50,6 @@ def test_arguments_that_contradict_the_axes_are_refused(arguments: dict[str, Any
         MeshStrategy(dp=2, **arguments)
 
 
-def test_experts_are_not_combined_with_other_axes() -> None:
-    with pytest.raises(ConfigError, match="ep=2 with the axes dp and fsdp only, got pp=2: not available together"):
-        MeshStrategy(pp=2, fsdp=2, ep=2)
-
-
 def test_losses_in_parts_are_not_combined_with_stages() -> None:
     with pytest.raises(ConfigError, match="loss_parallel=False with pipeline stages, got True and pp=2"):
         MeshStrategy(pp=2, tp=2, loss_parallel=True)

@@ -38,5 +38,3 @@ def test_positions_in_a_tuple_name_entries_of_a_batch() -> None:
 def test_other_options_are_refused_by_the_strategy() -> None:
     with pytest.raises(ConfigError, match="Expected context= to be a Context, got 'ulysses'"):
         MeshStrategy(cp=2, context="ulysses")
-    with pytest.raises(ConfigError, match="Expected cp=2 with the axes dp and fsdp only, got pp=2, tp=2"):
-        MeshStrategy(cp=2, pp=2, tp=2)
