@@ -17,7 +17,6 @@ from .checks import check_arguments, check_context, check_loss, check_pipeline
 from .context.setup import set_up
 from .pipeline.gradients import norm_over_stages
 from .pipeline.setup import runner_of, split_module
-from .pipeline.shards import arrange_shards
 from .pipeline.stages import Stages, check_precision
 from .pipeline.state import (
     gather_stages,
@@ -354,6 +353,8 @@ class MeshStrategy(MeshProcesses):
         runner = runner_in(state) if self.has_stages else None
         if runner is None:
             return super().arrange_shards(state)
+        from .pipeline.shards import arrange_shards
+
         axes = self.resolved_axes
         mesh = self.groups.shards if axes.world_size == axes.pp else None
         return arrange_shards(runner, state, mesh, keep=self.is_global_zero)
