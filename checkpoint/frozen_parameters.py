@@ -71,7 +71,10 @@ def check_loaded(module: nn.Module, keys: LoadedKeys, excluded: Collection[str])
 
 
 def _belongs_to(name: str, parameters: Collection[str]) -> bool:
-    return name in parameters or name.rpartition(".")[0] in parameters
+    """Return whether this is the name of one of the parameters, or begins with one: `weight.quant_state.nf4`."""
+    while name and name not in parameters:
+        name = name.rpartition(".")[0]
+    return bool(name)
 
 
 def _listed(kind: str, names: Sequence[str]) -> str:

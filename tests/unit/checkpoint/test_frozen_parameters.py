@@ -116,5 +116,7 @@ def test_parameters_that_an_optimizer_has_are_kept() -> None:
 
 def test_entries_that_belong_to_a_parameter_are_left_out_with_it() -> None:
     module = Adapted()
-    state = {**module.state_dict(), "base.0.weight.absmax": torch.ones(1)}
-    assert "base.0.weight.absmax" not in leave_out(state, module, [])[0]
+    entries = {f"base.0.weight.{name}": torch.ones(1) for name in ("absmax", "quant_state.bitsandbytes__nf4")}
+    state = leave_out({**module.state_dict(), **entries}, module, [])[0]
+    assert not any(name.startswith("base.0.weight") for name in state)
+    assert "base.1.running_mean" in state
