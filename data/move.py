@@ -14,7 +14,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..protocols import Batch
 
-__all__ = ["apply_to_collection", "find_batch_size", "find_opaque", "find_tensors", "move_to_device"]
+__all__ = [
+    "apply_to_collection",
+    "find_batch_size",
+    "find_leaves",
+    "find_opaque",
+    "find_tensors",
+    "map_tree",
+    "move_to_device",
+]
 
 
 def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None = None) -> Any:
@@ -61,7 +69,7 @@ def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> object
             raise
         return leaf if moved is None else moved
 
-    return _map(batch, _can_move, move)
+    return map_tree(batch, _can_move, move)
 
 
 def _find_path(data: Any, wanted: object) -> str | None:
@@ -102,20 +110,20 @@ def apply_to_collection(
         args: Further positional arguments of `function`.
         kwargs: Further keyword arguments of `function`.
     """
-    return _map(data, lambda leaf: isinstance(leaf, dtype), lambda leaf: function(leaf, *args, **kwargs))
+    return map_tree(data, lambda leaf: isinstance(leaf, dtype), lambda leaf: function(leaf, *args, **kwargs))
 
 
-def _map(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+def map_tree(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
     """Map over a tree and keep every container that does not change."""
     if is_leaf(data):
         return function(data)
     if isinstance(data, (list, tuple)):
-        items = [_map(item, is_leaf, function) for item in data]
+        items = [map_tree(item, is_leaf, function) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):
             return data
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Mapping):
-        pairs = {key: _map(value, is_leaf, function) for key, value in data.items()}
+        pairs = {key: map_tree(value, is_leaf, function) for key, value in data.items()}
         if all(pairs[key] is value for key, value in data.items()):
             return data
         return _rebuild_mapping(data, pairs)
@@ -141,7 +149,7 @@ def _map_dataclass(data: Any, is_leaf: Callable[[object], bool], function: Calla
     changes = {}
     for field in dataclasses.fields(data):
         old = getattr(data, field.name, None)
-        new = _map(old, is_leaf, function)
+        new = map_tree(old, is_leaf, function)
         if new is not old:
             changes[field.name] = new
     if not changes:
@@ -179,7 +187,7 @@ def find_batch_size(batch: Batch) -> int | None:
 
 def _common_size(batch: Batch) -> int | None:
     sizes = set()
-    for leaf in _leaves(batch):
+    for leaf in find_leaves(batch):
         if isinstance(leaf, PackedSequence):
             sizes.add(int(leaf.batch_sizes[0]))  # which are on the host always
         elif isinstance(leaf, Tensor) and leaf.ndim:
@@ -191,7 +199,7 @@ def _common_size(batch: Batch) -> int | None:
 
 def find_tensors(batch: Batch) -> Iterator[Tensor]:
     """Yield the tensors in a batch, those of packed sequences too."""
-    for leaf in _leaves(batch):
+    for leaf in find_leaves(batch):
         if isinstance(leaf, PackedSequence):
             yield from (part for part in leaf if part is not None)
         elif isinstance(leaf, Tensor):
@@ -216,18 +224,18 @@ def find_opaque(data: Any) -> bool:
     return False
 
 
-def _leaves(data: Any) -> Iterator[object]:
+def find_leaves(data: Any) -> Iterator[object]:
     """Yield what is in the containers of a batch, as `move_to_device` goes through them."""
     if isinstance(data, (Tensor, PackedSequence)):
         yield data
     elif isinstance(data, (list, tuple)):
         for item in data:
-            yield from _leaves(item)
+            yield from find_leaves(item)
     elif isinstance(data, Mapping):
         for item in data.values():
-            yield from _leaves(item)
+            yield from find_leaves(item)
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
-            yield from _leaves(getattr(data, field.name, None))
+            yield from find_leaves(getattr(data, field.name, None))
     else:
         yield data

@@ -147,7 +147,7 @@ class FabricDataLoader:
         # Every process's sampler draws the same order, using rank 0's random state.
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
         # Copies of rank 0 that draw alike move their generators as it does.
-        rank = topology.stage if self._fabric.strategy.copies_draw_alike else topology.global_rank
+        rank = 0 if self._fabric.strategy.copies_draw_alike else topology.global_rank
         with drawn_alike(rank, topology.data_rank, shared):
             self._stream.open(epoch, shared)
 

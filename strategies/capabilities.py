@@ -116,6 +116,8 @@ class Capabilities:
     nothing, and what they log does not count."""
     runs_windows: bool = True
     """Whether `run_window`, where a strategy defines it, takes over the inside of accumulation windows."""
+    parts_per_batch: int = 1
+    """Number of parts into which each batch is split for `run_window`: the micro-batches that it gets."""
 
     # -- parameters ----------------------------------------------------------------------------------------------
 

@@ -951,7 +951,7 @@ class Trainer(TrainerAttributes):
         """Return the micro-batches of a window in this epoch."""
         scheduler = self.accumulation_scheduler
         size = scheduler.get_accumulate_grad_batches(epoch) if scheduler is not None else self.accumulate_grad_batches
-        self._metrics.is_weighing_steps = size > 1
+        self._metrics.is_weighing_steps = size > 1 or self.strategy.parts_per_batch > 1
         return size
 
     # --- what the trainer does at events, between the hooks and the checkpoints -------------------------------

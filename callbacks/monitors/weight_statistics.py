@@ -111,7 +111,7 @@ class WeightStatistics(Callback):
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Read everything with one copy and log it, once the step has been taken."""
-        if not (self._norms or self._before) or not trainer.at_step_boundary:
+        if self._step < 0 or not trainer.at_step_boundary:
             return
         if trainer.global_step > self._step:
             with torch.no_grad():
@@ -127,14 +127,26 @@ class WeightStatistics(Callback):
             change = [(name, parameter.detach() - before) for name, parameter, before in self._before]
             rows = rows + [("updates", name, pair) for name, pair in _norms(change)]
             rows = rows + [("before", name, pair) for name, pair in _norms(old)]
-        packed = torch.cat([pair for _, _, pair in rows] + [one for _, _, one in self._histograms])
-        if not trainer.is_global_zero:
+        measured = [*rows, *self._histograms]
+        has_stages = trainer.strategy.has_stages
+        if not (trainer.is_global_zero or has_stages):
             return
-        numbers = packed.tolist()  # the one host read, at a log boundary
-        metrics = self._grouped([(kind, name, numbers[2 * at], numbers[2 * at + 1])
-                                 for at, (kind, name, _) in enumerate(rows)])  # fmt: skip
+        numbers: dict[tuple[str, str, int], list[float]] = {}
+        if measured:
+            sizes = [one.numel() for _, _, one in measured]
+            packed = torch.cat([one for _, _, one in measured]).tolist()  # the one host read, at a log boundary
+            for (kind, name, _), size in zip(measured, sizes, strict=True):
+                numbers[kind, name, size], packed = packed[:size], packed[size:]
+        if has_stages:  # each has the parameters of some layers
+            everywhere = trainer.strategy.gather_objects(numbers)
+            numbers = {key: value for theirs in reversed(everywhere) for key, value in theirs.items()}
+        if not (trainer.is_global_zero and numbers):
+            return
+        rows_of_all = [(kind, name, row[0], row[1]) for (kind, name, size), row in numbers.items() if size == 2]
+        metrics = self._grouped(rows_of_all)
         trainer.log_metrics(metrics, self._step)
-        self._send_histograms(trainer, numbers[2 * len(rows) :])
+        histograms = [(kind, name, row) for (kind, name, size), row in numbers.items() if size > 2]
+        self._send_histograms(trainer, histograms)
 
     def _grouped(self, rows: list[tuple[str, str, float, float]]) -> dict[str, float]:
         squares: dict[tuple[str, str], float] = {}
@@ -159,10 +171,8 @@ class WeightStatistics(Callback):
     def _group(self, name: str) -> str:
         return name if self.depth is None else ".".join(name.split(".")[: self.depth])
 
-    def _send_histograms(self, trainer: Trainer, numbers: list[float]) -> None:
-        size = 4 + self.histogram_bins
-        for at, (kind, name, _) in enumerate(self._histograms):
-            low, high, total, square, *counts = numbers[at * size : (at + 1) * size]
+    def _send_histograms(self, trainer: Trainer, rows: list[tuple[str, str, list[float]]]) -> None:
+        for kind, name, (low, high, total, square, *counts) in rows:
             if not (math.isfinite(low) and math.isfinite(high)):
                 continue
             width = (high - low) / self.histogram_bins

@@ -8,7 +8,7 @@ from ...errors import ConfigError
 from .context.options import Context
 from .pipeline.options import Pipeline
 
-__all__ = ["check_arguments", "check_context", "check_loss", "check_pipeline"]
+__all__ = ["check_arguments", "check_context", "check_pipeline"]
 
 # Any in this file: arguments of FSDPStrategy.
 
@@ -26,15 +26,6 @@ def check_pipeline(pipeline: object) -> None:
     """Refuse options of pipeline stages of another class."""
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise ConfigError(f"Expected pipeline= to be a Pipeline, got {pipeline!r}.", fix="pass Pipeline(...), or None.")
-
-
-def check_loss(pp: int, *, loss_parallel: bool) -> None:
-    """Refuse losses in parts beside pipeline stages."""
-    if loss_parallel and pp != 1:
-        raise ConfigError(
-            f"Expected loss_parallel=False with pipeline stages, got True and pp={pp}: not available together.",
-            fix="leave loss_parallel out, or train without pp; sequence_parallel=True is available with pp.",
-        )
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:

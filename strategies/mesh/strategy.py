@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..fsdp.root import root_of
 from .axes import REST, MeshAxes, read_axes
-from .checks import check_arguments, check_context, check_loss, check_pipeline
+from .checks import check_arguments, check_context, check_pipeline
 from .context.setup import set_up
 from .pipeline.gradients import norm_over_stages
 from .pipeline.setup import runner_of, split_module
@@ -103,7 +103,6 @@ class MeshStrategy(MeshProcesses):
         check_arguments(fsdp_arguments)
         super().__init__(axes, **fsdp_arguments)
         check_pipeline(pipeline)
-        check_loss(pp, loss_parallel=loss_parallel)
         self.tensor_plan = tensor_plan
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
@@ -223,9 +222,9 @@ class MeshStrategy(MeshProcesses):
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
         with self._in_backward() as around:
             if self.loss_parallel:
-                from torch.distributed.tensor.parallel import loss_parallel
+                from .tensor.loss import losses_in_parts
 
-                around.enter_context(loss_parallel())
+                around.enter_context(losses_in_parts())
             super().backward(tensor, *args, **kwargs)
 
     @contextmanager
@@ -243,6 +242,11 @@ class MeshStrategy(MeshProcesses):
     def runs_windows(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
         """Whether windows are run through pipeline stages."""
         return self.has_stages
+
+    @property
+    def parts_per_batch(self) -> int:  # type: ignore[override]  # it is not set, but follows from the options
+        """Number of parts into which each batch is split for the stages."""
+        return self._stages.options.micro_batches if self.has_stages else 1
 
     @property
     def holds_parameters(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
@@ -283,7 +287,15 @@ class MeshStrategy(MeshProcesses):
             from .experts.stages import leave_results
 
             check_precision(self.precision)
-            split_module(module, self._stages.options, self._stage_group, rank=self.topology.stage, device=self.device)
+            split_module(
+                module,
+                self._stages.options,
+                self._stage_group,
+                rank=self.topology.stage,
+                device=self.device,
+                # Parts of sequences draw from generators of their own.
+                seeds_blocks=self.resolved_axes.cp == 1,
+            )
             leave_results(module)
         return prepare
 
@@ -305,7 +317,13 @@ class MeshStrategy(MeshProcesses):
     ) -> Sequence[Any]:
         """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
         with self._in_backward():  # backward passes are among the forward passes
-            return self._stages.run_window(batches, step, share)
+            return self._stages.run_window(
+                batches,
+                step,
+                share,
+                loss_parallel=self.loss_parallel,
+                verifies=self._take_verification() and self.resolved_axes.cp == 1,
+            )
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError, DataError
 from ..run import Run
-from .step import train_held_window, train_window
+from .step import train_window
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -244,7 +244,11 @@ class FitLoop:
                     f"precision={run.fabric.precision.precision!r} scales the loss for one.",
                     fix="use precision='bf16-mixed' or '32-true'.",
                 )
-        return train_held_window if plan.needs_closure or plan.run_window is not None else train_window
+        if plan.needs_closure or plan.run_window is not None:
+            from .held_window import train_held_window  # loaded for pipelines and closures only
+
+            return train_held_window
+        return train_window
 
     def _refuse_to_skip(self, run: Run, where: str) -> None:
         if run.skips_bad_steps:

@@ -136,8 +136,13 @@ class WindowLoss:
         """Return whether some loss was not finite, where bad steps are skipped."""
         return not self.is_finite
 
-    def share(self, loss: Tensor | Loss) -> Tensor:
+    def share(self, loss: Tensor | Loss, parts: float = 1.0, *, is_first: bool = True) -> Tensor:
         """Return what this micro-batch calls backward on: shape (), with graph.
+
+        Args:
+            loss: Its loss.
+            parts: How many parts of its size make its batch: a mean counts for one over them.
+            is_first: Whether it is the first part of its batch.
 
         Raises:
             ModuleError: The loss is not a scalar, or means and sums are mixed in one window.
@@ -151,8 +156,9 @@ class WindowLoss:
                 f"training_step returned a loss of shape {tuple(loss.shape)}, expected a scalar.",
                 fix="reduce it, for example with loss.mean(), or return lw.Loss(losses.sum(), losses.numel()).",
             )
-        self.count += 1
-        return loss if self.planned == 1 else loss / self.planned
+        self.count += is_first
+        divisor = self.planned * parts
+        return loss if divisor == 1 else loss / divisor
 
     def _share_of_sum(self, loss: Loss) -> Tensor:
         if self.count:
@@ -282,12 +288,8 @@ class RanksWindowLoss(WindowLoss):
             )
         self.form = next(iter(forms), None)
 
-    def share(self, loss: Tensor | Loss) -> Tensor:
-        """Return what this micro-batch calls backward on: shape (), with graph.
-
-        Raises:
-            ModuleError: The loss is not a scalar, or means and sums are mixed.
-        """
+    def share(self, loss: Tensor | Loss, parts: float = 1.0, *, is_first: bool = True) -> Tensor:
+        """Return what this micro-batch calls backward on; see `WindowLoss.share`."""
         if (self.form == "sum") != isinstance(loss, Loss):
             raise ModuleError(
                 "training_step returned a mean for one batch and a sum with a weight for another.",
@@ -295,7 +297,7 @@ class RanksWindowLoss(WindowLoss):
             )
         if self.form == "sum":
             self.reference = self._scale
-        return super().share(loss)
+        return super().share(loss, parts, is_first=is_first)
 
     def reduce(self) -> None:
         """Begin to add up over ranks what the window weighs, where it must be known. On every rank."""

@@ -154,7 +154,7 @@ def open_epoch(run: Run) -> None:
     check_copies(strategy)
     rng = run.fabric.broadcast(capture_rng())
     # Copies of rank 0 that draw alike move their generators as it does.
-    rank = topology.stage if strategy.copies_draw_alike else topology.global_rank
+    rank = 0 if strategy.copies_draw_alike else topology.global_rank
     with drawn_alike(rank, topology.data_rank, rng):
         run.stream.open(run.progress.epochs, rng)
 

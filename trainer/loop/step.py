@@ -1,18 +1,17 @@
 """One training step: an accumulation window of micro-batches, one optimizer step.
 
 `train_window` is the recipe. One process is the world of size one. A rank without data is a source that yields none. In
-manual optimization the module does what stands inside the window. `train_held_window` holds the micro-batches of a
-window until all are there: the optimizer evaluates them several times, or the strategy runs them
-(`Strategy.run_window`).
+manual optimization the module does what stands inside the window. Windows that are held until all of their batches are
+there have a recipe of their own (`train_held_window`).
 
 The hot path: nothing here reads the device unless bad steps are to be skipped, and nothing is looked up by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,19 +19,19 @@ from torch import Tensor
 from ...data.move import find_batch_size
 from ...data.sources.base import NO_BATCH
 from ...strategies import NoLoss
-from ..metrics.accumulators import accumulation_dtype
 from ..run import Run
 from .loss import Loss, read_loss
 from .schedule import step_due_schedules
 
 __all__ = [
     "count_own_step",
+    "count_window",
     "detached_mean",
     "drop_window",
+    "fill_gradients",
     "finish_window",
     "outputs_of",
     "step_schedules",
-    "train_held_window",
     "train_window",
 ]
 
@@ -119,7 +118,7 @@ def train_window(run: Run, size: int) -> bool:
                 elif zero is not None and is_last and zero.requires_grad:
                     plan.backward(zero)
                 elif share is not None and not run.has_ranks:
-                    _fill_gradients(plan.optimizer)
+                    fill_gradients(plan.optimizer)
             if seen is not None and watch.keeps:
                 watch.losses.append(seen)
         if has_batch:
@@ -129,7 +128,7 @@ def train_window(run: Run, size: int) -> bool:
         if is_last:
             is_good = not (run.skips_bad_steps and window.is_to_be_skipped())
             run.has_stepped = plan.finish_window(run, seen, is_plain=is_plain, is_finite=is_good)
-            _count_window(run, index + 1 - first, samples)
+            count_window(run, index + 1 - first, samples)
         if has_batch:
             life.on_train_batch_end(outputs_of(output, seen) if plan.hears_batch_end else None, batch, index)
         elif is_last:
@@ -177,7 +176,7 @@ def count_own_step(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: 
     return bool(run.stepped)
 
 
-def _count_window(run: Run, num_batches: int, samples: int) -> None:
+def count_window(run: Run, num_batches: int, samples: int) -> None:
     """Count a finished window, and step the schedules that are due."""
     plan, progress = run.plan, run.progress
     assert plan is not None
@@ -191,7 +190,7 @@ def _count_window(run: Run, num_batches: int, samples: int) -> None:
     run.at_boundary = True
 
 
-def _fill_gradients(optimizer: Optimizer | None) -> None:
+def fill_gradients(optimizer: Optimizer | None) -> None:
     """Give parameters without a gradient one of 0: what a sum without a graph adds, such as one over no elements."""
     for group in () if optimizer is None else optimizer.param_groups:
         for parameter in group["params"]:
@@ -236,215 +235,6 @@ def step_schedules(run: Run) -> None:
         step_due_schedules(run, "step", progress.steps)
     if not stream.has_next():
         step_due_schedules(run, "epoch", progress.epochs + 1)
-
-
-# --- windows that are held -----------------------------------------------------------------------------------------
-
-
-def train_held_window(run: Run, size: int) -> bool:
-    """Train on the next window, whose micro-batches are held until the strategy or the optimizer has run them.
-
-    An optimizer that needs a closure (LBFGS) evaluates the window several times: `log` counts the first evaluation
-    only, and hooks around backward fire at each one. Arguments and result as `train_window`.
-    """
-    plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    assert plan is not None
-    assert stream is not None
-    assert metrics.sizes is not None
-    metrics.window += 1
-    metrics.step = progress.steps + 1
-    run.at_boundary = run.has_stepped = False
-    first = progress.batches_in_epoch
-    held = _HeldWindow(run, first)
-    while len(held.batches) < size and stream.has_next():
-        batch = stream.next_batch()
-        run.batch_idx = first + len(held.batches)
-        if batch is not NO_BATCH:
-            batch = metrics.batch = plan.transfer(batch)
-            metrics.sized = None
-            if life.on_train_batch_start(batch, run.batch_idx) == -1:
-                drop_window(run)
-                return False
-        held.batches.append(batch)
-
-    run.has_stepped = held.step_with_closure() if plan.needs_closure else held.step()
-    samples = sum(metrics.sizes.of(batch) or 0 for batch in held.batches if batch is not NO_BATCH)
-    _count_window(run, len(held.batches), samples)
-    last = len(held.batches) - 1
-    for offset, (batch, output, seen) in enumerate(zip(held.batches, held.outputs, held.seen, strict=True)):
-        run.at_boundary = offset == last
-        if batch is not NO_BATCH:
-            life.on_train_batch_end(outputs_of(output, seen), batch, first + offset)
-        elif offset == last:
-            life.end_step_without_batch(first + offset)
-    return True
-
-
-class _NothingToStepWithError(Exception):
-    """Leaves an optimizer in whose first evaluation no micro-batch of any rank had a loss."""
-
-
-class _HeldWindow:
-    """The micro-batches of one window, which are run as often as the optimizer evaluates them.
-
-    Attributes:
-        batches: On the device; NO_BATCH where only other ranks have one.
-        outputs: What training_step returned for each, in the first evaluation.
-        seen: Its loss as a value, detached; None without one.
-    """
-
-    def __init__(self, run: Run, first: int) -> None:
-        assert run.plan is not None
-        self._run, self._plan, self._first = run, run.plan, first
-        self.batches: list[object] = []
-        self.outputs: list[object] = []
-        self.seen: list[Tensor | None] = []
-        self._shares: list[Tensor] = []
-        self._num_steps = self._num_losses = 0
-
-    def step(self) -> bool:
-        """Run the micro-batches, then finish as any window does."""
-        run = self._run
-        self._evaluate()
-        is_finite = not (run.skips_bad_steps and run.window_loss.is_to_be_skipped())
-        return self._plan.finish_window(run, self.seen[-1], is_plain=False, is_finite=is_finite)
-
-    def step_with_closure(self) -> bool:
-        """Step an optimizer that evaluates the micro-batches as often as it needs to."""
-        run, optimizer = self._run, self._plan.optimizer
-        assert optimizer is not None
-        has_stepped = False
-        try:
-            has_stepped = run.fabric.optimizer_step(optimizer, self._closure)
-        except _NothingToStepWithError:
-            optimizer.zero_grad()
-        run.metrics.is_muted = False
-        if has_stepped:
-            run.progress.steps += 1
-        else:
-            run.watch.note_skipped(run, "empty" if run.window_loss.is_empty else "refused")
-        return has_stepped
-
-    def _closure(self) -> Tensor:
-        """Return the loss of the window, whose gradients are scaled and clipped."""
-        run, window, optimizer = self._run, self._run.window_loss, self._plan.optimizer
-        assert optimizer is not None
-        run.metrics.is_muted = bool(self.outputs)
-        self._evaluate()
-        if window.is_empty:
-            raise _NothingToStepWithError
-        factor = window.gradient_factor()
-        means = [share.detach() for share in self._shares]
-        total = torch.stack(means).sum() if means else torch.zeros((), device=run.device)
-        if run.has_ranks:
-            # The optimizer must decide alike on all ranks; one without a loss does not know the others' dtype.
-            total = run.fabric.all_reduce(total.to(accumulation_dtype(total.device)))
-        if factor is not None:
-            run.fabric.strategy.scale_gradients(optimizer, factor)
-            total = total * factor
-        run.lifecycle.on_before_optimizer_step(optimizer)
-        if self._plan.clip is not None:
-            self._plan.clip()
-        return total
-
-    def _evaluate(self) -> None:
-        """Run forward and backward of all micro-batches, and note their losses."""
-        run, plan, life = self._run, self._plan, self._run.lifecycle
-        is_first_time = not self.outputs
-        plan.begin_window(len(self.batches))
-        plan.zero_grad()
-        self._shares.clear()
-        self._num_steps = self._num_losses = 0
-        if plan.run_window is None:
-            losses: Sequence[Tensor | Loss | NoLoss | None] = self._run_in_order()
-        else:
-            losses = plan.run_window(self.batches, self._forward, self._take_share)
-            if run.has_ranks:
-                run.window_loss.join_stages()
-            for _ in self._shares:
-                life.on_after_backward()
-        seen = [None if loss is None or isinstance(loss, NoLoss) else detached_mean(loss) for loss in losses]
-        if is_first_time:
-            if not self.outputs:  # the strategy has steps of its own
-                self.outputs.extend(seen)
-            self.seen.extend(seen)
-            if run.watch.keeps:
-                run.watch.losses.extend(one for one in seen if one is not None)
-
-    def _run_in_order(self) -> list[Tensor | Loss | NoLoss | None]:
-        plan, life = self._plan, self._run.lifecycle
-        assert plan.backward is not None
-        losses = []
-        for offset, batch in enumerate(self.batches):
-            loss = self._forward(batch, offset)
-            losses.append(loss)
-            if isinstance(loss, NoLoss):
-                if loss.zero.requires_grad:
-                    plan.backward(loss.zero)
-            elif loss is not None:
-                share = self._share_of(loss)
-                if share.requires_grad or loss.__class__ is not Loss:
-                    life.on_before_backward(share)
-                    plan.backward(share)
-                    life.on_after_backward()
-                else:
-                    _fill_gradients(plan.optimizer)
-        return losses
-
-    def _forward(self, batch: object, offset: int, *, counts: bool = True) -> Any:
-        """Run training_step on a micro-batch and return its loss; see `Strategy.run_window`."""
-        run, plan, metrics = self._run, self._plan, self._run.metrics
-        if not counts:
-            return self._forward_muted(batch, offset)
-        if batch is NO_BATCH:
-            output = run.fabric.strategy.without_data(run.model)
-        else:
-            metrics.batch, metrics.sized = batch, None
-            metrics.table = plan.table
-            output = plan.training_step(batch, self._first + offset)
-            metrics.table = metrics.nowhere
-        no_loss = output if output.__class__ is NoLoss else None
-        output = None if no_loss is not None else output
-        loss = read_loss(output)
-        if len(self.outputs) < len(self.batches):
-            self.outputs.append(output)
-        if run.window_loss.form is None:
-            run.window_loss.synchronize_form(loss)
-        self._num_steps += 1
-        self._num_losses += loss is not None
-        if loss is None:
-            self._reduce_after_last()
-        return no_loss if loss is None else loss
-
-    def _forward_muted(self, batch: object, offset: int) -> Any:
-        """Run training_step for a stage before the last, and return what comes out; nothing that it logs counts."""
-        metrics = self._run.metrics
-        was_muted, metrics.is_muted = metrics.is_muted, True
-        try:
-            return self._plan.training_step(batch, self._first + offset)
-        finally:
-            metrics.is_muted = was_muted
-
-    def _share_of(self, loss: Tensor | Loss) -> Tensor:
-        run, window = self._run, self._run.window_loss
-        share = window.share(loss)
-        if run.skips_bad_steps:
-            window.is_finite = window.is_finite and bool(torch.isfinite(share).all())
-        self._shares.append(share)
-        self._reduce_after_last()
-        return share
-
-    def _take_share(self, loss: Tensor | Loss) -> Tensor:
-        """Return what backward is called on, scaled where the precision scales; see `Strategy.run_window`."""
-        share = self._share_of(loss)
-        self._run.lifecycle.on_before_backward(share)
-        return self._run.fabric.precision.scale_loss(share)
-
-    def _reduce_after_last(self) -> None:
-        """Let ranks know what the window weighs when all its losses are known: before the last backward pass."""
-        is_complete = self._num_steps == len(self.batches) and len(self._shares) == self._num_losses
-        if self._run.has_ranks and is_complete:
-            self._run.window_loss.reduce()
 
 
 # --- outcomes ------------------------------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ class Metrics:
         rank: int = 0,
         size: int = 1,
         module: torch.nn.Module | None = None,
+        has_silent_ranks: bool = False,
     ) -> None:
         """Join what is logged with what other ranks log, from now on. Called by the Trainer at the beginning of a run.
 
@@ -121,13 +122,14 @@ class Metrics:
             rank: This process's place among them.
             size: Their number.
             module: Where metric objects are found on ranks that did not log them.
+            has_silent_ranks: Whether some ranks log nothing, and take over the step values of others.
         """
         if gather is None:
             self._ranks = None
             return
         from .ranks_metrics import RanksMetrics
 
-        self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module)
+        self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module, has_silent_ranks=has_silent_ranks)
 
     @property
     def gather(self) -> Gather | None:
@@ -229,6 +231,17 @@ class Metrics:
         if accumulator.reduce != "mean" or not (accumulator.weighs or self.is_weighing_steps):
             return value, 1.0
         return value, self._weight(accumulator) if batch_size is None else batch_size
+
+    def select_batch(self, batch: Batch, size: int | None = None) -> None:
+        """Let values that are logged from now on be of this batch.
+
+        Args:
+            batch: A batch of the loader, or a part of one.
+            size: Samples in a part; None: it is an entire batch.
+        """
+        self.batch, self.sized = batch, None
+        if size is not None:
+            self.sized, self._size = batch, size
 
     def _weight(self, accumulator: ScalarAccumulator) -> float:
         batch = self.batch
@@ -498,6 +511,21 @@ class Metrics:
             ):
                 return accumulator
         return None
+
+    def latest_steps(self, stage: str) -> dict[str, tuple[Tensor, int]]:
+        """Return the latest step value of each key of a stage, on the CPU, and its step."""
+        values = self.callback_metrics()
+        return {
+            one.step_key: (values[one.step_key].detach().to("cpu", copy=True), one.step)
+            for one in self._step_accumulators
+            if one.step_values and _stage_of(one.hook) == stage
+        }
+
+    def take_over(self, value: Tensor, step: int, *keys: str | None) -> None:
+        """Let `callback_metrics` have another rank's step value: shape (), on the CPU."""
+        for key in keys:
+            if key is not None:
+                self._synchronized[key] = (value.to(self.device, non_blocking=True), step, self.window)
 
     def _joint(self, name: str) -> tuple[Tensor, int] | None:
         """Return all ranks' value of a key and its step, unless this rank has logged a newer one since."""

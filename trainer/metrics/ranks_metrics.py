@@ -76,6 +76,7 @@ class _StepShare:
     rank_zero_only: bool
     value: float
     weight: float
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -102,6 +103,8 @@ class RanksMetrics:
         rank: This process's place among them.
         size: Their number.
         module: Where metric objects are found on ranks that did not log them.
+        has_silent_ranks: Whether some ranks log nothing, as pipeline stages before the last: they take over step values
+            at log boundaries and at the end of an epoch.
     """
 
     def __init__(
@@ -112,12 +115,14 @@ class RanksMetrics:
         rank: int,
         size: int,
         module: nn.Module | None,
+        has_silent_ranks: bool = False,
     ) -> None:
         self.gather = gather
         self.rank = rank
         self.size = size
         self._metrics = metrics
         self._module = module
+        self._has_silent_ranks = has_silent_ranks
         self._epochs: dict[str, _Epoch] = {}
 
     # --- epochs ------------------------------------------------------------------------------------------------------
@@ -134,11 +139,15 @@ class RanksMetrics:
         mine = self._shares(accumulators.values(), metrics.find_loaders(stage))
         changed = {name: share for name, share in mine.items() if epoch.sent.get(name) != share}
         epoch.sent = mine
-        everywhere = self.gather((changed, metrics.late_listeners.get(stage, True)))
-        epoch.may_change = any(may_change for _, may_change in everywhere)
-        names = list(dict.fromkeys(name for theirs, _ in everywhere for name in theirs))
-        for known, (theirs, _) in zip(epoch.known, everywhere, strict=True):
+        latest = metrics.latest_steps(stage) if self._has_silent_ranks else {}
+        everywhere = self.gather((changed, metrics.late_listeners.get(stage, True), latest))
+        epoch.may_change = any(may_change for _, may_change, _ in everywhere)
+        names = list(dict.fromkeys(name for theirs, _, _ in everywhere for name in theirs))
+        for known, (theirs, _, _) in zip(epoch.known, everywhere, strict=True):
             known.update(theirs)
+        for key, (value, step_of_value) in everywhere[self.rank][2].items():
+            if key not in latest:
+                metrics.take_over(value, step_of_value, key)
         shares = {name: self._counting(name, epoch) for name in names}
         objects = self._compute_objects(
             {name: next(iter(s.values())) for name, s in shares.items() if next(iter(s.values())).is_object},
@@ -298,6 +307,7 @@ class RanksMetrics:
                 accumulator.rank_zero_only,
                 numbers[2 * index],
                 numbers[2 * index + 1],
+                accumulator.dtype,
             )
             for index, accumulator in enumerate(accumulators)
         }
@@ -321,6 +331,10 @@ class RanksMetrics:
                 row[key] = value
             if first.prog_bar:
                 metrics.show(value, key, first.name)
+        for key, share in everywhere[self.rank][0].items():
+            if key not in mine:  # this rank logs nothing: another one reports for it
+                number = values[key] if share.is_synced and not share.rank_zero_only else share.value
+                metrics.take_over(torch.tensor(number, dtype=share.dtype), metrics.step, key, share.name)
         for accumulator in accumulators:
             if accumulator.sync_dist:
                 accumulator.synchronized, accumulator.synchronized_window = (

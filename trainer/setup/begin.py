@@ -232,7 +232,13 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
     )
     has_ranks = fabric.world_size > 1
     rank, size = strategy.logged_place
-    metrics.connect(strategy.gather_logged if has_ranks else None, rank=rank, size=size, module=module)
+    metrics.connect(
+        strategy.gather_logged if has_ranks else None,
+        rank=rank,
+        size=size,
+        module=module,
+        has_silent_ranks=strategy.has_stages and strategy.runs_windows,
+    )
     plan.watch.gather = strategy.gather_objects if has_ranks else None
     window_loss, stop_coordination = WindowLoss(fabric.device), None
     if has_ranks:

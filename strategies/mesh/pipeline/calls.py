@@ -10,6 +10,7 @@ The calls stand outside of hooks: those of a module run where the module does, a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ from ...tree import leaves, map_leaves
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from .random_numbers import StepNumbers
+    from .unsplit import UnsplitRun
+    from .verify import Comparison
 
 __all__ = ["BlockCall", "ChildCall", "Cut", "Position", "SideCall"]
 
@@ -52,6 +57,9 @@ class Position:
         received: What the stage before has sent; None on the first stage.
         is_called: Whether the module that is split has been called.
         is_past: Whether the stage's first block has been called.
+        numbers: What the parts of a step draw at random; None: from the generators as they are.
+        unsplit: Runs all modules, in place of a stage; None: a stage runs.
+        comparison: Compares the arguments of blocks; None: it is not due.
     """
 
     called: str
@@ -62,6 +70,9 @@ class Position:
     received: Tensor | None = None
     is_called: bool = False
     is_past: bool = False
+    numbers: StepNumbers | None = None
+    unsplit: UnsplitRun | None = None
+    comparison: Comparison | None = None
 
 
 @dataclass(eq=False)
@@ -83,6 +94,8 @@ class ChildCall:
             ModuleError: It is the second call in a step.
         """
         at = self.at
+        if at.unsplit is not None:
+            return at.unsplit.child(self.module, args, kwargs)
         if at.stage is not None:
             if at.is_called:
                 raise _called_twice(at)
@@ -115,15 +128,22 @@ class BlockCall:
             ModuleError: Blocks are called in another order, or twice, or do not return one tensor.
         """
         at, index = self.at, self.index
+        if at.unsplit is not None:
+            return at.unsplit.block(self, args, kwargs)
         if at.stage is None:
             if self.is_own:
                 return nn.Module._call_impl(self.module, *args, **kwargs)
             raise _outside(self.name, at)
+        numbers = at.numbers
+        if numbers is not None:
+            numbers.leave_step()
         if index < at.first or index == at.first:
             if at.is_past:
                 raise _called_twice(at)
             if index < at.first:
-                return _input_of(args, kwargs, self.name)
+                if numbers is not None:
+                    numbers.seed(2 * index + 1)
+                return _absent(_input_of(args, kwargs, self.name), is_first=index == 0)
             at.is_past = True
             if at.received is not None:
                 args, kwargs = _replace_input(args, kwargs, at.received, self.name)
@@ -131,7 +151,13 @@ class BlockCall:
             if not at.is_past:
                 raise _unordered(self.name, at)
             raise Cut(_input_of(args, kwargs, self.name))
+        if at.comparison is not None:
+            at.comparison.check_arguments(self.name, args, kwargs)
+        if numbers is not None:
+            numbers.seed(2 * index)
         output = nn.Module._call_impl(self.module, *args, **kwargs)
+        if numbers is not None:
+            numbers.seed(2 * index + 1)
         if not isinstance(output, Tensor):
             raise ModuleError(
                 f"Expected {self.name} to return one tensor, got {type(output).__name__}: stages exchange one tensor.",
@@ -169,6 +195,8 @@ class SideCall:
             ModuleError: It is called on the other side of the blocks than where it was registered.
         """
         at = self.at
+        if at.unsplit is not None:
+            return at.unsplit.side(self, args, kwargs)
         if at.stage is None:
             if self.is_own:
                 return nn.Module._call_impl(self.module, *args, **kwargs)
@@ -183,7 +211,8 @@ class SideCall:
                 "stage.",
             )
         if not self.is_before or at.received is None:
-            return nn.Module._call_impl(self.module, *args, **kwargs)
+            with nullcontext() if at.numbers is None else at.numbers.beside(self.name):
+                return nn.Module._call_impl(self.module, *args, **kwargs)
         return self._shaped(args, kwargs)
 
     def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,6 +249,12 @@ def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tenso
         f"Expected a tensor as first argument of {name}, got {[type(one).__name__ for one in args]}.",
         fix="pass the hidden state first: stages exchange it.",
     )
+
+
+def _absent(hidden: Tensor, *, is_first: bool) -> Tensor:
+    """Return what a block of an earlier stage returns here: NaN, so that nothing is computed from its input."""
+    # Later ones pass it on.
+    return torch.full_like(hidden, torch.nan) if is_first and hidden.is_floating_point() else hidden
 
 
 def _replace_input(

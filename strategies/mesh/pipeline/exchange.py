@@ -35,6 +35,11 @@ class Exchange:
         self.device = device
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
 
+    def can_send(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can be sent."""
+        is_plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local")
+        return is_plain and tensor.dtype in _DTYPES and tensor.ndim <= _MOST_DIMS
+
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send a tensor without waiting for its receiver; see `settle`.
 
@@ -42,7 +47,7 @@ class Exchange:
             tensor: Of at most 8 dimensions.
             rank: The receiver's place in the pipeline.
         """
-        if tensor.dtype not in _DTYPES or tensor.ndim > _MOST_DIMS:
+        if not self.can_send(tensor):
             raise ModuleError(
                 f"Expected a dense tensor of at most {_MOST_DIMS} dimensions to send to another stage, got "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}.",

@@ -46,8 +46,8 @@ class Pipeline:
     """How `MeshStrategy` splits a model over its axis `pp`.
 
     The blocks of one `ModuleList` or `Sequential` are split into stages; what is registered before it belongs to the
-    first stage, and what is registered after it to the last one. The micro-batches of a pipelined step are those of
-    `accumulate_grad_batches`.
+    first stage, and what is registered after it to the last one. A pipelined step runs the micro-batches of an
+    accumulation window.
 
     Args:
         module: Name of the submodule that is split, such as "model"; `training_step` calls it once. None: the one with
@@ -58,6 +58,8 @@ class Pipeline:
             they alternate, which needs less memory. "interleaved" and "zero-bubble": several stages on each rank (two,
             unless `split` names more), for less idle time. "zbv" and "dualpipev": two stages on each rank, with the
             first and the last stage on rank 0.
+        micro_batches: Number of parts into which each batch of the loader is split along its first dimension. The
+            parts run through the stages one behind the other, also with `accumulate_grad_batches=1`.
 
     Raises:
         ConfigError: An argument is invalid; every problem is named.
@@ -66,9 +68,15 @@ class Pipeline:
     module: str | None = None
     split: str | Sequence[str] = "even"
     schedule: str = "1f1b"
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        problems = [*_check_module(self.module), *_check_split(self.split), *_check_schedule(self.schedule)]
+        problems = [
+            *_check_module(self.module),
+            *_check_split(self.split),
+            *_check_schedule(self.schedule),
+            *_check_micro_batches(self.micro_batches),
+        ]
         if problems:
             raise ConfigError("; ".join(what for what, _ in problems), fix="; ".join(fix for _, fix in problems) + ".")
 
@@ -130,5 +138,16 @@ def _check_schedule(schedule: object) -> list[tuple[str, str]]:
         (
             f"Expected Pipeline(schedule=...) to be one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}{near}",
             "pass one of these names",
+        )
+    ]
+
+
+def _check_micro_batches(number: object) -> list[tuple[str, str]]:
+    if type(number) is int and number > 0:
+        return []
+    return [
+        (
+            f"Expected Pipeline(micro_batches=...) to be a positive number, got {number!r}",
+            "pass the number of parts into which each batch is split",
         )
     ]

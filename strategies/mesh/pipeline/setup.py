@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -37,7 +37,15 @@ def runner_of(module: nn.Module) -> PipelineRunner | None:
     return runner
 
 
-def split_module(module: nn.Module, options: Pipeline, group: ProcessGroup, *, rank: int, device: torch.device) -> None:
+def split_module(
+    module: nn.Module,
+    options: Pipeline,
+    group: ProcessGroup,
+    *,
+    rank: int,
+    device: torch.device,
+    seeds_blocks: bool = True,
+) -> None:
     """Split a module into stages, in place.
 
     Args:
@@ -46,6 +54,7 @@ def split_module(module: nn.Module, options: Pipeline, group: ProcessGroup, *, r
         group: The ranks of the pipeline.
         rank: This rank's place among them.
         device: Where this process computes.
+        seeds_blocks: Whether what a step draws is the same on all stages, and blocks have generators of their own.
 
     Raises:
         ConfigError: A name in the options does not exist.
@@ -58,19 +67,40 @@ def split_module(module: nn.Module, options: Pipeline, group: ProcessGroup, *, r
             fix="use automatic optimization, or train without pp.",
         )
     split = split_stages(module, options, rank=rank, num_ranks=group.size(), device=device)
-    module.__dict__[_RUNNER] = PipelineRunner(split, options, group, device)
+    module.__dict__[_RUNNER] = PipelineRunner(split, options, group, device, seeds_blocks=seeds_blocks)
 
 
 def run_window(
-    runner: PipelineRunner, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor]
+    runner: PipelineRunner,
+    batches: Sequence[Any],
+    step: Callable[..., Any],
+    share: Callable[[Any], Tensor],
+    *,
+    loss_parallel: bool,
+    verifies: bool,
 ) -> Sequence[Any]:
-    """Run a window through all stages, and reduce its gradients; see `Strategy.run_window`."""
+    """Run a window through all stages, and reduce its gradients; see `Strategy.run_window`.
+
+    Args:
+        runner: Has the stages.
+        batches: See `Strategy.run_window`.
+        step: See there.
+        share: See there.
+        loss_parallel: Whether the cross entropy is computed on parts of the vocabulary.
+        verifies: Whether the first micro-batch is compared with the unsplit model.
+    """
     root = root_of(runner.split.module)
     assert root is not None
-    with _reducing_once(root):
-        losses = runner.run_window(batches, step, share)
+    with _reducing_once(root), _losses_in_parts() if loss_parallel else nullcontext():
+        losses = runner.run_window(batches, step, share, verifies=verifies)
     add_shared_gradients(runner.split, runner.group)
     return losses
+
+
+def _losses_in_parts() -> AbstractContextManager[None]:
+    from ..tensor.loss import losses_in_parts  # tensor parallelism is loaded where it is used
+
+    return losses_in_parts()
 
 
 @contextmanager

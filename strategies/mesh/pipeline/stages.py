@@ -50,11 +50,17 @@ class Stages:
         return runner.staged(step)
 
     def run_window(
-        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
+        self,
+        batches: Sequence[object],
+        step: Callable[..., Any],
+        share: Callable[[Any], Tensor],
+        *,
+        loss_parallel: bool,
+        verifies: bool,
     ) -> Sequence[Any]:
-        """Run forward and backward passes of a window's micro-batches through all stages."""
+        """Run forward and backward passes of a window's micro-batches through all stages; see `setup.run_window`."""
         assert self._runner is not None
-        return run_window(self._runner, batches, step, share)
+        return run_window(self._runner, batches, step, share, loss_parallel=loss_parallel, verifies=verifies)
 
     def add_state(self, state: StateDict) -> StateDict:
         """Return a strategy's state with the shapes that stages exchange. On every rank: it communicates."""

@@ -12,16 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError, NonFiniteError
-from ...tree import leaves
+from ...tree import leaves, map_leaves
 from .exchange import Exchange
 from .options import Pipeline
+from .random_numbers import StepNumbers
 from .schedule import StageShapes, can_run, make_schedule, run_schedule
+from .verify import verify_first
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ....protocols import StepFunction
     from .split import StageSplit
+    from .verify import Comparison
 
 __all__ = ["PipelineRunner"]
 
@@ -45,12 +48,21 @@ class PipelineRunner:
         options: The arguments that the user chose.
         group: The ranks of the pipeline.
         device: Where this process computes.
+        seeds_blocks: See `split_module`.
 
     Attributes:
         schedules: Torch's schedules, by shapes of a micro-batch and their number.
     """
 
-    def __init__(self, split: StageSplit, options: Pipeline, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        split: StageSplit,
+        options: Pipeline,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        seeds_blocks: bool = True,
+    ) -> None:
         self.split = split
         self.group = group
         self.device = device
@@ -59,6 +71,8 @@ class PipelineRunner:
             stage: rank for rank in range(split.num_ranks) for stage in options.stages_of(rank, split.num_ranks)
         }
         self._exchange = Exchange(group, device)
+        self._numbers = StepNumbers(device, is_on=seeds_blocks)
+        split.at.numbers = self._numbers if seeds_blocks else None
         self._shapes: dict[str, dict[int, StageShapes]] = {}
         self.schedules: OrderedDict[object, Any] = OrderedDict()
         self._now: tuple[int, Tensor | None] = (0, None)
@@ -69,6 +83,7 @@ class PipelineRunner:
         self._step: Callable[..., Any] = _no_step
         self._share: Callable[[Any], Tensor] = _no_step
         self._losses: list[Any] = []
+        self._versions: list[int] = []
         self._expected: dict[int, StageShapes] | None = None  # what stages exchange, where buffers rely on it
 
     def __deepcopy__(self, memo: object) -> PipelineRunner:
@@ -81,6 +96,8 @@ class PipelineRunner:
 
         def run(*args: object, **kwargs: object) -> object:
             stage, received = self._now
+            if self.split.at.unsplit is not None:
+                return step(*args, **kwargs)
             return self.split.run(stage, received, step, *args, **kwargs)
 
         return run
@@ -96,11 +113,13 @@ class PipelineRunner:
                 )
             self._exchange.settle()  # of the step before: the stages work on different batches
             outputs: dict[int, Any] = {}
-            for stage in self.split.stages:
-                received = None if stage == 0 else self._passed_on(stage, outputs)
-                outputs[stage] = self.split.run(stage, received, step, *args, **kwargs)
-                if stage + 1 < self.split.plan.num_stages and stage + 1 not in self.split.stages:
-                    self._exchange.send(outputs[stage], self._rank_of[stage + 1])
+            with self._numbers.window("evaluation"):
+                for stage in self.split.stages:
+                    received = None if stage == 0 else self._passed_on(stage, outputs)
+                    self._numbers.start(0)
+                    outputs[stage] = self.split.run(stage, received, step, *args, **kwargs)
+                    if stage + 1 < self.split.plan.num_stages and stage + 1 not in self.split.stages:
+                        self._exchange.send(outputs[stage], self._rank_of[stage + 1])
             return outputs[self.split.stages[-1]] if self.split.has_last else None
 
         return run
@@ -116,8 +135,8 @@ class PipelineRunner:
     def state_dict(self) -> dict[str, Any]:
         """Return the shapes that stages exchange, by those of batches. On every rank: it communicates.
 
-        With them, a resumed run begins in the order of the schedule: random numbers are drawn in the order in which a
-        rank's stages run, so that its first window has the masks of a run that was not interrupted.
+        With them, a resumed run begins in the order of the schedule; with the counts of windows it draws the masks of a
+        run that was not interrupted.
         """
         own = {
             key: {stage: (_plain(one.received), _plain(one.returned)) for stage, one in stages.items()}
@@ -125,10 +144,17 @@ class PipelineRunner:
         }
         everyone: list[Any] = [None] * self.split.num_ranks
         dist.all_gather_object(everyone, own, group=self.group)
-        return {"schedule": self._name, "bounds": list(self.split.plan.bounds), "shapes": everyone}
+        return {
+            "schedule": self._name,
+            "bounds": list(self.split.plan.bounds),
+            "shapes": everyone,
+            "counts": dict(self._numbers.counts),
+        }
 
     def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned, if it is of the same stages; None: nothing."""
+        if state is not None and "counts" in state:
+            self._numbers.counts.update(state["counts"])
         if state is None or state["schedule"] != self._name or state["bounds"] != list(self.split.plan.bounds):
             return
         if len(state["shapes"]) != self.split.num_ranks:
@@ -142,9 +168,15 @@ class PipelineRunner:
     # -- windows -------------------------------------------------------------------------------------------------
 
     def run_window(
-        self, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor]
+        self, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor], *, verifies: bool
     ) -> Sequence[Any]:
         """Run forward and backward passes of all micro-batches; see `Strategy.run_window`.
+
+        Args:
+            batches: See there.
+            step: See there.
+            share: See there.
+            verifies: Whether the first micro-batch is compared with the unsplit model.
 
         Returns:
             The loss of each micro-batch on the rank with the last stage; None for each elsewhere.
@@ -157,22 +189,38 @@ class PipelineRunner:
         self._losses = [None] * len(batches)
         keys = [_shapes_of(batch) for batch in batches]
         is_uniform = all(key == keys[0] for key in keys)
-        count, plan = len(batches), self.split.plan
         try:
-            if (
-                is_uniform
-                and keys[0] in self._shapes
-                and can_run(self._name, plan.num_stages, self.split.num_ranks, count)
-            ):
-                self._run_schedule(keys[0], count)
-            else:
-                if not is_uniform or keys[0] in self._shapes:
-                    self._tell_once(count, is_uniform=is_uniform)
-                for number in range(count):
-                    self._shapes[keys[number]] = self._run_one(number)
+            with self._numbers.window("window"):
+                if verifies and keys[0] not in self._shapes:
+                    self.split.at.comparison = self._compared()
+                self._run_all(keys, is_uniform=is_uniform)
             return self._losses
         finally:
+            self.split.at.comparison = None
             self._batches, self._step, self._share = (), _no_step, _no_step
+
+    def _compared(self) -> Comparison:
+        """Run the first micro-batch through the unsplit model, and return what its stages are compared with."""
+        return verify_first(
+            self.split,
+            self._rank_of,
+            self._exchange,
+            self._numbers,
+            lambda batch: self._step(batch, 0, counts=False),
+            self._batches[0],
+        )
+
+    def _run_all(self, keys: Sequence[str], *, is_uniform: bool) -> None:
+        """Run the micro-batches in the order of the schedule if it takes them, else one after the other."""
+        count, plan = len(keys), self.split.plan
+        is_known = keys[0] in self._shapes
+        if is_uniform and is_known and can_run(self._name, plan.num_stages, self.split.num_ranks, count):
+            self._run_schedule(keys[0], count)
+            return
+        if not is_uniform or is_known:
+            self._tell_once(count, is_uniform=is_uniform)
+        for number in range(count):
+            self._shapes[keys[number]] = self._run_one(number)
 
     def _run_schedule(self, key: str, count: int) -> None:
         schedule = self.schedules.get((key, count))
@@ -205,6 +253,11 @@ class PipelineRunner:
             if stage < last and stage + 1 not in split.stages:
                 exchange.send(returned[stage], self._rank_of[stage + 1])
         self._check_first_loss(received.get(last), returned.get(last))
+        comparison = split.at.comparison
+        if comparison is not None and number == 0:
+            if split.has_last:
+                comparison.check_loss(self._losses[0])
+            split.at.comparison = None
         shapes = {
             stage: StageShapes(None if came is None else _described(came), _described(returned[stage]))
             for stage, came in received.items()
@@ -229,13 +282,17 @@ class PipelineRunner:
     def _forward(self, stage: int, number: int, received: Tensor | None) -> Tensor:
         """Run one stage on a micro-batch; return what the next stage needs, or the share of the loss."""
         self._now = (stage, received)
+        self._numbers.start(number)
+        batch = self._batch_of(number)
         try:
             if stage < self.split.plan.num_stages - 1:
-                passed: Tensor = self._step(self._batches[number], number, counts=False)
+                passed: Tensor = self._step(batch, number, counts=False)
+                if len(self.split.stages) > 1 and _versions_of(self._batches[number]) != self._versions:
+                    raise _changed_in_place(self.split.stages)
                 if self._expected is not None and passed.shape != self._expected[stage].returned.shape:
                     raise _other_shape(stage, passed, self._expected[stage].returned)
                 return passed if passed.requires_grad else passed.detach().requires_grad_()
-            loss = self._losses[number] = self._step(self._batches[number], number)
+            loss = self._losses[number] = self._step(batch, number)
             share = self._share(loss)
             if not share.requires_grad:
                 raise ModuleError(
@@ -247,6 +304,14 @@ class PipelineRunner:
         except Exception as error:
             self._failure = error
             raise
+
+    def _batch_of(self, number: int) -> Any:
+        """Return a micro-batch for a step; with containers of its own where several stages of this rank run on it."""
+        batch = self._batches[number]
+        if len(self.split.stages) == 1:
+            return batch
+        self._versions = _versions_of(batch)
+        return map_leaves(batch, lambda value: value)
 
     def _check_first_loss(self, received: Tensor | None, share: Tensor | None) -> None:
         """Look at the first loss of the run: NaN is what absent values of other stages become."""
@@ -271,7 +336,8 @@ class PipelineRunner:
         why = "of one shape" if not is_uniform else f"that schedule={self._name!r} takes, got {count}"
         logger.warning(
             "Expected windows with micro-batches %s: these run one micro-batch after the other, without overlap. The "
-            "number is accumulate_grad_batches; with '1f1b' at least the number of stages, which is %d",
+            "number is accumulate_grad_batches times Pipeline(micro_batches=...); with '1f1b' at least the number of "
+            "stages, which is %d",
             why,
             self.split.plan.num_stages,
         )
@@ -282,6 +348,20 @@ def _shapes_of(batch: object) -> str:
     found = leaves(batch)
     return "; ".join(
         f"{path} {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else path for path, value in found
+    )
+
+
+def _versions_of(batch: object) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    tensors = (value for _, value in leaves(batch) if isinstance(value, Tensor))
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _changed_in_place(stages: Sequence[int]) -> ModuleError:
+    return ModuleError(
+        "training_step changes a tensor of its batch in place, and runs on the same batch for each of this rank's "
+        f"stages {', '.join(map(str, stages))}.",
+        fix="compute a new tensor, such as x = x + noise in place of x += noise.",
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .plan import TensorPlan
 
-__all__ = ["PlainLoss", "loss_parallel_context"]
+__all__ = ["PlainLoss", "loss_parallel_context", "losses_in_parts"]
 
 # Any in this file: functions of torch, their arguments and results.
 
@@ -32,8 +32,34 @@ def loss_parallel_context(plan: TensorPlan) -> Iterator[None]:
     if not plan.loss_parallel or plan.mesh is None:
         yield
         return
-    with loss_parallel(), PlainLoss(plan.mesh):
+    with losses_in_parts(), PlainLoss(plan.mesh):
         yield
+
+
+class _Entered:
+    """Whether torch's context is entered; its functions are replaced for the process."""
+
+    is_on = False
+
+
+@contextmanager
+def losses_in_parts() -> Iterator[None]:
+    """Return torch's `loss_parallel` as a context that may be entered within itself, and is left after an error, too.
+
+    Torch's own ends with the inner one, and stays when an exception leaves it. A pipeline enters it around a window, in
+    which forward and backward passes alternate, and each step enters it once more.
+    """
+    if _Entered.is_on:
+        yield
+        return
+    context = loss_parallel()
+    context.__enter__()
+    _Entered.is_on = True
+    try:
+        yield
+    finally:
+        _Entered.is_on = False
+        context.__exit__(None, None, None)
 
 
 class PlainLoss(TorchFunctionMode):

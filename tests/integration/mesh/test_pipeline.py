@@ -17,7 +17,7 @@ from loopwright.strategies.mesh.pipeline.setup import runner_of
 
 # Any in this file: batches, and results that travel between processes.
 
-WIDTH, WORDS, STEPS, MICRO = 8, 11, 5, 4
+WIDTH, WORDS, STEPS, MICRO = 8, 12, 5, 4
 
 
 class Block(nn.Module):
@@ -205,16 +205,18 @@ def test_predictions_are_those_of_one_process(schedule: str) -> None:
 
 
 PLAN = {"model.blocks.*.mix": "colwise_gather_output"}
+PARTS = {**PLAN, "model.head": "colwise_gather_output"}
 
 
 @pytest.mark.parametrize(
     ("size", "mesh", "replicas"),
     [
         (4, MeshStrategy(pp=2, tp=2, tensor_plan=PLAN, pipeline=Pipeline(schedule="zbv")), 1),
-        (8, MeshStrategy(pp=2, fsdp=2, tp=2, tensor_plan=PLAN), 2),
+        (4, MeshStrategy(pp=2, tp=2, tensor_plan=PARTS, loss_parallel=True), 1),
+        (8, MeshStrategy(pp=2, fsdp=2, tp=2, tensor_plan=PARTS, loss_parallel=True), 2),
         (8, MeshStrategy(pp=2, dp=2, fsdp=2), 4),
     ],
-    ids=["pp x tp", "pp x fsdp x tp", "pp x dp x fsdp"],
+    ids=["pp x tp", "loss in parts", "pp x fsdp x tp", "pp x dp x fsdp"],
 )
 def test_stages_with_other_axes(size: int, mesh: MeshStrategy, replicas: int) -> None:
     compare(size, mesh, replicas=replicas)

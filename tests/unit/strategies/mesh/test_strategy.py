@@ -7,6 +7,7 @@ import pytest
 import loopwright as lw
 from loopwright.errors import ConfigError
 from loopwright.strategies import STRATEGY_REGISTRY, MeshStrategy
+from loopwright.strategies.mesh.pipeline import Pipeline
 
 
 def test_a_name_with_options_makes_the_strategy() -> None:
@@ -50,7 +51,7 @@ def test_arguments_that_contradict_the_axes_are_refused(arguments: dict[str, Any
         MeshStrategy(dp=2, **arguments)
 
 
-def test_losses_in_parts_are_not_combined_with_stages() -> None:
-    with pytest.raises(ConfigError, match="loss_parallel=False with pipeline stages, got True and pp=2"):
-        MeshStrategy(pp=2, tp=2, loss_parallel=True)
-    assert MeshStrategy(pp=2, tp=2, sequence_parallel=True).sequence_parallel
+def test_batches_are_split_for_stages_only() -> None:
+    options = Pipeline(micro_batches=4)
+    assert MeshStrategy(pp=2, pipeline=options).parts_per_batch == 4
+    assert MeshStrategy(tp=2, pipeline=options).parts_per_batch == 1

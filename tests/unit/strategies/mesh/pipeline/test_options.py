@@ -20,6 +20,9 @@ from loopwright.strategies.mesh.pipeline.options import SCHEDULES, Pipeline
         ({"split": ["a", "a"]}, "each block once"),
         ({"split": 2}, "got 2"),
         ({"module": ""}, "name of a submodule"),
+        ({"micro_batches": 0}, "positive number, got 0"),
+        ({"micro_batches": 2.0}, "positive number, got 2.0"),
+        ({"micro_batches": True}, "positive number, got True"),
         ({"module": "", "schedule": "x"}, "name of a submodule.*schedule"),
     ],
 )

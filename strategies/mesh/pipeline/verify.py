@@ -1,0 +1,259 @@
+"""`verify_first`: the first micro-batch of a run through the unsplit model, and what its stages are compared with.
+
+It runs in training mode and without gradients, with the random numbers of the pipelined step. Compared are the inputs
+and other arguments of every block, and the loss; by sums over chunks, so that little is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import ModuleError
+from ...tree import leaves, map_leaves
+from .unsplit import CannotRunError, UnsplitRun
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+    from .random_numbers import StepNumbers
+    from .split import StageSplit
+
+__all__ = ["Comparison", "verify_first"]
+
+logger = logging.getLogger(__name__)
+
+# Any in this file: batches, arguments of the user's modules, and what steps return.
+
+_CHUNKS = 64
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
+_COARSE = 2e-2
+
+
+def verify_first(
+    split: StageSplit,
+    rank_of: dict[int, int],
+    exchange: Exchange,
+    numbers: StepNumbers,
+    step: Callable[[Any], Any],
+    batch: Any,
+) -> Comparison:
+    """Run a micro-batch through the unsplit model. On every rank of the pipeline: it communicates.
+
+    Args:
+        split: This rank's stages.
+        rank_of: The rank of each stage.
+        exchange: Of the pipeline.
+        numbers: Of the runner, in a window.
+        step: Runs the user's step on a batch, without stages; nothing that it logs counts.
+        batch: The first micro-batch.
+
+    Returns:
+        What the stages are compared with.
+    """
+    comparison = Comparison(split)
+    run = UnsplitRun(split, rank_of, exchange, numbers, comparison.expect_arguments)
+    own = map_leaves(batch, lambda value: value.clone() if isinstance(value, Tensor) else value)
+    with _unchanged(split.module), torch.no_grad(), numbers.rehearsing():
+        try:
+            comparison.expect_loss(run.run(lambda: step(own)), run.attributes)
+        except CannotRunError as error:
+            logger.warning(
+                "the first batch of %s could not be compared with the unsplit model (verify=True): %s",
+                type(split.module).__name__,
+                error,
+            )
+            return Comparison(split)
+    return comparison
+
+
+class Comparison:
+    """Values of the unsplit model that this rank compares with those of its stages.
+
+    Args:
+        split: This rank's stages.
+    """
+
+    def __init__(self, split: StageSplit) -> None:
+        self._split = split
+        self._arguments: dict[str, dict[str, Any]] = {}
+        self._loss: dict[str, Any] = {}
+        self._attributes: list[str] = []
+        self._tolerance = 0.0
+
+    def expect_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the arguments that a block has in the unsplit model."""
+        if name in self._arguments:  # a second call is another error
+            return
+        found = self._arguments[name] = {label: _summary(value) for label, value in _named(args, kwargs)}
+        self._tolerance = max([self._tolerance, *(_tolerance_of(one) for one in found.values())])
+
+    def expect_loss(self, output: Any, attributes: list[str]) -> None:
+        """Take what the step returned in the unsplit model."""
+        self._loss = {path: _summary(value) for path, value in leaves(_loss_in(output))}
+        self._attributes = attributes
+
+    def check_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the arguments of a block in a stage.
+
+        Raises:
+            ModuleError: They differ; names the block and the argument.
+        """
+        expected = self._arguments.pop(name, None)
+        if expected is None:
+            return
+        found = {label: _summary(value) for label, value in _named(args, kwargs)}
+        for label, value in expected.items():
+            difference = _difference(found.get(label), value, _tolerance_of(value))
+            if difference is not None:
+                raise self._differs(f"{label} of {name}", difference)
+
+    def check_loss(self, loss: Any) -> None:
+        """Compare the loss of the last stage.
+
+        Raises:
+            ModuleError: It differs.
+        """
+        found = {path: _summary(value) for path, value in leaves(_loss_in(loss))}
+        expected, self._loss = self._loss, {}
+        for path, value in expected.items():
+            difference = _difference(found.get(path), value, max(self._tolerance, _tolerance_of(value)))
+            if difference is not None:
+                raise self._differs("the loss", difference)
+
+    def _differs(self, what: str, difference: str) -> ModuleError:
+        set_there = ""
+        if self._attributes:
+            set_there = f" Blocks of other stages set {', '.join(dict.fromkeys(self._attributes))}."
+        plan = self._split.plan
+        return ModuleError(
+            f"Expected {plan.num_stages} pipeline stages to compute what the unsplit model does, got another value of "
+            f"{what} in the first micro-batch: {difference}.{set_there}",
+            fix="compute from the batch what later stages need, or within the blocks: attributes that blocks set, and "
+            "values from before a split, are not there. If the step computes something else each time that it runs, "
+            "pass verify=False to MeshStrategy.",
+        )
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for number, value in enumerate(args):
+        for path, leaf in leaves(value):
+            yield f"argument {number}{path}", leaf
+    for key, value in kwargs.items():
+        for path, leaf in leaves(value):
+            yield f"argument {key}{path}", leaf
+
+
+def _loss_in(output: Any) -> Any:
+    """Return the loss in what a step returned, without graphs."""
+    if isinstance(output, Mapping):
+        if "loss_sum" in output and "weight" in output:
+            return [output["loss_sum"], output["weight"]]
+        return _loss_in(output.get("loss"))
+    return [value for _, value in leaves(output)]
+
+
+class _Sums:
+    """Sums over chunks of a tensor, and over the magnitudes in them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+        count = flat.numel()
+        numbers = torch.arange(count, device=flat.device)
+        values = flat.to(torch.float32 if flat.device.type == "mps" else torch.float64)
+        chunk = numbers * min(_CHUNKS, count) // max(count, 1)
+        zeros = values.new_zeros(min(_CHUNKS, count))
+        # Neighbors count differently, so that an exchange of values is seen, too.
+        self.sums = zeros.index_add(0, chunk, values * (1 + numbers % 7)).cpu()
+        self.sizes = zeros.index_add(0, chunk, values.abs() * (1 + numbers % 7)).cpu()
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Sums(value.to_local() if hasattr(value, "to_local") else value)
+    return value
+
+
+def _tolerance_of(summary: Any) -> float:
+    if not isinstance(summary, _Sums) or not (summary.dtype.is_floating_point or summary.dtype.is_complex):
+        return 0.0
+    return _TOLERANCES.get(summary.dtype, _COARSE)
+
+
+def _difference(found: Any, expected: Any, tolerance: float) -> str | None:
+    """Return how a value differs from the expected one; None where it does not."""
+    if not isinstance(expected, _Sums):
+        is_same = not isinstance(expected, int | float | str) or found == expected or expected != expected
+        return None if is_same else f"{found!r} instead of {expected!r}"
+    if not isinstance(found, _Sums):
+        return f"{found!r} instead of a tensor of shape {expected.shape}"
+    if found.shape != expected.shape:
+        return f"shape {found.shape} instead of {expected.shape}"
+    same = torch.isclose(found.sums, expected.sums, rtol=0.0, atol=0.0, equal_nan=True)
+    near = (found.sums - expected.sums).abs() <= tolerance * expected.sizes + 1e-30
+    if bool((same | near).all()):
+        return None
+    if expected.shape == ():
+        return f"{float(found.sums)} instead of {float(expected.sums)}"
+    largest = ((found.sums - expected.sums).abs() / expected.sizes).nan_to_num(torch.inf, torch.inf).max()
+    return f"shape {expected.shape}, relative difference {float(largest):.1e}"
+
+
+# -- what a step changes beside its result ---------------------------------------------------------------------------
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Return a context after which attributes and buffers of all submodules are as before: metrics, counts, norms."""
+    kept = []
+    for one in module.modules():
+        own = {key: value for key, value in one.__dict__.items() if key not in _OF_TORCH and _is_value(value)}
+        buffers = {key: value for key, value in one._buffers.items() if value is not None}
+        kept.append((one, own, [(value, _content(value)) for value in (*own.values(), *buffers.values())], buffers))
+    try:
+        yield
+    finally:
+        for one, own, contents, buffers in kept:
+            for key, value in list(one.__dict__.items()):
+                if key not in _OF_TORCH and key not in own and _is_value(value):
+                    del one.__dict__[key]
+            one.__dict__.update(own)
+            one._buffers.update(buffers)
+            for value, content in contents:
+                _put_back(value, content)
+
+
+def _is_value(value: object) -> bool:
+    return value is None or isinstance(
+        value, Tensor | bool | int | float | str | list | dict | set | tuple | torch.Generator
+    )
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if value.is_meta else value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.copy() if isinstance(value, list | dict | set) else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if content is None:
+        return
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(content)
+    elif isinstance(value, torch.Generator):
+        value.set_state(content)
+    elif isinstance(value, list):
+        value[:] = content
+    else:
+        value.clear()
+        value.update(content)

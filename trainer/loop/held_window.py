@@ -1,0 +1,302 @@
+"""A training step whose micro-batches are held until all are there: the strategy runs them, or the optimizer does.
+
+A pipeline runs them through its stages (`Strategy.run_window`), and may split each batch into several micro-batches.
+LBFGS evaluates them several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...data.move import find_batch_size
+from ...data.parts import join_outputs, split_batch
+from ...data.sources.base import NO_BATCH
+from ...strategies import NoLoss
+from ..metrics.accumulators import accumulation_dtype
+from .loss import Loss, read_loss
+from .step import count_window, detached_mean, drop_window, fill_gradients, outputs_of
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+__all__ = ["train_held_window"]
+
+# Any in this file: batches, and what steps return.
+
+
+def train_held_window(run: Run, size: int) -> bool:
+    """Train on the next window, whose micro-batches are held until the strategy or the optimizer has run them.
+
+    An optimizer that needs a closure (LBFGS) evaluates the window several times: `log` counts the first evaluation
+    only, and hooks around backward fire at each one. Arguments and result as `train_window`.
+    """
+    plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
+    assert plan is not None
+    assert stream is not None
+    assert metrics.sizes is not None
+    metrics.window += 1
+    metrics.step = progress.steps + 1
+    run.at_boundary = run.has_stepped = False
+    first = progress.batches_in_epoch
+    held = _HeldWindow(run, first)
+    while len(held.batches) < size and stream.has_next():
+        batch = stream.next_batch()
+        run.batch_idx = first + len(held.batches)
+        if batch is not NO_BATCH:
+            batch = metrics.batch = plan.transfer(batch)
+            metrics.sized = None
+            if life.on_train_batch_start(batch, run.batch_idx) == -1:
+                drop_window(run)
+                return False
+        held.add(batch)
+
+    run.has_stepped = held.step_with_closure() if plan.needs_closure else held.step()
+    samples = sum(metrics.sizes.of(batch) or 0 for batch in held.batches if batch is not NO_BATCH)
+    count_window(run, len(held.batches), samples)
+    last = len(held.batches) - 1
+    for offset, (batch, output, seen) in enumerate(zip(held.batches, held.outputs, held.seen, strict=True)):
+        run.at_boundary = offset == last
+        if batch is not NO_BATCH:
+            life.on_train_batch_end(outputs_of(output, seen), batch, first + offset)
+        elif offset == last:
+            life.end_step_without_batch(first + offset)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    """What `training_step` runs on: a batch of the loader, or a part of one.
+
+    Attributes:
+        batch: On the device; NO_BATCH where only other ranks have one.
+        offset: Number of its batch in the window.
+        size: Samples in it; None where it is an entire batch.
+        divisor: How many parts of this size make the batch: a mean counts for one over it.
+        is_first: Whether it is the first part.
+    """
+
+    batch: Any
+    offset: int
+    size: int | None = None
+    divisor: float = 1.0
+    is_first: bool = True
+
+
+class _NothingToStepWithError(Exception):
+    """Leaves an optimizer in whose first evaluation no micro-batch of any rank had a loss."""
+
+
+class _HeldWindow:
+    """The micro-batches of one window, which are run as often as the optimizer evaluates them.
+
+    Attributes:
+        batches: Those of the loader, on the device; NO_BATCH where only other ranks have one.
+        outputs: What training_step returned for each, in the first evaluation; that of its parts is joined.
+        seen: Its loss as a value, detached; None without one.
+    """
+
+    def __init__(self, run: Run, first: int) -> None:
+        assert run.plan is not None
+        self._run, self._plan, self._first = run, run.plan, first
+        self.batches: list[object] = []
+        self.outputs: list[object] = []
+        self.seen: list[Tensor | None] = []
+        self._micro_batches: list[_MicroBatch] = []
+        self._outputs: list[object] = []  # of micro-batches, in the first evaluation
+        self._shares: list[Tensor] = []
+        self._of_losses: dict[int, _MicroBatch] = {}  # by the ids of losses
+        self._num_steps = self._num_losses = 0
+
+    def add(self, batch: Any) -> None:
+        """Add a batch of the loader, in as many parts as the strategy wants.
+
+        Raises:
+            DataError: It cannot be split.
+        """
+        offset, num_parts = len(self.batches), self._run.fabric.strategy.parts_per_batch
+        self.batches.append(batch)
+        if num_parts == 1 or batch is NO_BATCH:
+            self._micro_batches.append(_MicroBatch(batch, offset))
+            return
+        sizes = self._run.metrics.sizes
+        count = None if sizes is None or find_batch_size(batch) is None else sizes.of(batch)
+        parts, lengths = split_batch(batch, num_parts, num_samples=count)
+        total = sum(lengths)
+        self._micro_batches += [
+            _MicroBatch(part, offset, length, total / length if length else 1.0, number == 0)
+            for number, (part, length) in enumerate(zip(parts, lengths, strict=True))
+        ]
+
+    def step(self) -> bool:
+        """Run the micro-batches, then finish as any window does."""
+        run = self._run
+        self._evaluate()
+        is_finite = not (run.skips_bad_steps and run.window_loss.is_to_be_skipped())
+        return self._plan.finish_window(run, self.seen[-1], is_plain=False, is_finite=is_finite)
+
+    def step_with_closure(self) -> bool:
+        """Step an optimizer that evaluates the micro-batches as often as it needs to."""
+        run, optimizer = self._run, self._plan.optimizer
+        assert optimizer is not None
+        has_stepped = False
+        try:
+            has_stepped = run.fabric.optimizer_step(optimizer, self._closure)
+        except _NothingToStepWithError:
+            optimizer.zero_grad()
+        run.metrics.is_muted = False
+        if has_stepped:
+            run.progress.steps += 1
+        else:
+            run.watch.note_skipped(run, "empty" if run.window_loss.is_empty else "refused")
+        return has_stepped
+
+    def _closure(self) -> Tensor:
+        """Return the loss of the window, whose gradients are scaled and clipped."""
+        run, window, optimizer = self._run, self._run.window_loss, self._plan.optimizer
+        assert optimizer is not None
+        run.metrics.is_muted = bool(self.outputs)
+        self._evaluate()
+        if window.is_empty:
+            raise _NothingToStepWithError
+        factor = window.gradient_factor()
+        means = [share.detach() for share in self._shares]
+        total = torch.stack(means).sum() if means else torch.zeros((), device=run.device)
+        if run.has_ranks:
+            # The optimizer must decide alike on all ranks; one without a loss does not know the others' dtype.
+            total = run.fabric.all_reduce(total.to(accumulation_dtype(total.device)))
+        if factor is not None:
+            run.fabric.strategy.scale_gradients(optimizer, factor)
+            total = total * factor
+        run.lifecycle.on_before_optimizer_step(optimizer)
+        if self._plan.clip is not None:
+            self._plan.clip()
+        return total
+
+    def _evaluate(self) -> None:
+        """Run forward and backward of all micro-batches, and note their losses."""
+        run, plan, life = self._run, self._plan, self._run.lifecycle
+        plan.begin_window(len(self.batches))
+        plan.zero_grad()
+        self._shares.clear()
+        self._of_losses.clear()
+        self._num_steps = self._num_losses = 0
+        if plan.run_window is None:
+            losses: Sequence[Tensor | Loss | NoLoss | None] = self._run_in_order()
+        else:
+            losses = plan.run_window([one.batch for one in self._micro_batches], self._forward, self._take_share)
+            if run.has_ranks:
+                run.window_loss.join_stages()
+            for _ in self._shares:
+                life.on_after_backward()
+        if self.outputs:
+            return
+        self._note(losses)
+        if run.watch.keeps:
+            run.watch.losses.extend(one for one in self.seen if one is not None)
+
+    def _note(self, losses: Sequence[Tensor | Loss | NoLoss | None]) -> None:
+        """Note output and loss of each batch of the loader, in the first evaluation."""
+        # The strategy may have steps of its own.
+        outputs = self._outputs or [None if isinstance(loss, NoLoss) else loss for loss in losses]
+        for offset in range(len(self.batches)):
+            numbers = [number for number, one in enumerate(self._micro_batches) if one.offset == offset]
+            parts = [self._micro_batches[number] for number in numbers]
+            self.outputs.append(join_outputs([outputs[n] for n in numbers], [one.size or 0 for one in parts]))
+            self.seen.append(_joined_loss([losses[number] for number in numbers], parts))
+
+    def _run_in_order(self) -> list[Tensor | Loss | NoLoss | None]:
+        plan, life = self._plan, self._run.lifecycle
+        assert plan.backward is not None
+        losses = []
+        for number, one in enumerate(self._micro_batches):
+            loss = self._forward(one.batch, number)
+            losses.append(loss)
+            if isinstance(loss, NoLoss):
+                if loss.zero.requires_grad:
+                    plan.backward(loss.zero)
+            elif loss is not None:
+                share = self._share_of(loss)
+                if share.requires_grad or loss.__class__ is not Loss:
+                    life.on_before_backward(share)
+                    plan.backward(share)
+                    life.on_after_backward()
+                else:
+                    fill_gradients(plan.optimizer)
+        return losses
+
+    def _forward(self, batch: object, number: int, *, counts: bool = True) -> Any:
+        """Run training_step on a micro-batch and return its loss; see `Strategy.run_window`."""
+        run, plan, metrics = self._run, self._plan, self._run.metrics
+        one = self._micro_batches[number]
+        if not counts:
+            return self._forward_muted(batch, one.offset)
+        if batch is NO_BATCH:
+            output = run.fabric.strategy.without_data(run.model)
+        else:
+            metrics.select_batch(batch, one.size)
+            metrics.table = plan.table
+            output = plan.training_step(batch, self._first + one.offset)
+            metrics.table = metrics.nowhere
+        no_loss = output if output.__class__ is NoLoss else None
+        output = None if no_loss is not None else output
+        loss = read_loss(output)
+        if len(self._outputs) < len(self._micro_batches):
+            self._outputs.append(output)
+        if run.window_loss.form is None:
+            run.window_loss.synchronize_form(loss)
+        self._num_steps += 1
+        if loss is None:
+            self._reduce_after_last()
+        else:
+            self._num_losses += 1
+            self._of_losses[id(loss)] = one
+        return no_loss if loss is None else loss
+
+    def _forward_muted(self, batch: object, offset: int) -> Any:
+        """Run training_step for a stage before the last, and return what comes out; nothing that it logs counts."""
+        metrics = self._run.metrics
+        was_muted, metrics.is_muted = metrics.is_muted, True
+        try:
+            return self._plan.training_step(batch, self._first + offset)
+        finally:
+            metrics.is_muted = was_muted
+
+    def _share_of(self, loss: Tensor | Loss) -> Tensor:
+        run, window = self._run, self._run.window_loss
+        one = self._of_losses[id(loss)]
+        share = window.share(loss, one.divisor, is_first=one.is_first)
+        if run.skips_bad_steps:
+            window.is_finite = window.is_finite and bool(torch.isfinite(share).all())
+        self._shares.append(share)
+        self._reduce_after_last()
+        return share
+
+    def _take_share(self, loss: Tensor | Loss) -> Tensor:
+        """Return what backward is called on, scaled where the precision scales; see `Strategy.run_window`."""
+        share = self._share_of(loss)
+        self._run.lifecycle.on_before_backward(share)
+        return self._run.fabric.precision.scale_loss(share)
+
+    def _reduce_after_last(self) -> None:
+        """Let ranks know what the window weighs when all its losses are known: before the last backward pass."""
+        is_complete = self._num_steps == len(self._micro_batches) and len(self._shares) == self._num_losses
+        if self._run.has_ranks and is_complete:
+            self._run.window_loss.reduce()
+
+
+def _joined_loss(losses: Sequence[Any], parts: Sequence[_MicroBatch]) -> Tensor | None:
+    """Return the loss of a batch as a value from those of its parts; None where they have none."""
+    if len(losses) == 1:
+        return None if losses[0] is None or isinstance(losses[0], NoLoss) else detached_mean(losses[0])
+    if any(loss is None or isinstance(loss, NoLoss) for loss in losses):
+        return None
+    if isinstance(losses[0], Loss):
+        total = torch.stack([loss.sum.detach() for loss in losses]).sum()
+        return Loss(total, sum(loss.weight for loss in losses)).mean()
+    shares = [loss.detach().reshape(()) / one.divisor for loss, one in zip(losses, parts, strict=True)]
+    return torch.stack(shares).sum()
