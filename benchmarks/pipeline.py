@@ -1,16 +1,17 @@
 """What of a pipeline's step its ranks wait: measured with blocks that sleep, so that a shared machine does not matter.
 
-    python benchmarks/pipeline.py [--ranks 4]
+    python benchmarks/pipeline.py [--ranks 4] [--schedules gpipe 1f1b] [--counts 8 16] [--json]
 
 A block sleeps in its forward pass, and twice as long in its backward pass. The rest of a step, beside the time in which
 a rank's own blocks run, is the bubble. In theory it is (P - 1) / (V M + P - 1) of a step with P ranks, V stages on each
-of them, and M micro-batches, for gpipe, 1f1b and interleaved.
+of them, and M micro-batches, for gpipe, 1f1b and interleaved. zero-bubble fills waiting ranks with gradients of
+weights; here these take no time, so that the formula of interleaved applies.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import time
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import loopwright as lw
 from loopwright.strategies import MeshStrategy
 from loopwright.strategies.mesh.pipeline import Pipeline
+from loopwright.strategies.mesh.pipeline.options import SCHEDULES
 
 # Any in this file: batches and contexts of autograd.
 
@@ -69,8 +71,8 @@ class Net(lw.Module):
 class Clock(lw.Callback):
     """Prints the share of waiting in the fastest step that runs in the order of the schedule."""
 
-    def __init__(self, schedule: str, ranks: int, count: int) -> None:
-        self.schedule, self.ranks, self.count = schedule, ranks, count
+    def __init__(self, schedule: str, ranks: int, count: int, *, is_json: bool) -> None:
+        self.schedule, self.ranks, self.count, self.is_json = schedule, ranks, count, is_json
         self.ends_s: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -82,39 +84,51 @@ class Clock(lw.Callback):
         if not trainer.is_global_zero:
             return
         step_s = min(end - start for start, end in zip(self.ends_s, self.ends_s[1:], strict=False))
-        busy_s = self.count * BLOCKS_PER_RANK * 3 * FORWARD_S
-        stages = 2 if self.schedule == "interleaved" else 1
-        waits = self.ranks - 1
-        theory = f"{waits / (stages * self.count + waits):.3f}" if self.schedule in _WITH_THEORY else "-"
+        bubble = 1 - self.count * BLOCKS_PER_RANK * 3 * FORWARD_S / step_s
+        theory = bubble_in_theory(self.schedule, self.ranks, self.count)
+        if self.is_json:
+            stages = STAGES_PER_RANK.get(self.schedule, 2)
+            row = {"schedule": self.schedule, "ranks": self.ranks, "stages_per_rank": stages, "count": self.count}
+            print(json.dumps({**row, "step_s": step_s, "bubble": bubble, "theory": theory}), flush=True)
+            return
+        expected = "-" if theory is None else f"{theory:.3f}"
         print(
-            f"{self.schedule:12} M={self.count:<3} {step_s:.3f} s a step, bubble {1 - busy_s / step_s:.3f} ({theory})"
+            f"{self.schedule:12} M={self.count:<3} {step_s:.3f} s a step, bubble {bubble:.3f} ({expected})", flush=True
         )
-        sys.stdout.flush()
 
 
-_WITH_THEORY = ("gpipe", "1f1b", "interleaved")
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-def measure(schedule: str, ranks: int, count: int) -> None:
+def bubble_in_theory(schedule: str, ranks: int, count: int) -> float | None:
+    """Return (P - 1) / (V M + P - 1); None for schedules with another formula."""
+    stages = STAGES_PER_RANK.get(schedule)
+    return None if stages is None else (ranks - 1) / (stages * count + ranks - 1)
+
+
+def measure(schedule: str, ranks: int, count: int, *, is_json: bool) -> None:
     """Train some steps with that many micro-batches, in processes of their own."""
     trainer = lw.Trainer(
         accelerator="cpu", devices=ranks, max_steps=STEPS, logger=False, accumulate_grad_batches=count,
         strategy=MeshStrategy(pp=ranks, pipeline=Pipeline(schedule=schedule), start_method="fork"),
-        callbacks=[Clock(schedule, ranks, count)], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[Clock(schedule, ranks, count, is_json=is_json)], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     data = TensorDataset(torch.ones(STEPS * count, 2))
     trainer.fit(Net(ranks * BLOCKS_PER_RANK), DataLoader(data))
 
 
 def main() -> None:
-    """Measure all schedules."""
+    """Measure the chosen schedules."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    ranks = parser.parse_args().ranks
-    for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"):
-        for count in (2 * ranks, 4 * ranks):
-            measure(schedule, ranks, count)
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--counts", nargs="+", type=int, help="micro-batches in a step; twice and four times the ranks")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each measurement")
+    args = parser.parse_args()
+    for schedule in args.schedules:
+        for count in args.counts or (2 * args.ranks, 4 * args.ranks):
+            measure(schedule, args.ranks, count, is_json=args.json)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from fsdp import MODES, NAMES
 from memory import expected
+from mesh_report import describe_mesh
 from steps import per_value
+from tables import table
 from xla import NAMES as XLA_NAMES
 
 
@@ -25,13 +27,6 @@ def describe(results: dict[str, Any]) -> str:
         if part in results:
             text += section(results[part])
     return "\n\n".join(text) + "\n"
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return a Markdown table; the first column is text, the others are numbers."""
-    names = list(header)
-    lines = [names, ["---"] + ["---:"] * (len(names) - 1), *[[str(cell) for cell in row] for row in rows]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _steps(rows: list[dict[str, Any]]) -> list[str]:
@@ -525,6 +520,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "ranks": _ranks,
     "launch": _launch,
     "fsdp": _fsdp,
+    "mesh": describe_mesh,
     "deepspeed": _deepspeed,
     "sharded-saves": _sharded_saves,
     "memory": _memory_of_strategies,

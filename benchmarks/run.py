@@ -23,6 +23,7 @@ from deepspeed_steps import measure_deepspeed
 from fsdp import measure_fsdp
 from log_queue import time_logging
 from memory import measure_memory_of_strategies
+from mesh import measure_mesh
 from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
 from saving import time_saves
@@ -101,6 +102,10 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> dict[str, Any]:
         elif part == "fsdp":
             results[part] = measure_fsdp(
                 num_steps=10 if is_quick else 15, rounds=1 if is_quick else 2, is_quick=is_quick
+            )
+        elif part == "mesh":
+            results[part] = measure_mesh(
+                num_steps=5 if is_quick else 20, rounds=1 if is_quick else 7, is_quick=is_quick
             )
         elif part == "deepspeed":
             results[part] = measure_deepspeed(

@@ -36,6 +36,7 @@ class MeshGroups:
         reduce: The ranks with this one's coordinates on pp and tp: a gradient is averaged over them.
         stage: The ranks with this one's coordinate on pp: they have the same layers.
         same_batch: The ranks that differ on cp and tp only. Made where both have several; None elsewhere.
+        pipeline: The ranks that have the other stages of this one's pipeline.
         experts: The ranks that share the experts of a layer: `ep` neighbors on the fsdp axis.
         expert_shards: What `fully_shard` takes for these experts: copies as in `shards`, and shards over the rest of
             the fsdp axis; of the same root mesh as `experts`.
@@ -59,6 +60,7 @@ class MeshGroups:
         experts = None if axes.ep == 1 else _expert_mesh(kind, axes, names)
         self.experts: DeviceMesh | None = experts and experts["ep"]
         self.expert_shards: DeviceMesh | None = experts and experts[over]
+        self.pipeline: ProcessGroup | None = None if axes.pp == 1 else self.full[names["pp"]].get_group()
         self.stage = None if axes.pp == 1 else _middle(kind, axes.pp, axes.world_size // axes.pp, 1)
         both = axes.cp * axes.tp if axes.cp > 1 < axes.tp else 1
         self.same_batch = None if both == 1 else _middle(kind, axes.world_size // both, both, 1)

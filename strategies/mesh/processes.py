@@ -42,6 +42,7 @@ class MeshProcesses(FSDPStrategy):
     def __init__(self, axes: MeshAxes, **fsdp_arguments: Any) -> None:
         self.axes = axes
         self._groups: MeshGroups | None = None
+        self._resolved: tuple[int, MeshAxes, MeshAxes] | None = None  # number of processes, axes, and these resolved
         super().__init__(**fsdp_arguments)
 
     @property
@@ -76,7 +77,10 @@ class MeshProcesses(FSDPStrategy):
     @property
     def resolved_axes(self) -> MeshAxes:
         """The sizes of the axes for the number of processes, without -1."""
-        return self.axes.resolve(self.world_size)
+        size, known = self.world_size, self._resolved
+        if known is None or known[0] != size or known[1] is not self.axes:  # asked several times in a step
+            known = self._resolved = (size, self.axes, self.axes.resolve(size))
+        return known[2]
 
     @property
     def has_stages(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes

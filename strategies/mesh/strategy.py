@@ -274,7 +274,9 @@ class MeshStrategy(MeshProcesses):
 
     @property
     def _stage_group(self) -> ProcessGroup:
-        return self.groups.full["pp"].get_group()
+        group = self.groups.pipeline
+        assert group is not None, "there are stages"
+        return group
 
     def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
         super()._begin_sharding(module)

@@ -31,6 +31,9 @@ __all__ = ["BlockCall", "ChildCall", "Cut", "Position", "SideCall"]
 
 # Any in this file: arguments and results of the user's modules.
 
+_PLAIN = (bool, int, float, str, type(None))
+_MOST_RESULTS = 64  # of one module: shapes of batches may never repeat
+
 
 class Cut(BaseException):
     """Leaves a step at the first block of the next stage. Not an Exception, so that no user code catches it.
@@ -178,6 +181,7 @@ class SideCall:
         at: Where the present step is.
         twin: A copy with fake tensors, which knows the shapes of results; None behind the blocks.
         mode: The mode of these tensors.
+        results: Results of the twin, by the shapes of its arguments: they are computed once, not in each step.
     """
 
     module: nn.Module
@@ -187,6 +191,7 @@ class SideCall:
     at: Position
     twin: nn.Module | None = field(default=None, repr=False)
     mode: FakeTensorMode | None = field(default=None, repr=False)
+    results: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its stage; elsewhere return NaN of the right shapes.
@@ -217,6 +222,17 @@ class SideCall:
 
     def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return NaN in the shapes of what the module would return."""
+        key = _shapes_of(args, kwargs)
+        known = None if key is None else self.results.get(key)
+        if known is None:
+            known = map_leaves(self._output_of_twin(args, kwargs), self._absent)
+            if key is not None and all(one.__class__ in (_Absent, *_PLAIN) for _, one in leaves(known)):
+                if len(self.results) >= _MOST_RESULTS:
+                    self.results.clear()
+                self.results[key] = known
+        return map_leaves(known, _nan)
+
+    def _output_of_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, twin = self.mode, self.twin
         assert mode is not None
         assert twin is not None
@@ -225,10 +241,9 @@ class SideCall:
             return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
 
         with mode, torch.no_grad():
-            output = twin(*map_leaves(args, fake), **map_leaves(kwargs, fake))
-        return map_leaves(output, self._nan)
+            return twin(*map_leaves(args, fake), **map_leaves(kwargs, fake))
 
-    def _nan(self, value: Any) -> Any:
+    def _absent(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if not (value.is_floating_point() or value.is_complex()):
@@ -237,7 +252,43 @@ class SideCall:
                 "floating-point values can be marked as absent.",
                 fix="compute it from the batch without this module's parameters, or after the blocks.",
             )
-        return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)
+        return _Absent(value)
+
+
+class _Absent:
+    """Shape, dtype and device of a tensor that another stage has."""
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _nan(value: Any) -> Any:
+    if value.__class__ is not _Absent:
+        return value
+    return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)
+
+
+def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Return what the shapes of a module's results follow from; None where its arguments do not say.
+
+    Under autocast the dtypes of results follow from those of autocast, too.
+    """
+    found: list[object] = []
+    kinds = set()
+    for path, value in leaves((args, kwargs)):
+        if isinstance(value, Tensor):
+            kinds.add(value.device.type)
+            found.append((path, type(value), value.shape, value.dtype, value.device))
+        elif value.__class__ in _PLAIN:
+            found.append((path, type(value), value))
+        else:
+            return None
+    if not kinds:
+        return None
+    found += [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    return tuple(found)
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:

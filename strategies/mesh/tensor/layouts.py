@@ -32,6 +32,8 @@ def convert(
         want: The layout of the result.
         gradient: The layout of the result's gradient; None: that of the result.
     """
+    if have == want and gradient in (None, want) and not isinstance(tensor, DTensor):
+        return tensor  # as it would come back, without the way through a DTensor
     whole = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [have], run_check=False)
     if whole.placements != (want,):
         whole = whole.redistribute(placements=[want])

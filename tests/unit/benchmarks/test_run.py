@@ -25,7 +25,7 @@ def test_quick_run_writes_every_section(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results" / "latest.json").read_text())
     assert {"steps", "calls", "reads", "imports", "first-step", "saving", "logging", "ranks", "launch"} <= set(results)
-    assert {"fsdp", "deepspeed", "sharded-saves", "xla", "memory", "compiling"} <= set(results)
+    assert {"fsdp", "mesh", "deepspeed", "sharded-saves", "xla", "memory", "compiling"} <= set(results)
     assert all(row["weights_equal"] for part in ("steps", "ranks") for row in results[part])
     # Bytes of live tensors are exact, however busy the machine is; two ranks.
     bytes_per_parameter = {"single": 16, "fsdp FULL_SHARD": 8, "deepspeed 2": 12}
