@@ -203,7 +203,8 @@ class HalfByHand(nn.Module):
         middle = len(gpt.blocks) // 2
         self.tok = gpt.tok if rank == 0 else None
         self.blocks = gpt.blocks[:middle] if rank == 0 else gpt.blocks[middle:]
-        self.norm, self.head = (None, None) if rank == 0 else (gpt.norm, gpt.head)
+        self.norm = None if rank == 0 else gpt.norm
+        self.head = None if rank == 0 else gpt.head
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens to a hidden state, or that to logits."""
