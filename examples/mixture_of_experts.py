@@ -82,7 +82,7 @@ class MixtureOfExperts(lw.Module):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return lw.optim.adamw(self.parameters(), lr=3e-3)
 
 
 def main() -> None:

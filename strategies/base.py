@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
-from ..precision import Precision
-from .capabilities import Capabilities, Given, Launcher, TrainerConfig
+from ..precision.base import Precision, compute_gradients, take_step
+from .capabilities import Capabilities, Given, Launcher, MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -255,6 +255,15 @@ class Strategy(Capabilities):
             ConfigError: The strategy cannot use that number of processes.
         """
 
+    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
+        """Return how parameters, gradients and optimizer state are spread; for plans, before processes start.
+
+        Args:
+            num_processes: On all nodes together.
+            num_nodes: Number of nodes.
+        """
+        return MemoryShares()
+
     def make_precision(self, name: str, device_type: str) -> Precision | None:
         """Return the precision for a name, for engines that cast and scale; None leaves the choice to Fabric.
 
@@ -469,7 +478,7 @@ class Strategy(Capabilities):
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
-        tensor.backward(*args, **kwargs)
+        compute_gradients(tensor, *args, **kwargs)
 
     def sums_gradients_in(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of narrower parameters can be summed in this dtype; asked before the launch."""
@@ -541,7 +550,7 @@ class Strategy(Capabilities):
             Whether the step was made.
         """
         if closure is None:
-            optimizer.step()
+            take_step(optimizer)
         else:
             optimizer.step(closure)
         return True

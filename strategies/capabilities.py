@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..accelerators import Accelerator
     from ..precision import Precision
     from ..protocols import CheckpointPlugin, Cluster
 
-__all__ = ["Capabilities", "Given", "Launcher", "TrainerConfig"]
+__all__ = ["Capabilities", "Given", "Launcher", "MemoryShares", "TrainerConfig"]
 
 T = TypeVar("T")
 
@@ -77,6 +79,29 @@ class Given:
     cluster_environment: Cluster | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryShares:
+    """How the memory of a training is spread over processes: what `Strategy.memory_shares` returns.
+
+    Attributes:
+        weights: Number of processes that share the parameters.
+        gradients: Number of processes that share the gradients, after a backward pass.
+        optimizer: Number of processes that share the optimizer's state.
+        activations: Number of processes that share the activations of a micro-batch.
+        buckets: Bytes of the buffers in which gradients are reduced, as a multiple of the gradients' bytes.
+        has_float32_copies: Whether the optimizer keeps float32 copies of the parameters that it updates.
+        formula: Bytes of parameters, gradients and AdamW's state in float32, of P parameters on N processes.
+    """
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    activations: int = 1
+    buckets: int = 0
+    has_float32_copies: bool = False
+    formula: str = "16 P"
+
+
 class Capabilities:
     """Attributes with defaults that hold for one process on one device; a strategy overrides what differs."""
 
@@ -102,11 +127,17 @@ class Capabilities:
 
     # -- data ----------------------------------------------------------------------------------------------------
 
+    uneven_choices: tuple[str, ...] = ()
+    """Values of `uneven` that this strategy can follow; empty if it has no ranks."""
+
     uneven: str = "stop_all"
     """Policy for ranks with unequal numbers of training batches: "stop_all", "cycle" or "zero_weight"."""
     reporting_ranks: Sequence[int] | None = None
     """Global ranks whose logged values, losses and samples count: one for each share of the data, in their order.
     None: all ranks."""
+    batch_norm_group: ProcessGroup | None = None
+    """The ranks over which batch norms are synchronized: those with the same layers that read different data. None:
+    all ranks."""
     copies_draw_alike: bool = False
     """Whether ranks that read the same data draw the same random numbers."""
     has_stages: bool = False
@@ -130,6 +161,12 @@ class Capabilities:
     """Whether this rank can run `evaluate_without_data` where `shards_parameters`; else it needs a batch first."""
     has_inference_mode: bool = True
     """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
+
+    model_axes: Mapping[str, int] = MappingProxyType({})
+    """Sizes of the axes of a mesh that split one copy of a module ("pp", "cp", "tp", "ep"), without those of size 1;
+    -1: known when the number of processes is."""
+    keeps_packed_weights: bool = True
+    """Whether weights that are packed to fewer bits than their dtype says stay as they are."""
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

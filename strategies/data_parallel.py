@@ -84,7 +84,7 @@ class DataParallelStrategy(ParallelStrategy):
     @property
     def devices(self) -> list[torch.device]:
         """The devices that a batch is split over."""
-        return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
+        return list(self.parallel_devices or [self.device])
 
     def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
         """Refuse: torch sums the gradients of the devices."""

@@ -44,8 +44,8 @@ class ParallelStrategy(Strategy):
     start_method: str | None = "popen"
 
     # On the class, so that a subclass whose __init__ does not call ours works.
-    parallel_devices: list[torch.device] | None = None
-    cluster_environment: Cluster | None = None
+    _given_devices: list[torch.device] | None = None
+    _given_cluster: Cluster | None = None
     _topology: Topology | None = None  # fixed once the processes are connected
 
     def __init__(
@@ -59,17 +59,39 @@ class ParallelStrategy(Strategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
-        self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
+        self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node's processes: the user's, else Fabric's; None without either."""
+        if self._given_devices is not None:
+            return self._given_devices
+        return self._filled.get("parallel_devices")
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        self._given_devices = None if devices is None else list(devices)
+
+    @property
+    def cluster_environment(self) -> Cluster | None:
+        """The cluster environment: the user's, else Fabric's; None without either."""
+        if self._given_cluster is not None:
+            return self._given_cluster
+        return self._filled.get("cluster_environment")
+
+    @cluster_environment.setter
+    def cluster_environment(self, cluster: Cluster | None) -> None:
+        self._given_cluster = cluster
 
     @property
     def given(self) -> Given:
         """The arguments of the constructor, or what the user set on the strategy."""
-        devices = self.parallel_devices
+        devices = self._given_devices
         return replace(
             super().given,
             parallel_devices=None if devices is None else tuple(devices),
-            cluster_environment=self.cluster_environment,
+            cluster_environment=self._given_cluster,
         )
 
     def fill(self, **choices: object) -> None:
@@ -80,7 +102,7 @@ class ParallelStrategy(Strategy):
     @property
     def cluster(self) -> Cluster | None:
         """The cluster environment: the user's, else Fabric's; None without either."""
-        return self.cluster_environment or self._filled.get("cluster_environment")
+        return self.cluster_environment
 
     @property
     def topology(self) -> Topology:
@@ -106,7 +128,7 @@ class ParallelStrategy(Strategy):
         """
         if self._device is not None:
             return self._device
-        devices = self.parallel_devices or self._filled.get("parallel_devices")
+        devices = self.parallel_devices
         if not devices:
             return CPU
         local_rank = self.topology.local_rank

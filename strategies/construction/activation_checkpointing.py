@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -20,11 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import ConfigError, ModuleError
 from .wrap_policy import repeated_blocks, select_modules
 
-__all__ = ["apply_activation_checkpointing", "is_checkpointed"]
+__all__ = ["apply_activation_checkpointing", "is_checkpointed", "replay_in"]
 
 # Any in this file: arguments and results of the user's forward.
 
 _MARK = "_loopwright_checkpointed"
+_REPLAYS = "_loopwright_replays"
+
+Replay = Callable[[nn.Module], Callable[[], AbstractContextManager[object]] | None]
+"""Called with a module in its first forward pass; returns what makes the context of the second, or None."""
 
 
 def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: Iterable[nn.Module] = ()) -> list[str]:
@@ -63,6 +68,18 @@ def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether `apply_activation_checkpointing` was applied to this module."""
     return hasattr(type(module), _MARK)
+
+
+def replay_in(module: nn.Module, replay: Replay) -> None:
+    """Let a module's second forward pass run in a context, which does what hooks of the module do around the first.
+
+    Hooks of a checkpointed module run around its first pass only; those of modules in it run around both.
+
+    Args:
+        module: Checkpointed, or not; now or later.
+        replay: It must hold nothing of the module, so that a copy of the module has it too.
+    """
+    module.__dict__.setdefault(_REPLAYS, []).append(replay)
 
 
 def _chosen(module: nn.Module, policy: object, units: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -166,13 +183,14 @@ def _run_twice(
 
 
 class _Again:
-    """A context for a module's second forward pass, which discards changes to its buffers.
+    """A context for a module's second forward pass, which discards changes to its buffers; in those of `replay_in`.
 
     Args:
-        module: A module whose forward may change buffers, such as running statistics and counters.
+        module: A module whose forward may change buffers, such as running statistics and counters. Its first pass is
+            about to begin.
     """
 
-    __slots__ = ("_before", "_changed", "_kept")
+    __slots__ = ("_before", "_changed", "_entered", "_kept", "_replays")
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [
@@ -182,6 +200,9 @@ class _Again:
         ]
         self._changed: list[nn.Module] = []
         self._kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        replays: Iterable[Replay] = module.__dict__.get(_REPLAYS, ())
+        self._replays = [make for replay in replays if (make := replay(module)) is not None]
+        self._entered = ExitStack()
 
     def find_changed(self) -> None:
         """Record which modules changed their buffers since this object was created."""
@@ -193,6 +214,8 @@ class _Again:
         self._before = []
 
     def __enter__(self) -> None:
+        for make in self._replays:
+            self._entered.enter_context(make())
         self._kept = [(one, dict(one._buffers)) for one in self._changed]
         for one, buffers in self._kept:
             one._buffers.update({name: old if old is None else old.clone() for name, old in buffers.items()})
@@ -202,6 +225,7 @@ class _Again:
             one._buffers.clear()
             one._buffers.update(buffers)
         self._kept = []
+        self._entered.close()
 
 
 def _version(tensor: Tensor) -> int:

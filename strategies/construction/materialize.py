@@ -5,7 +5,9 @@ Values come from the operations that deferred.py recorded, from the module's `re
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +98,7 @@ def materialize(
     inner: Collection[nn.Module] = (),
     root: nn.Module | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
+    seeds_by_name: bool = False,
     empty: bool = False,
 ) -> None:
     """Replace a module's parameters and buffers on the meta device with tensors that have values.
@@ -118,6 +121,8 @@ def materialize(
         inner: Modules to skip with their descendants: units that are already materialized.
         root: The full model, whose names appear in errors; None for `module`.
         param_init_fn: Fills the tensors of one module, not of its children. It may replace them (`module.to_empty`).
+        seeds_by_name: Whether each module that is filled draws from generators that are seeded with its name, so that
+            its values do not depend on which other modules there are. The generators then stay as they were.
         empty: Whether tensors not built under `DeferredInit` stay without values, for a checkpoint that is loaded next.
 
     Raises:
@@ -127,7 +132,7 @@ def materialize(
     _check(module if root is None else root, modules, param_init_fn, empty=empty)
     unfilled = _make(modules, device, param_init_fn, with_values=True)
     if not empty:
-        _fill(unfilled, device, param_init_fn)
+        _fill(module if root is None else root, unfilled, device, param_init_fn, seeds_by_name=seeds_by_name)
 
 
 def materialize_from_rank_zero(
@@ -138,6 +143,7 @@ def materialize_from_rank_zero(
     root: nn.Module | None = None,
     group: ProcessGroup | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
+    seeds_by_name: bool = False,
 ) -> None:
     """Materialize on the group's first rank, and broadcast parameters and buffers to the other ranks.
 
@@ -150,6 +156,7 @@ def materialize_from_rank_zero(
         root: As for `materialize`.
         group: Ranks that take part; None for all.
         param_init_fn: As for `materialize`, on the first rank.
+        seeds_by_name: As for `materialize`.
 
     Raises:
         ModuleError: On all ranks: the modules differ, or the first rank has no source of values.
@@ -161,7 +168,7 @@ def materialize_from_rank_zero(
     _check_alike(root, modules, problems, group)
     unfilled = _make(modules, device, param_init_fn, with_values=is_first)
     if is_first:
-        _fill(unfilled, device, param_init_fn)
+        _fill(root, unfilled, device, param_init_fn, seeds_by_name=seeds_by_name)
     first = 0 if group is None else dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in _distinct(modules):
@@ -347,9 +354,8 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 def _in_place_of(old: Tensor, value: Tensor) -> Tensor:
     """Return a value with the class, the attributes and the `requires_grad` of a tensor."""
-    with torch.no_grad():
-        new = value.detach().as_subclass(type(old))
-    new.requires_grad_(old.requires_grad and old.is_leaf)
+    # As nn.Parameter does; as_subclass would make a view, whose base stays alive when partitioning replaces `new.data`.
+    new: Tensor = torch.Tensor._make_subclass(type(old), value.detach(), old.requires_grad and old.is_leaf)
     new.__dict__.update(old.__dict__)
     return new
 
@@ -367,11 +373,17 @@ def _put(new: dict[int, Tensor], modules: Sequence[nn.Module]) -> None:
 
 
 def _fill(
-    modules: Sequence[nn.Module], device: torch.device, param_init_fn: Callable[[nn.Module], object] | None
+    root: nn.Module,
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    param_init_fn: Callable[[nn.Module], object] | None,
+    *,
+    seeds_by_name: bool,
 ) -> None:
     """Fill tensors without values with the user's function, or with the modules' `reset_parameters`."""
-    with torch.no_grad(), device:
-        for module in modules:
+    names = {id(module): name for name, module in root.named_modules()} if seeds_by_name else {}
+    for module in modules:
+        with torch.no_grad(), device, _seeded_by(names[id(module)], device) if seeds_by_name else nullcontext():
             if param_init_fn is not None:
                 param_init_fn(module)
             else:
@@ -379,6 +391,20 @@ def _fill(
     left = [module for module in modules if _unknown(module)]
     if left:
         _refuse([f"{type(module).__name__}: still on the meta device after it was filled" for module in left])
+
+
+@contextmanager
+def _seeded_by(name: str, device: torch.device) -> Iterator[None]:
+    """Return a context in which torch's generators depend on a name and on their state, and after which they do not."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8)
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_kind(device)):
+        torch.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+        yield
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # torch looks for a module of that name
 
 
 def _distinct(modules: Iterable[nn.Module]) -> list[Tensor]:

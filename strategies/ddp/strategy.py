@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import ConfigError, ModuleError, nearest
+from ...precision.base import compute_gradients
 from ..base import NoLoss
+from ..capabilities import MemoryShares
 from ..constructors import passed_on
 from ..distributed import gradients
 from ..distributed.live_objects import LiveObjects
@@ -106,6 +108,10 @@ class DDPStrategy(ProcessGroupStrategy):
         self._forwarded: Replica | None = None
 
     # -- the model -----------------------------------------------------------------------------------------------
+
+    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
+        """Return that each process holds everything, and buckets of gradients; see `Strategy.memory_shares`."""
+        return MemoryShares(buckets=1, formula="20 P") if num_processes > 1 else MemoryShares()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return the module wrapped so that backward averages gradients; parameters and buffers become rank 0's.
@@ -259,11 +265,11 @@ class DDPStrategy(ProcessGroupStrategy):
         if replica is None:
             if inside_a_replica():
                 raise _backward_inside()
-            tensor.backward(*args, **kwargs)
+            compute_gradients(tensor, *args, **kwargs)
             return
         self._forwarded = None
         try:
-            tensor.backward(*args, **kwargs)
+            compute_gradients(tensor, *args, **kwargs)
             # Otherwise torch finds it at the next forward pass, after a step with gradients that are not averaged.
             replica.check_is_reduced()
         except RuntimeError as error:

@@ -231,7 +231,7 @@ def _remove_left_over(folder: Path) -> None:
     if lock.exists():
         logger.warning("removing %s: the build that made it was killed", lock)
         (folder / _STAMP).unlink(missing_ok=True)  # it may have been building again
-        lock.unlink()
+        lock.unlink(missing_ok=True)  # of a build that has ended since
 
 
 # --- the build -----------------------------------------------------------------------------------------------------

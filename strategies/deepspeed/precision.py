@@ -35,13 +35,13 @@ class DeepSpeedPrecision(Precision):
 
     Args:
         precision: "32-true", "bf16-mixed", "bf16-true", "16-mixed" or "16-true".
-        device: Device type.
+        device: Device type. None means a GPU where there is one, and does not check what the device has.
 
     Raises:
         ConfigError: Another precision, or one that the device does not have.
     """
 
-    def __init__(self, precision: str = "32-true", device: str = "cpu") -> None:
+    def __init__(self, precision: str = "32-true", device: str | None = None) -> None:
         dtype = _DTYPES.get(precision)
         if dtype is None:
             raise ConfigError(
@@ -57,7 +57,7 @@ class DeepSpeedPrecision(Precision):
             )
         self.precision = precision
         self.dtype = dtype
-        self.device = device
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.is_mixed = precision.endswith("-mixed")
         self.converts_input = not self.is_mixed and dtype is not torch.float32
         self.policy = PrecisionPolicy(compute_dtype=dtype, reduce_dtype=dtype)

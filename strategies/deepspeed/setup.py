@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
+from ...messages import warn
 from ..construction.materialize import made_of
 from ..distributed.processes import broadcast_tensors
 from .config import Config
@@ -101,9 +101,8 @@ def setup_optimizer(
         )
     unused = [name for name in ("optimizer", "scheduler") if name in strategy.given_config]
     if unused and not is_of_config and strategy.is_global_zero:
-        warnings.warn(
+        warn(
             f"{strategy.where}: {' and '.join(unused)} ignored, because the module configures an optimizer.",
-            stacklevel=3,
         )
     root = _root_of(roots, optimizer)
     if root.has_engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, DataError, ModuleError
+from ...messages import warn
 from ..base import NoLoss, TrainerConfig
+from ..capabilities import MemoryShares
 from ..construction.deferred import DeferredInit
 from ..constructors import passed_on
 from ..distributed.live_objects import LiveObjects
@@ -111,6 +112,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     adds_param_groups = False
     sums_gradients_itself = True
     strategy_name = "deepspeed"
+    keeps_packed_weights = False  # the engine casts parameters
     uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in the engine's backward pass
 
     def __init__(
@@ -192,6 +194,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def __getstate__(self) -> dict[str, Any]:  # Any: attributes
         return {**self.__dict__, "last_root": None}
+
+    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
+        """Return what the stage of ZeRO shards; see `Strategy.memory_shares`."""
+        if self.stage == 0:
+            return MemoryShares()
+        shared = num_processes if self.stage == 3 else 1
+        formula = "20 P / N" if self.stage == 3 else "4 P + 16 P / N"
+        return MemoryShares(shared, num_processes, num_processes, has_float32_copies=True, formula=formula)
 
     @property
     def has_module_hooks(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
@@ -620,9 +630,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if own is None:
             return super().optimizer_state(optimizer, module)
         if self.is_global_zero and own.root.has_gradients:
-            warnings.warn(
+            warn(
                 "Gradients that DeepSpeed accumulated since the last step are not saved with the optimizer's state.",
-                stacklevel=2,
             )
         return full_steps(own) if own.root.is_pipeline else optimizer_state(own)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["LayerSync", "TorchSyncBatchNorm", "check_sync_batchnorm"]
 
@@ -32,9 +36,13 @@ class TorchSyncBatchNorm(LayerSync):
     """Normalize with mean and variance over the batches of all ranks, by torch's SyncBatchNorm.
 
     torch supports it only on GPUs; strategies reject a module with such layers on another device.
+
+    Args:
+        process_group: The ranks whose batches count; None: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+        self._process_group = process_group
         # The user's layers by their replacements, so that subclasses and hooks are restored.
         self._originals: dict[nn.SyncBatchNorm, AnyBatchNorm] = {}
 
@@ -49,7 +57,7 @@ class TorchSyncBatchNorm(LayerSync):
     def _synchronized(self, module: nn.Module) -> nn.Module:
         if not isinstance(module, AnyBatchNorm) or isinstance(module, nn.SyncBatchNorm):
             return module
-        layer: nn.SyncBatchNorm = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        layer: nn.SyncBatchNorm = nn.SyncBatchNorm.convert_sync_batchnorm(module, self._process_group)
         self._originals[layer] = module
         return layer
 

@@ -58,6 +58,8 @@ class ShardingTarget:
         reduce_group: The processes over which gradients are averaged: those of the mesh. None: all.
         source_group: The processes that take over the values of the first of them. None: all.
         is_sharded: Whether `fully_shard` is applied; where it is not, the mesh is that of one process.
+        seeds_by_name: Whether modules that fill themselves draw numbers that depend on their name, and not on those
+            of other modules: ranks may have other ones.
     """
 
     mesh: DeviceMesh
@@ -65,6 +67,7 @@ class ShardingTarget:
     reduce_group: ProcessGroup | None = None
     source_group: ProcessGroup | None = None
     is_sharded: bool = True
+    seeds_by_name: bool = False
 
 
 def shard(
@@ -245,10 +248,23 @@ def _give_values(
     inner = [one for one in done if one is not unit]
     if plan.sync_module_states and dist.get_world_size(target.source_group) > 1:
         materialize_from_rank_zero(
-            unit, device=where, inner=inner, root=module, group=target.source_group, param_init_fn=plan.param_init_fn
+            unit,
+            device=where,
+            inner=inner,
+            root=module,
+            group=target.source_group,
+            param_init_fn=plan.param_init_fn,
+            seeds_by_name=target.seeds_by_name,
         )
     else:
-        materialize(unit, device=where, inner=inner, root=module, param_init_fn=plan.param_init_fn)
+        materialize(
+            unit,
+            device=where,
+            inner=inner,
+            root=module,
+            param_init_fn=plan.param_init_fn,
+            seeds_by_name=target.seeds_by_name,
+        )
     modules = modules_of_unit(unit, inner)
     for owner in modules:
         for one in owner.parameters(recurse=False):

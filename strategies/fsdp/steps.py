@@ -33,7 +33,7 @@ def bound_training(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy
         except RuntimeError as error:
             explain(error)
             raise
-        if output.__class__ is not Tensor and strategy.world_size > 1:
+        if output.__class__ is not Tensor and strategy.world_size > 1 and torch.is_grad_enabled():
             _check_loss(output, type(strategy).__name__)
         return output
 
@@ -77,7 +77,7 @@ def bound(root: ShardedRoot, step: StepFunction) -> StepFunction:
 
 def explain(error: RuntimeError) -> None:
     """Add the cause to an error of torch, where a parameter was read as a DTensor."""
-    if "mixed torch.Tensor and DTensor" in str(error):
+    if any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
         error.add_note(
             "A parameter was read outside of the forward of its unit, where each rank has a part of it (a DTensor). "
             "Take parameter.full_tensor() in its place, or read it in the forward of its unit, or let "

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...errors import ConfigError, ModuleError
+from ...precision.base import compute_gradients
 from ..base import NoLoss, non_finite_norm
+from ..capabilities import MemoryShares
 from ..construction.deferred import DeferredInit
 from ..constructors import passed_on, rest_of
 from ..distributed import gradients
@@ -147,6 +149,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         # By the id of a parameter that was replaced: it (to know that the id is still its own) and the one that is
         # sharded. For optimizers that were made before.
         self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
+        """Return how a copy is sharded; see `Strategy.memory_shares`."""
+        sizes = check_mesh(self.plan, num_processes, num_nodes)
+        shards = num_processes if sizes is None else sizes[1]
+        is_held = self.plan.reshard_after_forward is False  # from the first forward to the end of the backward pass
+        return MemoryShares(1 if is_held else shards, shards, shards, formula="16 P / N" if shards > 1 else "16 P")
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -438,7 +447,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
         try:
-            tensor.backward(*args, **kwargs)
+            compute_gradients(tensor, *args, **kwargs)
         except RuntimeError as error:
             from .steps import explain
 

@@ -91,6 +91,9 @@ class ModelParallelStrategy(MeshStrategy):
             self.axes = MeshAxes(fsdp=num_nodes, tp=num_processes // num_nodes)
         super().check_processes(num_processes, num_nodes)
 
+    def check_layers(self, module: nn.Module) -> None:
+        """Accept any module: its own code parallelizes it."""
+
     # -- the model -----------------------------------------------------------------------------------------------
 
     @contextmanager

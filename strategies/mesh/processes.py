@@ -68,6 +68,11 @@ class MeshProcesses(FSDPStrategy):
         axes = self.resolved_axes
         return None if axes.pp * axes.cp * axes.tp == 1 else self._of_last_stage(axes.cp * axes.tp)
 
+    @property
+    def batch_norm_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
+        """The ranks over which batch norms are synchronized: those with the same layers that read different data."""
+        return self.groups.reduce if self.is_connected else None
+
     def _of_last_stage(self, step: int) -> list[int]:
         """Return each `step`-th of the ranks with the last stage."""
         size = self.world_size // self.resolved_axes.pp  # of a stage
@@ -119,9 +124,12 @@ class MeshProcesses(FSDPStrategy):
         if self.is_connected:
             self._groups = None
             self.groups  # noqa: B018  # here, where all ranks are: a first collective may be that of a few
+            # torch (2.13) asks the ranks of the first gradient only, which may be the same on all ranks of an axis.
+            self.precision.reduce_overflow = self._largest_on_all_ranks
 
     def teardown(self) -> None:
         """Release devices and connections after a run."""
+        self.precision.reduce_overflow = None
         super().teardown()
         self._groups = None
 
@@ -176,6 +184,9 @@ class MeshProcesses(FSDPStrategy):
             return tensor
 
         return finish
+
+    def _largest_on_all_ranks(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
     def _data_group(self, group: ProcessGroup | None) -> ProcessGroup | None:
         if group is not None or not self.is_connected:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..capabilities import MemoryShares
 from ..fsdp.root import root_of
 from .axes import REST, MeshAxes, read_axes
 from .checks import check_arguments, check_context, check_pipeline
+from .context.model import find_model
+from .context.options import Context
 from .context.setup import set_up
+from .layers import MeshLayers
+from .pipeline.blocks import plan_stages
 from .pipeline.gradients import norm_over_stages
 from .pipeline.setup import runner_of, split_module
 from .pipeline.stages import Stages, check_precision
@@ -26,28 +30,21 @@ from .pipeline.state import (
     stage_optimizer,
     stages_state,
 )
-from .processes import MeshProcesses
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
     from ...protocols import StateDict, StepFunction
-    from ..fsdp.root import ShardedRoot
-    from ..fsdp.sharding import ShardingTarget
     from .context.parallel import ContextParallel
-    from .tensor import TensorPlan
 
 __all__ = ["MeshStrategy"]
-
-logger = logging.getLogger(__name__)
 
 # Any in this file: batches, what steps take and return, entries of states, and arguments of FSDPStrategy.
 
 
-class MeshStrategy(MeshProcesses):
+class MeshStrategy(MeshLayers):
     """Processes as a mesh: pipeline stages, copies, shards, context and tensors, each along an axis of its own.
 
     The axes are, outside in: `pp`, `dp`, `fsdp`, `cp`, `tp`; ranks that follow each other are neighbors on the last
@@ -101,18 +98,20 @@ class MeshStrategy(MeshProcesses):
         axes = MeshAxes(pp=pp, dp=dp, fsdp=left if fsdp is None else fsdp, cp=cp, tp=tp, ep=ep)
         check_context(context)
         check_arguments(fsdp_arguments)
-        super().__init__(axes, **fsdp_arguments)
+        super().__init__(
+            axes,
+            tensor_plan=tensor_plan,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            verify=verify,
+            **fsdp_arguments,
+        )
         check_pipeline(pipeline)
-        self.tensor_plan = tensor_plan
-        self.sequence_parallel = sequence_parallel
-        self.loss_parallel = loss_parallel
         self.pipeline = pipeline
         self.context = context
-        self.verify = verify
-        self._is_to_verify = verify
-        self._tensor_plan: TensorPlan | None = None  # of the module that is being sharded
         self._contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
         self._stages = Stages(pipeline)
+        self._expected_axes = axes  # resolved when the number of processes is known, before they start
         if pp != 1:  # a stage needs its parameters for all micro-batches of a window
             self.plan = replace(self.plan, reshard_after_forward=False)
 
@@ -123,100 +122,45 @@ class MeshStrategy(MeshProcesses):
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
         """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
-        axes = self.axes.resolve(num_processes)
+        axes = self._expected_axes = self.axes.resolve(num_processes)
         if axes.pp > 1:
             self._stages.options.num_stages(axes.pp)
+
+    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
+        """Return over which axes parameters and activations are split; see `Strategy.memory_shares`."""
+        axes = self.axes.resolve(num_processes)
+        shards = axes.fsdp * axes.tp * axes.pp * axes.cp
+        formula = f"16 P / {shards}" if shards > 1 else "16 P"
+        return MemoryShares(shards, shards, shards, activations=axes.cp * axes.tp, formula=formula)
+
+    @property
+    def model_axes(self) -> Mapping[str, int]:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Sizes of the axes that split one copy of a module, without those of size 1; -1 before it is known."""
+        sizes = {name: getattr(self.axes, name) for name in ("pp", "cp", "tp", "ep")}
+        return {name: size for name, size in sizes.items() if size != 1}
 
     def teardown(self) -> None:
         """Release devices and connections after a run."""
         super().teardown()
         self._contexts = {}
 
-    # -- sharded layers --------------------------------------------------------------------------------------------
-
     def check_layers(self, module: nn.Module) -> None:
-        """Refuse a module without experts that `ep` ranks can share; see `Strategy.check_layers`."""
-        if self.axes.ep > 1:
+        """Refuse a module that cannot be split along these axes; see `Strategy.check_layers`."""
+        if root_of(module) is not None:  # of an earlier run: its layers are those of a rank
+            return
+        axes = self._expected_axes
+        if axes.ep > 1:
             from .experts.sharding import check_layers
 
-            check_layers(module, self.axes.ep)
+            check_layers(module, axes.ep)
+        if axes.tp > 1:
+            from .tensor.plan import check_plan
 
-    def _meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
-        mesh = self.groups.expert_shards
-        if mesh is None:
-            return {}
-        from .experts.sharding import experts_in
-
-        layers = (one.experts for one in experts_in(module).values())
-        return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
-
-    def _sharding_target(self) -> ShardingTarget:
-        from ..fsdp.sharding import ShardingTarget
-
-        plan, groups = self.plan, self.groups
-        # Where nothing is to be gathered or averaged, what fully_shard does besides may still be wanted.
-        is_sharded = (
-            self.resolved_axes.reduce_size > 1
-            or plan.offload
-            or plan.mixed_precision is not None
-            or self.accumulate_dtype is not None
-        )
-        return ShardingTarget(groups.shards, self.device, groups.reduce, groups.stage, is_sharded)
-
-    @property
-    def _reduce_group(self) -> ProcessGroup | None:
-        return self.groups.reduce
-
-    @property
-    def _source_group(self) -> ProcessGroup | None:
-        return self.groups.stage
-
-    # -- tensor parallel layers ------------------------------------------------------------------------------------
-
-    def _shard(self, module: nn.Module) -> ShardedRoot:
-        self._tensor_plan = None
-        root = super()._shard(module)
-        root.tensor_plan, self._tensor_plan = self._tensor_plan, None
-        if root.tensor_plan is not None:
-            root.tensor_plan.finish(module)
-        return root
-
-    def _begin_splitting(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
-        """Return what splits the layers of a unit over the axis tp; None where it has one process."""
-        size = self.resolved_axes.tp
-        if size == 1:
-            return None
-        from .tensor import resolve_plan
-
-        plan = self._tensor_plan = resolve_plan(
-            module,
-            self.tensor_plan,
-            tp=size,
-            sequence_parallel=self.sequence_parallel,
-            loss_parallel=self.loss_parallel,
-        )
-        if self.is_global_zero:
-            logger.info("%s", plan)
-            for note in plan.notes:
-                logger.warning("%s", note)
-        return lambda modules: plan.apply(modules, module, self.groups.tensor)
-
-    def _split_step(self, step: StepFunction, original: nn.Module, name: str) -> StepFunction:
-        root = root_of(original)
-        plan = None if root is None else root.tensor_plan
-        if plan is None or name == "forward":
-            return step
-        from .steps import split_step, verified_step
-
-        step = split_step(plan, original, step)
-        # With stages no rank runs all layers in one step.
-        is_whole = name == "training_step" and not self.has_stages
-        return verified_step(plan, original, step, self._take_verification) if is_whole else step
-
-    def _take_verification(self) -> bool:
-        """Return whether the split layers are to be compared now: once, in the first batch of a first run."""
-        is_due, self._is_to_verify = self._is_to_verify, False
-        return is_due
+            check_plan(module, self.tensor_plan, tp=axes.tp, **self._in_parts)
+        if axes.cp > 1:
+            find_model(module, Context() if self.context is None else self.context)
+        if axes.pp > 1:
+            plan_stages(module, self._stages.options, axes.pp)
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
@@ -231,9 +175,9 @@ class MeshStrategy(MeshProcesses):
     def _in_backward(self) -> Iterator[ExitStack]:
         """Return a context for backward passes, in which activations are computed again as in the forward pass."""
         with ExitStack() as around:
-            for context in self._contexts.values():
+            # One for all modules: they replace attention alike.
+            if (context := next(iter(self._contexts.values()), None)) is not None:
                 around.enter_context(context.in_backward())
-                break
             yield around
 
     # -- pipeline stages -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ and metric objects. A global micro-batch has 4 samples, which the ranks that rea
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.loggers import DummyLogger
-from loopwright.strategies import MeshStrategy, Strategy
+from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy
 from loopwright.strategies.distributed.shards import full_tensor, is_sharded
 
-__all__ = ["STEPS", "Heard", "Program", "Rows", "fit", "mesh", "whole"]
+__all__ = ["STEPS", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "whole"]
 
 # Any in this file: batches, and options of the Trainer.
 
@@ -93,6 +94,30 @@ class Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+class SaveAt(lw.Callback):
+    """Saves after a step, in one form or in several.
+
+    Args:
+        step: Number of steps.
+        paths: Path of the checkpoint; or those of several, by `state_dict_type`.
+    """
+
+    def __init__(self, step: int, paths: str | dict[str, str]) -> None:
+        self.step, self.paths = step, paths
+
+    def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
+        if trainer.global_step != self.step or not trainer.at_step_boundary:
+            return
+        if isinstance(self.paths, str):
+            trainer.save_checkpoint(self.paths)
+            return
+        strategy = trainer.strategy
+        for kind, path in self.paths.items():
+            if isinstance(strategy, FSDPStrategy):
+                strategy.plan = replace(strategy.plan, state_dict_type=kind)
+            trainer.save_checkpoint(path)
+
+
 class Rows(DummyLogger):
     """Keeps the rows that it is given."""
 
@@ -126,11 +151,12 @@ def fit(
     data_size: int | None = None,
     module: Program | None = None,
     steps: int = STEPS,
+    batch_size: int = 4,
     ckpt_path: str | None = None,
     **options: Any,
 ) -> tuple[lw.Trainer, Program, Rows]:
-    """Train on this rank, one of `size`, of which `data_size` (None: all) read different data."""
-    micro = 4 // (data_size or size)
+    """Train on this rank, one of `size`, of which `data_size` (None: all) read parts of a batch of `batch_size`."""
+    micro = batch_size // (data_size or size)
     lw.seed_everything(1, verbose=False)
     module, rows = module or Program(), Rows()
     trainer = lw.Trainer(**{

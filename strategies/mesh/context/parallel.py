@@ -82,7 +82,17 @@ class ContextParallel:
             stages.on_cut = self._leave_stage
 
     def bind(self, step: StepFunction, name: str) -> StepFunction:
-        """Return what runs a step, bound already, on this rank's parts of sequences."""
+        """Return what runs a step, bound already, on this rank's parts of sequences.
+
+        Raises:
+            ModuleError: It is a `predict_step`, and batches are split: its results would be those of a part.
+        """
+        if name == "predict_step" and self._options.batch is not None:
+            raise ModuleError(
+                f"Expected full sequences in predict_step, got Context(batch=...) with cp={self._parts.size}: it would "
+                "return predictions of parts of sequences, which cannot be joined.",
+                fix="pass Context(inputs=...), with which the step sees full sequences, or predict without cp.",
+            )
         is_training = name == "training_step"
 
         def run(*args: Any, **kwargs: Any) -> Any:

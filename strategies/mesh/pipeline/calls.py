@@ -1,38 +1,31 @@
-"""What runs in place of modules in a step of one stage: blocks of other stages pass on their input.
+"""What runs in place of blocks in a step of one stage: those of other stages pass on their input.
 
 Every stage runs the user's whole step, up to the first block of the next stage. A block before the stage's first one
-returns what it was given; the first one gets what the stage before has sent; a module before the blocks returns NaN of
-the right shape on all stages but the first. A value that bypasses the split, as in a skip connection around it, so
-becomes a loss of NaN and not a wrong number.
+returns what it was given; the first one gets what the stage before has sent. A value that bypasses the split, as in a
+skip connection around it, is absent (see sides.py), and so becomes a loss of NaN and not a wrong number.
 
 The calls stand outside of hooks: those of a module run where the module does, and only there.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ...tree import leaves, map_leaves
+from ...tree import leaves
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from .random_numbers import StepNumbers
     from .unsplit import UnsplitRun
     from .verify import Comparison
 
-__all__ = ["BlockCall", "ChildCall", "Cut", "Position", "SideCall"]
+__all__ = ["BlockCall", "ChildCall", "Cut", "Position"]
 
 # Any in this file: arguments and results of the user's modules.
-
-_PLAIN = (bool, int, float, str, type(None))
-_MOST_RESULTS = 64  # of one module: shapes of batches may never repeat
 
 
 class Cut(BaseException):
@@ -76,6 +69,13 @@ class Position:
     numbers: StepNumbers | None = None
     unsplit: UnsplitRun | None = None
     comparison: Comparison | None = None
+
+    def outside(self, name: str) -> ModuleError:
+        """Return the error of a call outside of a step, of a module that another stage has."""
+        return ModuleError(
+            f"{name} was called outside of a step, and another stage of the pipeline has it.",
+            fix=f"call {self.called} in training_step, validation_step, test_step or predict_step only.",
+        )
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class BlockCall:
         if at.stage is None:
             if self.is_own:
                 return nn.Module._call_impl(self.module, *args, **kwargs)
-            raise _outside(self.name, at)
+            raise at.outside(self.name)
         numbers = at.numbers
         if numbers is not None:
             numbers.leave_step()
@@ -167,128 +167,6 @@ class BlockCall:
                 fix="let the blocks of the pipeline return their hidden state alone.",
             )
         return output
-
-
-@dataclass(eq=False)
-class SideCall:
-    """The place of a module beside the blocks: `module._call_impl`.
-
-    Attributes:
-        module: The module.
-        name: Its name in the user's module.
-        is_before: Whether it was registered before the blocks, and so belongs to the first stage; else to the last.
-        is_own: Whether this rank has its parameters.
-        at: Where the present step is.
-        twin: A copy with fake tensors, which knows the shapes of results; None behind the blocks.
-        mode: The mode of these tensors.
-        results: Results of the twin, by the shapes of its arguments: they are computed once, not in each step.
-    """
-
-    module: nn.Module
-    name: str
-    is_before: bool
-    is_own: bool
-    at: Position
-    twin: nn.Module | None = field(default=None, repr=False)
-    mode: FakeTensorMode | None = field(default=None, repr=False)
-    results: dict[object, Any] = field(default_factory=dict, repr=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on its stage; elsewhere return NaN of the right shapes.
-
-        Raises:
-            ModuleError: It is called on the other side of the blocks than where it was registered.
-        """
-        at = self.at
-        if at.unsplit is not None:
-            return at.unsplit.side(self, args, kwargs)
-        if at.stage is None:
-            if self.is_own:
-                return nn.Module._call_impl(self.module, *args, **kwargs)
-            raise _outside(self.name, at)
-        if self.is_before == at.is_past:
-            registered, called = ("before", "after") if self.is_before else ("after", "before")
-            raise ModuleError(
-                f"{self.name} is registered {registered} the blocks of the pipeline, and called {called} the first of "
-                f"them that stage {at.stage} has.",
-                fix=f"register modules in the order in which forward calls them, and call {at.called} once in a step; "
-                "or name the submodule that has the blocks in Pipeline(module=...): what is outside of it is on every "
-                "stage.",
-            )
-        if not self.is_before or at.received is None:
-            with nullcontext() if at.numbers is None else at.numbers.beside(self.name):
-                return nn.Module._call_impl(self.module, *args, **kwargs)
-        return self._shaped(args, kwargs)
-
-    def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return NaN in the shapes of what the module would return."""
-        key = _shapes_of(args, kwargs)
-        known = None if key is None else self.results.get(key)
-        if known is None:
-            known = map_leaves(self._output_of_twin(args, kwargs), self._absent)
-            if key is not None and all(one.__class__ in (_Absent, *_PLAIN) for _, one in leaves(known)):
-                if len(self.results) >= _MOST_RESULTS:
-                    self.results.clear()
-                self.results[key] = known
-        return map_leaves(known, _nan)
-
-    def _output_of_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mode, twin = self.mode, self.twin
-        assert mode is not None
-        assert twin is not None
-
-        def fake(value: Any) -> Any:
-            return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
-
-        with mode, torch.no_grad():
-            return twin(*map_leaves(args, fake), **map_leaves(kwargs, fake))
-
-    def _absent(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not (value.is_floating_point() or value.is_complex()):
-            raise ModuleError(
-                f"{self.name} returns a tensor of {value.dtype}, which stages after the first do not have: only "
-                "floating-point values can be marked as absent.",
-                fix="compute it from the batch without this module's parameters, or after the blocks.",
-            )
-        return _Absent(value)
-
-
-class _Absent:
-    """Shape, dtype and device of a tensor that another stage has."""
-
-    __slots__ = ("device", "dtype", "shape")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-def _nan(value: Any) -> Any:
-    if value.__class__ is not _Absent:
-        return value
-    return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)
-
-
-def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Return what the shapes of a module's results follow from; None where its arguments do not say.
-
-    Under autocast the dtypes of results follow from those of autocast, too.
-    """
-    found: list[object] = []
-    kinds = set()
-    for path, value in leaves((args, kwargs)):
-        if isinstance(value, Tensor):
-            kinds.add(value.device.type)
-            found.append((path, type(value), value.shape, value.dtype, value.device))
-        elif value.__class__ in _PLAIN:
-            found.append((path, type(value), value))
-        else:
-            return None
-    if not kinds:
-        return None
-    found += [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
-    return tuple(found)
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
@@ -326,13 +204,6 @@ def _called_twice(at: Position) -> ModuleError:
         f"Expected a step to call {at.called} once, got a second call.",
         fix="join both inputs to one batch and call it once, or name a part that is called once in "
         "Pipeline(module=...); blocks must be called in the order in which they are registered.",
-    )
-
-
-def _outside(name: str, at: Position) -> ModuleError:
-    return ModuleError(
-        f"{name} was called outside of a step, and another stage of the pipeline has it.",
-        fix=f"call {at.called} in training_step, validation_step, test_step or predict_step only.",
     )
 
 

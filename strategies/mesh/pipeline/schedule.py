@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +14,12 @@ from .options import SCHEDULES
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .shapes import StageShapes
     from .split import StageSplit
 
-__all__ = ["StageShapes", "can_run", "make_schedule", "run_schedule"]
+__all__ = ["can_run", "make_schedule", "run_schedule"]
 
 # Any in this file: torch's schedules have no common public type.
-
-
-@dataclass(frozen=True, slots=True)
-class StageShapes:
-    """What a stage receives and returns, as tensors on the meta device.
-
-    Attributes:
-        received: None on the first stage.
-        returned: On the last stage the share of a loss: shape ().
-    """
-
-    received: Tensor | None
-    returned: Tensor
 
 
 class _StageModule(nn.Module):

@@ -7,21 +7,21 @@ those outside of the submodule that is split, which each rank has.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....errors import ModuleError
 from .blocks import StagePlan, plan_stages
-from .calls import BlockCall, ChildCall, Cut, Position, SideCall
+from .calls import BlockCall, ChildCall, Cut, Position
 from .elsewhere import Elsewhere
+from .sides import make_twins, place, sides_of
 
 if TYPE_CHECKING:
+    import torch
+
     from .options import Pipeline
 
 __all__ = ["Shared", "StageSplit", "split_stages"]
@@ -172,7 +172,7 @@ def split_stages(
     rank_of = {stage: one for one in range(num_ranks) for stage in options.stages_of(one, num_ranks)}
     blocks = list(module.get_submodule(plan.list).named_children())
     prefix = f"{plan.list}." if plan.list else ""
-    sides = dict(_sides(module, plan))
+    sides = dict(sides_of(module, plan))
     stage_of: dict[int, int] = {}  # by the id of a module
     for index, (_, block) in enumerate(blocks):
         for one in block.modules():
@@ -181,7 +181,7 @@ def split_stages(
         for one in side.modules():
             stage_of.setdefault(id(one), 0 if is_before else plan.num_stages - 1)
     at = Position(plan.called, len(blocks))
-    twins = _twins(sides, device) if stages != (0,) else {}
+    twins = make_twins(sides, device) if stages != (0,) else {}
     state_names = tuple(module.state_dict(keep_vars=True))
     owners, shared = _owners(module, stage_of, rank_of, num_ranks)
     members: dict[int, list[nn.Module]] = {}
@@ -194,7 +194,7 @@ def split_stages(
         block.__dict__["_call_impl"] = BlockCall(block, f"{prefix}{key}", index, is_own, at)
     for name, (side, is_before) in sides.items():
         is_own = (0 if is_before else plan.num_stages - 1) in stages
-        _place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
+        place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
     _leave_others(module, stage_of, rank_of, rank)
     split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, state_names, at)
     split._members = {stage: ones for stage, ones in members.items() if stage in (*stages, EVERYWHERE)}
@@ -204,75 +204,6 @@ def split_stages(
             fix="use fewer stages, or name other split points in Pipeline(split=...).",
         )
     return split
-
-
-def _sides(module: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
-    """Yield modules beside the blocks that have parameters, and whether they are registered before the blocks."""
-    path = plan.list.split(".") if plan.list else []
-    start = len(plan.child.split(".")) if plan.child else 0
-    for depth in range(start, len(path)):
-        prefix = ".".join(path[:depth])
-        is_before = True
-        for key, child in module.get_submodule(prefix).named_children():
-            if key == path[depth]:
-                is_before = False
-            elif any(True for _ in child.parameters()):
-                yield from _callable(f"{prefix}.{key}" if prefix else key, child, is_before=is_before)
-
-
-def _callable(name: str, module: nn.Module, *, is_before: bool) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
-    """Yield a module, or in place of a container that is never called, its elements."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        for key, child in module.named_children():
-            if any(True for _ in child.parameters()):
-                yield from _callable(f"{name}.{key}", child, is_before=is_before)
-    else:
-        yield name, (module, is_before)
-
-
-def _place(
-    side: nn.Module,
-    name: str,
-    *,
-    is_before: bool,
-    is_own: bool,
-    at: Position,
-    twin: tuple[nn.Module, Any] | None,
-) -> None:
-    """Put a `SideCall` into a module and into those in it, which may be called on their own."""
-    for inner, one in side.named_modules():
-        if not any(True for _ in one.parameters()) or "_call_impl" in one.__dict__:
-            continue
-        path = f"{name}.{inner}" if inner else name
-        call = SideCall(one, path, is_before, is_own, at)
-        if twin is not None:
-            call.twin, call.mode = twin[0].get_submodule(inner), twin[1]
-        one.__dict__["_call_impl"] = call
-
-
-def _twins(sides: dict[str, tuple[nn.Module, bool]], device: torch.device | None) -> dict[str, tuple[nn.Module, Any]]:
-    """Return copies of the modules before the blocks whose tensors are fake: they have shapes and no memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
-    made = {}
-    for name, (side, is_before) in sides.items():
-        if not is_before:
-            continue
-        for one in [*side.parameters(), *side.buffers()]:
-            if id(one) not in memo:
-                with mode:
-                    where = device if device is not None else one.device
-                    fake = torch.empty(one.shape, dtype=one.dtype, device=where)
-                memo[id(one)] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
-        try:
-            made[name] = (copy.deepcopy(side, memo), mode)
-        except Exception as error:
-            raise ModuleError(
-                f"{name} cannot be copied, which stages after the first need to know its shapes: "
-                f"{type(error).__name__}: {error}.",
-                fix="keep what cannot be copied outside of modules before the blocks.",
-            ) from error
-    return made
 
 
 def _owners(

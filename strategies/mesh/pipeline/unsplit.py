@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...tree import map_leaves
-from .calls import BlockCall, Cut, SideCall
+from .calls import BlockCall, Cut
+from .sides import SideCall
 
 if TYPE_CHECKING:
     from .exchange import Exchange

@@ -12,11 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError, NonFiniteError
-from ...tree import leaves, map_leaves
+from ...tree import map_leaves
 from .exchange import Exchange
 from .options import Pipeline
 from .random_numbers import StepNumbers
-from .schedule import StageShapes, can_run, make_schedule, run_schedule
+from .schedule import can_run, make_schedule, run_schedule
+from .shapes import (
+    StageShapes,
+    changed_in_place,
+    described,
+    other_shape,
+    plain_shapes,
+    read_shapes,
+    shapes_of,
+    versions_of,
+)
 from .verify import verify_first
 
 if TYPE_CHECKING:
@@ -138,12 +148,8 @@ class PipelineRunner:
         With them, a resumed run begins in the order of the schedule; with the counts of windows it draws the masks of a
         run that was not interrupted.
         """
-        own = {
-            key: {stage: (_plain(one.received), _plain(one.returned)) for stage, one in stages.items()}
-            for key, stages in self._shapes.items()
-        }
         everyone: list[Any] = [None] * self.split.num_ranks
-        dist.all_gather_object(everyone, own, group=self.group)
+        dist.all_gather_object(everyone, plain_shapes(self._shapes), group=self.group)
         return {
             "schedule": self._name,
             "bounds": list(self.split.plan.bounds),
@@ -159,11 +165,7 @@ class PipelineRunner:
             return
         if len(state["shapes"]) != self.split.num_ranks:
             return
-        for key, stages in state["shapes"][self.split.rank].items():
-            self._shapes[key] = {
-                stage: StageShapes(None if received is None else _empty(*received), _empty(*returned))
-                for stage, (received, returned) in stages.items()
-            }
+        self._shapes.update(read_shapes(state["shapes"][self.split.rank]))
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class PipelineRunner:
         """
         self._batches, self._step, self._share = batches, step, share
         self._losses = [None] * len(batches)
-        keys = [_shapes_of(batch) for batch in batches]
+        keys = [shapes_of(batch) for batch in batches]
         is_uniform = all(key == keys[0] for key in keys)
         try:
             with self._numbers.window("window"):
@@ -259,7 +261,7 @@ class PipelineRunner:
                 comparison.check_loss(self._losses[0])
             split.at.comparison = None
         shapes = {
-            stage: StageShapes(None if came is None else _described(came), _described(returned[stage]))
+            stage: StageShapes(None if came is None else described(came), described(returned[stage]))
             for stage, came in received.items()
         }
         for stage in reversed(split.stages):
@@ -287,10 +289,10 @@ class PipelineRunner:
         try:
             if stage < self.split.plan.num_stages - 1:
                 passed: Tensor = self._step(batch, number, counts=False)
-                if len(self.split.stages) > 1 and _versions_of(self._batches[number]) != self._versions:
-                    raise _changed_in_place(self.split.stages)
+                if len(self.split.stages) > 1 and versions_of(self._batches[number]) != self._versions:
+                    raise changed_in_place(self.split.stages)
                 if self._expected is not None and passed.shape != self._expected[stage].returned.shape:
-                    raise _other_shape(stage, passed, self._expected[stage].returned)
+                    raise other_shape(stage, passed, self._expected[stage].returned)
                 return passed if passed.requires_grad else passed.detach().requires_grad_()
             loss = self._losses[number] = self._step(batch, number)
             share = self._share(loss)
@@ -310,7 +312,7 @@ class PipelineRunner:
         batch = self._batches[number]
         if len(self.split.stages) == 1:
             return batch
-        self._versions = _versions_of(batch)
+        self._versions = versions_of(batch)
         return map_leaves(batch, lambda value: value)
 
     def _check_first_loss(self, received: Tensor | None, share: Tensor | None) -> None:
@@ -341,48 +343,6 @@ class PipelineRunner:
             why,
             self.split.plan.num_stages,
         )
-
-
-def _shapes_of(batch: object) -> str:
-    """Return what shapes within a step follow from, as far as they do not depend on values."""
-    found = leaves(batch)
-    return "; ".join(
-        f"{path} {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else path for path, value in found
-    )
-
-
-def _versions_of(batch: object) -> list[int]:
-    """Return how often each tensor of a batch was changed in place."""
-    tensors = (value for _, value in leaves(batch) if isinstance(value, Tensor))
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _changed_in_place(stages: Sequence[int]) -> ModuleError:
-    return ModuleError(
-        "training_step changes a tensor of its batch in place, and runs on the same batch for each of this rank's "
-        f"stages {', '.join(map(str, stages))}.",
-        fix="compute a new tensor, such as x = x + noise in place of x += noise.",
-    )
-
-
-def _plain(tensor: Tensor | None) -> tuple[list[int], str] | None:
-    return None if tensor is None else (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _empty(shape: Sequence[int], dtype: str) -> Tensor:
-    return torch.empty(list(shape), dtype=getattr(torch, dtype), device="meta").requires_grad_()
-
-
-def _described(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
-
-
-def _other_shape(stage: int, passed: Tensor, expected: Tensor) -> ModuleError:
-    return ModuleError(
-        f"Expected stage {stage} to pass on a tensor of shape {tuple(expected.shape)}, as for an earlier batch of the "
-        f"same shape, got {tuple(passed.shape)}.",
-        fix="let the shape of the hidden state follow from the shapes of the batch, not from its values.",
-    )
 
 
 def _no_step(*args: object, **kwargs: object) -> Any:

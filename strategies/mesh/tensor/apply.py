@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
+from ...construction.activation_checkpointing import replay_in
 from .loss import PlainLoss
 from .parameters import PARTIAL, distribute, put_back, swap_in
 from .sequence import OnSequence
-from .styles import Around, Replicated, Style
+from .style import Around, Style
+from .styles import Replicated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +51,7 @@ def apply(plan: TensorPlan, modules: Iterable[nn.Module], root: nn.Module, mesh:
             localized = _Localized(mesh)
             one.register_forward_pre_hook(localized.before)
             one.register_forward_hook(localized.finally_, always_call=True)
+            replay_in(one, localized.replay)
         one.__dict__.pop(_OWNERS, None)  # others may be styled later
         if names[id(one)] in plan.sequence:
             on_sequence = OnSequence(plan.sequence[names[id(one)]], mesh)
@@ -155,6 +158,20 @@ class _Localized:
         if stack:
             put_back(stack.pop())
 
+    def replay(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what lets the module's code run once more, within a call of the module."""
+        return (lambda: _swapped_in(module, self.mesh)) if module.__dict__.get(_STACK) else None
+
+
+@contextmanager
+def _swapped_in(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """Return a context in which the module's code reads its parameters as plain tensors."""
+    swapped = swap_in(_owners(module), mesh)
+    try:
+        yield
+    finally:
+        put_back(swapped)
+
 
 def is_of_plan(module: nn.Module, key: int, hook: object) -> bool:
     """Return whether a plan installed this hook of a module, which is registered under `key`."""
@@ -167,9 +184,5 @@ def is_of_plan(module: nn.Module, key: int, hook: object) -> bool:
 def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
     """Let a method of the root read its parameters as plain tensors; see `TensorPlan.running`."""
     assert plan.mesh is not None, "the plan is applied first"
-    swapped = swap_in(_owners(root), plan.mesh)
-    try:
-        with PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
-            yield
-    finally:
-        put_back(swapped)
+    with _swapped_in(root, plan.mesh), PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
+        yield

@@ -17,15 +17,16 @@ from .apply import apply, finish, running
 from .heads import head_problem, local_counts
 from .names import STYLES, Problems
 from .sequence import set_sequence_parallel
-from .sources import find_styles
-from .styles import Colwise, Embedding, Style, features, is_linear
+from .sources import find_styles, names_styles
+from .style import Style
+from .styles import Colwise, Embedding, features, is_linear
 from .tied import Tied, find_tied
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["TensorPlan", "resolve_plan"]
+__all__ = ["TensorPlan", "check_plan", "resolve_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,24 @@ def resolve_plan(
             fix="; ".join(dict.fromkeys(fix for _, fix in problems)) + ".",
         )
     return plan
+
+
+def check_plan(module: nn.Module, wanted: object = "auto", *, tp: int, **options: bool) -> None:
+    """Refuse a plan that does not fit a module, where names and shapes say so. Does not communicate.
+
+    A plan that the graph would give is not looked for: that takes as long as passes through all kinds of blocks.
+
+    Args:
+        module: See `resolve_plan`.
+        wanted: See there.
+        tp: See there.
+        options: Its further arguments.
+
+    Raises:
+        ConfigError: As `resolve_plan`.
+    """
+    if names_styles(module, wanted):
+        resolve_plan(module, wanted, tp=tp, **options)
 
 
 def _misfits(module: nn.Module, plan: TensorPlan) -> Problems:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from .layouts import convert, split, unviewed
-from .styles import Rowwise, map_first, map_output
+from .style import map_first, map_output
+from .styles import Rowwise
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ from ....errors import ConfigError
 from .auto import find_by_graph
 from .found import Found
 from .names import match, read_plan, style_named
-from .styles import Style
+from .style import Style
 
-__all__ = ["find_styles"]
+__all__ = ["find_styles", "names_styles"]
 
 # Any in this file: what users and models return as plans.
 
@@ -50,19 +50,27 @@ def find_styles(module: nn.Module, wanted: object, tp: int) -> Found:
     return find_by_graph(module, tp)
 
 
-def _with_method(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give the outermost modules that define `tensor_plan()`."""
+def names_styles(module: nn.Module, wanted: object) -> bool:
+    """Return whether styles are given by names, and need not be looked for in the graph."""
+    if wanted != "auto":
+        return True
+    return any(True for _ in _with_method(module)) or any(True for _ in _of_transformers(module))
+
+
+def _with_method(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Give the outermost modules whose `tensor_plan()` returns a plan, with it; None leaves it to the next source."""
     found: list[str] = []
     for name, one in module.named_modules():
         if callable(getattr(type(one), "tensor_plan", None)) and not any(_is_below(name, above) for above in found):
-            found.append(name)
-            yield name, one
+            plan: Any = one.tensor_plan()
+            if plan is not None:
+                found.append(name)
+                yield name, one, plan
 
 
-def _of_methods(module: nn.Module, own: list[tuple[str, nn.Module]]) -> Found:
-    found = Found(" and ".join(f"{type(one).__name__}.tensor_plan()" for _, one in own))
-    for name, one in own:
-        plan: Any = one.tensor_plan()  # type: ignore[operator]
+def _of_methods(module: nn.Module, own: list[tuple[str, nn.Module, Any]]) -> Found:
+    found = Found(" and ".join(f"{type(one).__name__}.tensor_plan()" for _, one, _ in own))
+    for name, one, plan in own:
         if not isinstance(plan, Mapping):
             what = f"Expected a dict from {type(one).__name__}.tensor_plan(), got {type(plan).__name__}"
             found.problems.append((what, "return {'blocks.*.mlp.up': 'colwise', ...}"))

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from .styles import Colwise, Embedding, Style, is_linear
+from .style import Style
+from .styles import Colwise, Embedding, is_linear
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

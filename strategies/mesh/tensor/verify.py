@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from ....errors import ModuleError
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
-from .apply import is_of_plan
-from .layouts import gather, local_of, split
-from .parameters import distribute, replace_parameter
-from .styles import map_first, map_output
+from .alone import Call, Values, run_alone
+from .layouts import gather
+from .parameters import distribute
+from .style import map_first
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from .plan import TensorPlan
 
-__all__ = ["Call", "recording", "verify_plan"]
+__all__ = ["recording", "verify_plan"]
 
 # Any in this file: arguments and results of the user's modules.
 
@@ -36,17 +35,6 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference, as a share of the largest value: sums over ranks are rounded in another order."""
-
-Values = dict[tuple[nn.Module, str], Tensor]
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments with which a module was called first, with gradients where it had a call with them."""
-
-    args: Any
-    kwargs: Any
-    has_gradients: bool = True
 
 
 @contextmanager
@@ -129,7 +117,7 @@ def _compare(
         for attribute, (number, _) in counts.items():
             setattr(owners[one], attribute, number)
     try:
-        whole = _run(module, call, {key: value.clone() for key, value in full.items()}, is_hooked=False)
+        whole = run_alone(module, call, {key: value.clone() for key, value in full.items()}, is_hooked=False)
     finally:
         for one, counts in inner.items():
             for attribute, (_, number) in counts.items():
@@ -138,53 +126,8 @@ def _compare(
         key: distribute(nn.Parameter(value, value.is_floating_point()), mesh, placements[key]).detach()
         for key, value in full.items()
     }
-    own = _run(module, call, shards, is_hooked=True, mesh=mesh, takes=takes, gives=gives)
+    own = run_alone(module, call, shards, is_hooked=True, mesh=mesh, takes=takes, gives=gives)
     _refuse_differences(plan, name, whole, own)
-
-
-def _run(
-    module: nn.Module,
-    call: Call,
-    values: Values,
-    *,
-    is_hooked: bool,
-    mesh: DeviceMesh | None = None,
-    takes: bool = False,
-    gives: bool = False,
-) -> dict[str, Tensor | None]:
-    """Return outputs and gradients of one call, by what they are."""
-    names = {id(one): name for name, one in module.named_modules()}
-    inputs: dict[str, Tensor] = {}
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        inputs[f"the gradient of input {len(inputs)}"] = own = value.detach().requires_grad_()
-        return own
-
-    with ExitStack() as stack:
-        stack.enter_context(_alone(module, values, is_hooked=is_hooked))
-        stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(torch.enable_grad())
-        args, kwargs = map_leaves(call.args, leaf), map_leaves(call.kwargs, leaf)
-        if takes and mesh is not None:
-            args, kwargs = map_first(args, kwargs, lambda x: split(x, mesh, 1))
-        output = module(*args, **kwargs)
-        if mesh is not None:
-            output = map_leaves(output, lambda one: local_of(one, mesh))
-            if gives:
-                output = map_output(output, lambda x: gather(x, mesh, 1))
-        found = {f"output {at}": one for at, one in enumerate(_floats(output))}
-        wanted: dict[str, Tensor] = dict(inputs)
-        for (owner, short), value in values.items():
-            if value.requires_grad:
-                wanted[f"the gradient of {f'{names[id(owner)]}.{short}'.lstrip('.')}"] = value
-        total = sum(((one * _weights(one)).sum() for one in found.values() if one.requires_grad), start=torch.zeros(()))
-        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True) if total.requires_grad else ()
-    result: dict[str, Tensor | None] = {key: one.detach() for key, one in found.items()}
-    for key, gradient in zip(wanted, gradients, strict=False):
-        result[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return result
 
 
 def _refuse_differences(
@@ -228,38 +171,14 @@ def _difference(wanted: Tensor | None, own: Tensor | None, scale: float) -> floa
         return float("inf")
     if not wanted.numel():
         return 0.0
-    return float((wanted - own).abs().max()) / max(scale, 1e-12) / _TOLERANCES.get(wanted.dtype, 5e-2)
+    return float((wanted - own).abs().max()) / max(scale, 1e-12) / _tolerance(wanted)
 
 
-def _weights(output: Tensor) -> Tensor:
-    """Return numbers that make each element of an output count differently, equal on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-
-
-@contextmanager
-def _alone(module: nn.Module, values: Values, *, is_hooked: bool) -> Iterator[None]:
-    """Let a module run with these parameters, in evaluation mode, with no hooks but those of the plan, if at all."""
-    kept = [(one, one.training, one._forward_hooks, one._forward_pre_hooks) for one in module.modules()]
-    parameters = {(one, name): one._parameters[name] for one, name in values}
-    try:
-        for one, _, after, before in kept:
-            one.training = False
-            one._forward_hooks = _of_plan(one, after) if is_hooked else OrderedDict()
-            one._forward_pre_hooks = _of_plan(one, before) if is_hooked else OrderedDict()
-        for (owner, name), value in values.items():
-            parameter = parameters[owner, name]
-            replace_parameter(owner, name, value.requires_grad_(parameter is not None and parameter.requires_grad))
-        yield
-    finally:
-        for one, was_training, after, before in kept:
-            one.training, one._forward_hooks, one._forward_pre_hooks = was_training, after, before
-        for (owner, name), old in parameters.items():
-            replace_parameter(owner, name, old)
-
-
-def _of_plan(module: nn.Module, hooks: Any) -> Any:
-    return OrderedDict((key, hook) for key, hook in hooks.items() if is_of_plan(module, key, hook))
+def _tolerance(tensor: Tensor) -> float:
+    """Return the tolerance of the coarsest dtype that a tensor was computed in: its own, or that of autocast."""
+    kind = tensor.device.type
+    dtypes = [tensor.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    return max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
 
 
 def _full_values(module: nn.Module, mesh: DeviceMesh) -> tuple[Values, dict[Any, Placement]]:
@@ -305,9 +224,3 @@ def _copied(value: Any) -> Any:
         return None
     # Of a table of rotary positions, say, each rank's gradient is that of its heads; it matters where one is used.
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _floats(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    return [one for _, one in leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mesh_program import Heard, Program, fit, mesh, whole
+from mesh_program import Heard, Program, SaveAt, fit, mesh, whole
 from ranks import run_ranks
 from torch import Tensor
 
-import loopwright as lw
 from loopwright.strategies import FSDPStrategy, Strategy
 
 # Any in this file: results that travel between processes.
@@ -96,17 +95,6 @@ def test_sequences_and_losses_in_parts_are_those_of_one_process(axes: dict[str, 
             assert_same_weights(one["weights"], whole(alone))
     assert_same_weights(found, whole(alone))
     assert_same_rows(next(one["rows"] for one in everywhere if one["rows"]), rows.rows)
-
-
-class SaveAt(lw.Callback):
-    """Saves after a step."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and trainer.at_step_boundary:
-            trainer.save_checkpoint(self.path)
 
 
 def stop_and_resume(rank: int, size: int, axes: dict[str, Any], folder: str) -> Any:

@@ -190,6 +190,26 @@ def test_faults_are_named_on_every_rank() -> None:
             assert re.search(wanted, message), f"{wanted}\n{message}"
 
 
+def bind_prediction(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    module, found = Language(Positioned().double()), []
+    for options in (SPLIT, Context()):
+        parallel = set_up(module, options, mesh, torch.device("cpu"), verifies=True)
+        try:
+            parallel.bind(module.predict_step, "predict_step")
+        except ModuleError as error:
+            found.append(error.what)
+    return found
+
+
+def test_predictions_of_parts_are_refused() -> None:
+    for found in run_ranks(bind_prediction, 2):
+        assert found == [
+            "Expected full sequences in predict_step, got Context(batch=...) with cp=2: it would return predictions of "
+            "parts of sequences, which cannot be joined."
+        ]
+
+
 def draw(rank: int, size: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     kept = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
-from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy
+from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy, TorchSyncBatchNorm
 
 # Any in this file: results that travel between processes.
 
@@ -97,6 +97,17 @@ def test_a_module_sees_the_mesh() -> None:
     names = ("pp", "dp", "fsdp", "cp", "tp")
     everywhere = run_ranks(look, 4, connect=False)
     assert everywhere == [(names, (1, 2, 2, 1, 1), dp, fsdp) for dp in range(2) for fsdp in range(2)]
+
+
+def group_of_norms(rank: int, size: int) -> Any:
+    strategy = MeshStrategy(fsdp=2, tp=2)
+    lw.Fabric(accelerator="cpu", strategy=strategy, devices=size).launch()
+    norm: Any = TorchSyncBatchNorm(strategy.batch_norm_group).apply(nn.BatchNorm1d(4))
+    return torch.distributed.get_process_group_ranks(norm.process_group)
+
+
+def test_synchronized_batch_norms_count_each_batch_once() -> None:
+    assert run_ranks(group_of_norms, 4, connect=False) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def alone(rank: int, size: int) -> Any:

@@ -72,6 +72,26 @@ class Compared(Net):
         return self.last(x).square().mean() * (1 + (start > 0).sum())
 
 
+class Logged(Net):
+    """Logs before and after the blocks, and returns a sum with its weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("first", batch["x"].mean())
+        total = self.run(batch["x"]).square().sum()
+        self.log("loss", total / len(batch["x"]))
+        return {"loss": lw.Loss(total, len(batch["x"]))}
+
+
+class LoggedCompared(Compared):
+    """Logs, and returns a sum with its weight; a comparison hides NaN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("first", batch["x"].mean())
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return lw.Loss(loss * 4, 4)
+
+
 class MaskedBlocks(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = self.first(batch["x"])
@@ -139,6 +159,7 @@ def fit(rank: int, size: int, kind: type[Net], options: Pipeline, verify: bool) 
     ("kind", "schedule", "text"),
     [
         (Compared, "1f1b", "another value of the loss in the first micro-batch"),
+        (LoggedCompared, "1f1b", "another value of the loss in the first micro-batch"),
         (MaskedBlocks, "1f1b", "another value of argument scale of blocks.2 in the first micro-batch"),
         (Balanced, "1f1b", r"another value of the loss .* set blocks.0.balance, blocks.1.balance"),
         (Gathers, "1f1b", "another value of the loss"),
@@ -157,10 +178,11 @@ def test_without_verification_the_fault_is_not_seen(kind: type[Net]) -> None:
     assert not any(isinstance(answer, str) and "unsplit" in answer for answer in answers)
 
 
-def test_the_comparison_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", [Net, Logged])
+def test_the_comparison_changes_nothing(kind: type[Net]) -> None:
     """Weights, buffers, what is drawn at random, lists and counts are as without it."""
-    with_it = run_ranks(fit, 2, Net, Pipeline(), True, connect=False)
-    without = run_ranks(fit, 2, Net, Pipeline(), False, connect=False)
+    with_it = run_ranks(fit, 2, kind, Pipeline(), True, connect=False)
+    without = run_ranks(fit, 2, kind, Pipeline(), False, connect=False)
     for (ours, *our_rest), (theirs, *their_rest) in zip(with_it, without, strict=True):
         assert our_rest == their_rest
         assert ours.keys() == theirs.keys()

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mesh_program import Program, fit, mesh
+from mesh_program import Program, SaveAt, fit, mesh
 from ranks import run_ranks
 
-import loopwright as lw
 from loopwright.checkpoint import sharded
 
 # Any in this file: options, and results that travel between processes.
@@ -18,24 +17,13 @@ SAVED, STEPS = 2, 4
 STAGES = {"pp": 2, "fsdp": 2, "tp": 2, "state_dict_type": "sharded"}
 
 
-class SaveAt(lw.Callback):
-    """Saves after the step `SAVED`."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
-        if trainer.global_step == SAVED and trainer.at_step_boundary:
-            trainer.save_checkpoint(self.path)
-
-
 def train(
     rank: int, size: int, axes: dict[str, Any], save: str | None = None, resume: str | None = None
 ) -> list[tuple[int, float]]:
     """Return the losses of steps that this rank logged."""
     strategy = mesh(**axes) if axes else "auto"
     data_size = axes.get("dp", 1) * axes.get("fsdp", 1) if axes else 1
-    callbacks = [SaveAt(save)] if save else []
+    callbacks = [SaveAt(SAVED, save)] if save else []
     _, _, rows = fit(
         strategy, size, module=Program(blocks=4), data_size=data_size, steps=STEPS, ckpt_path=resume,
         callbacks=callbacks, limit_val_batches=0,

@@ -16,44 +16,9 @@ from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="plans of transformers 5")
 
+from transformers_models import SMALL, TEXT, batch, model  # noqa: E402  # transformers may be absent
+
 # Any in this file: transformers, which has no types here.
-
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = {"vocab_size": 64, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-def model(kind: str) -> Any:
-    torch.manual_seed(0)
-    rope = {**SMALL, **TEXT, "num_key_value_heads": 2, "use_cache": False}
-    if kind == "llama":
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**rope))
-    elif kind == "qwen3":
-        made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**rope, head_dim=8))
-    elif kind == "gemma3":
-        config = transformers.Gemma3TextConfig(**rope, head_dim=8, sliding_window=4, tie_word_embeddings=True)
-        made = transformers.Gemma3ForCausalLM(config)
-    elif kind == "gpt2":
-        text = {key: one for key, one in TEXT.items() if key != "max_position_embeddings"}
-        config = transformers.GPT2Config(
-            **text, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        )
-        made = transformers.GPT2LMHeadModel(config)
-    elif kind == "bert":
-        config = transformers.BertConfig(**SMALL, **TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        made = transformers.BertForMaskedLM(config)
-    else:
-        config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5)
-        made = transformers.ViTForImageClassification(config)
-    return made.double().train()
-
-
-def batch(kind: str, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    if kind == "vit":
-        images = torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64)
-        return {"pixel_values": images, "labels": torch.randint(0, 5, (4,), generator=generator)}
-    indices = torch.randint(3, 64, (4, 8), generator=generator)
-    return {"input_ids": indices, "labels": indices}
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""benchmarks/mesh.py and pipeline.py: how numbers of ranks are joined; what is measured is in test_run.py."""
+"""benchmarks/model_parallel/: how numbers of ranks are joined; what is measured is in test_run.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BENCHMARKS = str(Path(__file__).resolve().parents[3] / "benchmarks")
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
     # At the end: names there may be those of test support.
     monkeypatch.setattr(sys, "path", [*sys.path, BENCHMARKS])
-    import mesh
+    from model_parallel import steps
 
-    return mesh
+    return steps
 
 
 def rank(mesh: Any, hand: list[tuple[float, float]], trainer: list[tuple[float, float]]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def test_ratio_is_the_median_over_turns_and_cpu_time_is_that_of_all_ranks(mesh: 
 
 
 def test_section_names_weights_that_differ(mesh: Any) -> None:
-    from mesh_report import describe_mesh
+    from model_parallel.report import describe_mesh
 
     row = mesh.joined([rank(mesh, [(1.0, 1.0)], [(1.25, 1.0)])] * 2)
     bubble = {"schedule": "1f1b", "ranks": 4, "stages_per_rank": 1, "count": 8, "step_s": 1.0, "bubble": 0.3}
@@ -53,7 +53,7 @@ def test_section_names_weights_that_differ(mesh: Any) -> None:
 
 
 def test_bubble_of_four_ranks_and_eight_micro_batches(mesh: Any) -> None:
-    from pipeline import bubble_in_theory
+    from model_parallel.bubbles import bubble_in_theory
 
     assert bubble_in_theory("1f1b", 4, 8) == pytest.approx(3 / 11)
     assert bubble_in_theory("interleaved", 4, 8) == pytest.approx(3 / 19)
@@ -61,7 +61,7 @@ def test_bubble_of_four_ranks_and_eight_micro_batches(mesh: Any) -> None:
 
 
 def test_both_sides_split_the_same_layers(mesh: Any) -> None:
-    from mesh_model import Step, make
+    from model_parallel.model import Step, make
 
     from loopwright.strategies.mesh.tensor import resolve_plan
 

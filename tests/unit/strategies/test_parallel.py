@@ -28,3 +28,13 @@ def test_a_parallel_strategy_takes_ranks_from_its_cluster() -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
     assert ParallelStrategy().world_size == 1
     assert ParallelStrategy().device == torch.device("cpu")
+
+
+def test_what_fabric_chose_can_be_read_and_is_not_taken_for_the_users_argument() -> None:
+    cluster, devices = object(), [torch.device("cpu")] * 2
+    strategy = ParallelStrategy()
+    strategy.fill(parallel_devices=devices, cluster_environment=cluster)
+    assert strategy.parallel_devices == devices
+    assert strategy.cluster_environment is cluster
+    assert strategy.given.parallel_devices is None
+    assert strategy.given.cluster_environment is None

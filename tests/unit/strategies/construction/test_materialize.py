@@ -72,6 +72,18 @@ def test_the_full_model_is_never_in_memory_while_units_are_materialized_and_shar
     assert live.peak <= live.now + 5 * layer_bytes
 
 
+def test_replacing_the_data_of_a_materialized_parameter_frees_its_memory() -> None:
+    """ZeRO stage 3 partitions parameters so: a base of a view would keep the full values on every rank."""
+    with DeferredInit():
+        layer = nn.Linear(64, 64, bias=False)
+    with LiveBytes() as live:
+        materialize(layer, device=CPU)
+        layer.weight.data = torch.empty(0)
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.requires_grad
+    assert live.now == 0
+
+
 def test_what_is_needed_only_on_the_way_is_given_back_on_the_way() -> None:
     with DeferredInit():
         value = torch.zeros(64, 64)

@@ -1,4 +1,4 @@
-"""The small transformer that benchmarks/mesh.py trains, and how each side splits it over two processes."""
+"""The small transformer that steps.py trains, and how each side splits it over two processes."""
 
 from __future__ import annotations
 

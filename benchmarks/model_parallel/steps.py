@@ -1,7 +1,7 @@
 """The overhead of `MeshStrategy` over the same model parallelized with plain torch, on two processes; run.py prints it.
 
 This file is also the program that is measured, which starts the other process itself:
-`python benchmarks/mesh.py tp STEPS ROUNDS SIZES`, `python benchmarks/mesh.py pp STEPS ROUNDS SIZES`.
+`python -m model_parallel.steps tp STEPS ROUNDS SIZES`, `python -m model_parallel.steps pp STEPS ROUNDS SIZES`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fsdp import WARM_UP, Marks, run_program, silence
-from mesh_model import (
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import loopwright as lw
+from loopwright.strategies import MeshStrategy
+from loopwright.strategies.mesh.pipeline import Pipeline
+from model_parallel.model import (
     TENSOR_PLAN,
     Gpt,
     HalfByHand,
@@ -28,12 +33,6 @@ from mesh_model import (
     parallelize_by_hand,
     schedule_by_hand,
 )
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-import loopwright as lw
-from loopwright.strategies import MeshStrategy
-from loopwright.strategies.mesh.pipeline import Pipeline
 
 # Any in this file: what the measured programs print.
 
@@ -54,7 +53,7 @@ BUBBLE_RANKS = 4
 def measure_mesh(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict[str, Any]:
     """Measure in processes of their own: steps and calls of each axis, and how long ranks of a pipeline wait."""
     axes = {
-        axis: run_program(__file__, axis, num_steps, rounds, 1 if is_quick else len(sizes))["sizes"]
+        axis: run_program("model_parallel.steps", axis, num_steps, rounds, 1 if is_quick else len(sizes))["sizes"]
         for axis, sizes in SIZES.items()
     }
     ranks, schedules = (2, ("1f1b",)) if is_quick else (BUBBLE_RANKS, BUBBLES)
@@ -64,9 +63,8 @@ def measure_mesh(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict
 
 
 def bubble_of(schedule: str, ranks: int, count: int) -> dict[str, Any]:
-    """Return which share of a step ranks wait, where blocks sleep; see pipeline.py."""
-    program = Path(__file__).with_name("pipeline.py")
-    return run_program(program, "--json", "--ranks", ranks, "--schedules", schedule, "--counts", count)
+    """Return which share of a step ranks wait, where blocks sleep; see bubbles.py."""
+    return run_program("model_parallel.bubbles", "--json", "--ranks", ranks, "--schedules", schedule, "--counts", count)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What of a pipeline's step its ranks wait: measured with blocks that sleep, so that a shared machine does not matter.
 
-    python benchmarks/pipeline.py [--ranks 4] [--schedules gpipe 1f1b] [--counts 8 16] [--json]
+    PYTHONPATH=benchmarks python -m model_parallel.bubbles [--ranks 4] [--schedules gpipe 1f1b] [--counts 8 16] [--json]
 
 A block sleeps in its forward pass, and twice as long in its backward pass. The rest of a step, beside the time in which
 a rank's own blocks run, is the bubble. In theory it is (P - 1) / (V M + P - 1) of a step with P ranks, V stages on each

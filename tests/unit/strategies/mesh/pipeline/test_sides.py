@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from loopwright.strategies.mesh.pipeline.calls import Position, SideCall
+from loopwright.strategies.mesh.pipeline.calls import Position
+from loopwright.strategies.mesh.pipeline.sides import SideCall
 
 
 class Counting(nn.Module):

@@ -45,9 +45,9 @@ def describe_mesh(numbers: dict[str, Any]) -> list[str]:
         ),
         "### Waiting in a pipeline",
         "The share of a step in which a rank waits, with blocks that sleep, four on each rank: forward 10 ms, backward "
-        "20 ms (`python benchmarks/pipeline.py`); the fastest of three steps. Formula: (P - 1) / (V M + P - 1) with P "
-        "ranks, V stages on each, and M micro-batches. Gradients of weights take no time here, which zero-bubble would "
-        "fill the waiting with: its formula is that of interleaved.",
+        "20 ms (`PYTHONPATH=benchmarks python -m model_parallel.bubbles`); the fastest of three steps. "
+        "Formula: (P - 1) / (V M + P - 1) with P ranks, V stages on each, and M micro-batches. Gradients of weights "
+        "take no time here, which zero-bubble would fill the waiting with: its formula is that of interleaved.",
         table(
             ("schedule", "P", "V", "M", "step, s", "waiting", "formula"),
             (

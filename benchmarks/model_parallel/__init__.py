@@ -1,0 +1,1 @@
+"""Steps on two processes beside plain torch, and the waiting of pipelines."""

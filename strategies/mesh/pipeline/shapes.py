@@ -1,0 +1,95 @@
+"""Shapes of batches and of what stages exchange, which schedules need before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....errors import ModuleError
+from ...tree import leaves
+
+__all__ = ["StageShapes", "changed_in_place", "described", "other_shape", "plain_shapes", "read_shapes", "shapes_of",
+           "versions_of"]  # fmt: skip
+
+# Any in this file: entries of checkpoints.
+
+
+@dataclass(frozen=True, slots=True)
+class StageShapes:
+    """What a stage receives and returns, as tensors on the meta device.
+
+    Attributes:
+        received: None on the first stage.
+        returned: On the last stage the share of a loss: shape ().
+    """
+
+    received: Tensor | None
+    returned: Tensor
+
+
+def shapes_of(batch: object) -> str:
+    """Return what shapes within a step follow from, as far as they do not depend on values."""
+    found = leaves(batch)
+    return "; ".join(
+        f"{path} {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else path for path, value in found
+    )
+
+
+def versions_of(batch: object) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    tensors = (value for _, value in leaves(batch) if isinstance(value, Tensor))
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def changed_in_place(stages: Sequence[int]) -> ModuleError:
+    """Return the error of a step that changes its batch, and runs on it for each of these stages."""
+    return ModuleError(
+        "training_step changes a tensor of its batch in place, and runs on the same batch for each of this rank's "
+        f"stages {', '.join(map(str, stages))}.",
+        fix="compute a new tensor, such as x = x + noise in place of x += noise.",
+    )
+
+
+def _plain(tensor: Tensor | None) -> tuple[list[int], str] | None:
+    return None if tensor is None else (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _empty(shape: Sequence[int], dtype: str) -> Tensor:
+    return torch.empty(list(shape), dtype=getattr(torch, dtype), device="meta").requires_grad_()
+
+
+def described(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory of the same shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def other_shape(stage: int, passed: Tensor, expected: Tensor) -> ModuleError:
+    """Return the error of a stage that passes on another shape than schedules expect."""
+    return ModuleError(
+        f"Expected stage {stage} to pass on a tensor of shape {tuple(expected.shape)}, as for an earlier batch of the "
+        f"same shape, got {tuple(passed.shape)}.",
+        fix="let the shape of the hidden state follow from the shapes of the batch, not from its values.",
+    )
+
+
+def plain_shapes(shapes: dict[str, dict[int, StageShapes]]) -> dict[str, dict[int, Any]]:
+    """Return the shapes of stages, by those of batches, as plain values for a checkpoint."""
+    return {
+        key: {stage: (_plain(one.received), _plain(one.returned)) for stage, one in stages.items()}
+        for key, stages in shapes.items()
+    }
+
+
+def read_shapes(plain: dict[str, dict[int, Any]]) -> dict[str, dict[int, StageShapes]]:
+    """Return what `plain_shapes` was given."""
+    return {
+        key: {
+            stage: StageShapes(None if received is None else _empty(*received), _empty(*returned))
+            for stage, (received, returned) in stages.items()
+        }
+        for key, stages in plain.items()
+    }
