@@ -6,13 +6,13 @@ mistake.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..messages import warn
 from ..protocols import StateDict
 
 if TYPE_CHECKING:
@@ -39,11 +39,10 @@ def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) ->
     frozen = [(name, one) for name, one in named if not one.requires_grad]
     names = {name for name, one in frozen if id(one) not in held}
     if len(names) < len(frozen):
-        warnings.warn(
+        warn(
             f"{type(module).__name__} sets exclude_frozen_parameters, but an optimizer has "
             f"{len(frozen) - len(names)} of its {len(frozen)} frozen parameters, which checkpoints contain therefore; "
             "pass only trained parameters to the optimizer",
-            stacklevel=2,
         )
     kept = {key: value for key, value in state.items() if not _belongs_to(key, names)}
     return kept, sorted(names)

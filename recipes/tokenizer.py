@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ class TokenizerReport:
     vocab_size: int
     texts: int
     characters: int
+
+    def as_dict(self) -> dict[str, Any]:  # Any: plain values for JSON
+        """Return the report as plain values."""
+        return {**asdict(self), "out": str(self.out)}
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        read = f"{self.texts:,} texts ({self.characters:,} characters)"
+        return f"tokenizer: {self.out}, {self.vocab_size:,} tokens, from {read}"
 
 
 def train_tokenizer(settings: TokenizerSettings) -> TokenizerReport:

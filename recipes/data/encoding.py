@@ -15,7 +15,7 @@ from .shard import Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Draft", "Encoder", "Part"]
+__all__ = ["Draft", "Encoder", "Part", "first_tokens"]
 
 _BLOCK = 1 << 18  # characters of a long document that are tokenized at a time
 
@@ -67,7 +67,7 @@ class Encoder:
         self._chat = ChatText(tokenizer, train_on)
         self._trains_prompt = train_on == "all"
         self.size = max(tokenizer.get_vocab().values()) + 1
-        self._first = _first_tokens(tokenizer)
+        self._first = first_tokens(tokenizer)
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
     def drafts(self, example: Example) -> list[list[Draft]]:
@@ -154,7 +154,7 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> Array:
     return mask
 
 
-def _first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before a text by itself."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]

@@ -1,0 +1,184 @@
+"""The loss of language models: cross entropy over trained tokens, with or without all logits at once.
+
+`full_loss` calls the model as transformers does, and has the logits of all positions. `selected_loss` computes hidden
+states, drops positions without a label, and computes the logits of a few tokens at a time: in the forward pass, and
+once more in the backward pass. Its memory does not depend on the length of a batch times the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..trainer.loop.loss import Loss
+
+__all__ = [
+    "IGNORED",
+    "Parts",
+    "chunk_size",
+    "find_parts",
+    "full_loss",
+    "hidden_states",
+    "part_logits",
+    "select_trained",
+    "selected_loss",
+]
+
+# Any in this file: models of transformers, whose outputs have no types here.
+
+IGNORED = -100
+_CHUNK_LOGITS = 2**26  # elements; 256 MiB in float32, and as much for their gradient
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A causal language model in two parts.
+
+    Attributes:
+        decoder: Gives hidden states.
+        head: Gives logits of hidden states.
+        softcap: Limit of the logits' magnitude, where the model has one.
+    """
+
+    decoder: nn.Module
+    head: nn.Module
+    softcap: float | None = None
+
+
+def find_parts(model: nn.Module) -> Parts | None:
+    """Return the two parts of a model of transformers or peft; None where they cannot be told apart."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    head = base.get_output_embeddings()
+    decoder = base.get_decoder()
+    if head is None or decoder is base:
+        return None
+    config = base.config.get_text_config()
+    return Parts(decoder, head, getattr(config, "final_logit_softcapping", None))
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Return how many tokens have their logits at once by default."""
+    return max(64, _CHUNK_LOGITS // vocab_size)
+
+
+def select_trained(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch on the host with `order`, the positions with a label first, and their number `num_trained`.
+
+    The step then selects them without waiting for the device. `order` has the shape of the labels, so that the number
+    of samples in the batch remains known.
+    """
+    is_ignored = batch["labels"].flatten() == IGNORED
+    order = torch.argsort(is_ignored, stable=True).view(batch["labels"].shape)
+    return {**batch, "order": order, "num_trained": int(is_ignored.numel() - is_ignored.sum())}
+
+
+def full_loss(model: nn.Module, batch: Mapping[str, Any], *, has_positions: bool = True) -> Loss:
+    """Return the sum of the cross entropy over trained tokens, and their number.
+
+    Args:
+        model: The model of transformers, or a PeftModel.
+        batch: `input_ids`, `labels` (shifted already) and `position_ids`, each of shape (rows, length).
+        has_positions: Whether the model gets `position_ids`.
+    """
+    positions = {"position_ids": batch["position_ids"]} if has_positions else {}
+    labels = batch["labels"].flatten()
+    logits = model(input_ids=batch["input_ids"], use_cache=False, **positions).logits
+    return Loss(_cross_entropy(logits.flatten(0, 1), labels), (labels != IGNORED).sum())
+
+
+def selected_loss(parts: Parts, batch: Mapping[str, Any], chunk: int, *, calls_head: bool = False) -> Loss:
+    """Return what `full_loss` does, from the logits of trained tokens only, `chunk` of them at a time.
+
+    Args:
+        parts: The parts of the model.
+        batch: As `select_trained` returns it, on the device.
+        chunk: Number of tokens; more of them are computed in several chunks, twice each.
+        calls_head: Whether the head is called for each chunk. Else it is called once, and computes all chunks within
+            the call: what a strategy does around it, such as gathering its weights, happens once.
+    """
+    states = hidden_states(parts, batch["input_ids"], batch["position_ids"]).flatten(0, 1)
+    count = int(batch["num_trained"])
+    chosen = batch["order"].flatten()[:count]
+    states, labels = states[chosen], batch["labels"].flatten()[chosen]
+    total = _by_calls(parts, states, labels, chunk) if calls_head else _in_one_call(parts, states, labels, chunk)
+    return Loss(total, float(count))
+
+
+def hidden_states(parts: Parts, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Return the hidden states that the head gets: shape (rows, length, width)."""
+    output: Any = parts.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    states: Tensor = output[0]
+    return states
+
+
+def part_logits(parts: Parts, states: Tensor) -> Tensor:
+    """Return the logits of hidden states."""
+    return _capped(parts.head(states), parts.softcap)
+
+
+def _by_calls(parts: Parts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def one(some: Tensor, of: Tensor) -> Tensor:
+        return _cross_entropy(part_logits(parts, some), of)
+
+    return _over_chunks(one, states, labels, chunk, has_random=_has_dropout(parts.head))
+
+
+def _in_one_call(parts: Parts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    forward: Callable[[Tensor], Tensor] = parts.head.forward
+    has_random = _has_dropout(parts.head)
+
+    def one(some: Tensor, of: Tensor) -> Tensor:
+        return _cross_entropy(_capped(forward(some), parts.softcap), of)
+
+    def all_chunks(all_states: Tensor) -> Tensor:
+        return _over_chunks(one, all_states, labels, chunk, has_random=has_random)
+
+    with _forward_of(parts.head, all_chunks):
+        total: Tensor = parts.head(states)
+    return total
+
+
+def _over_chunks(
+    one: Callable[[Tensor, Tensor], Tensor], states: Tensor, labels: Tensor, chunk: int, *, has_random: bool
+) -> Tensor:
+    if len(labels) <= chunk:
+        return one(states, labels)
+    # split, and not slices: each slice would have a gradient of the size of all states.
+    pairs = zip(states.split(chunk), labels.split(chunk), strict=True)
+    losses = [checkpoint(one, *pair, use_reentrant=False, preserve_rng_state=has_random) for pair in pairs]
+    return torch.stack(losses).sum()
+
+
+@contextmanager
+def _forward_of(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let calls of the module run the function between its hooks."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = function
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    return any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

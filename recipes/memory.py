@@ -1,0 +1,170 @@
+"""Memory of a training per device, computed from sizes: formulas of docs/strategies.md, and estimated activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..strategies.capabilities import MemoryShares
+from .loss import chunk_size
+from .model.adapters import adapter_config
+from .model.loading import base_dtype, read_config, skeleton
+from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from .model.loading import ModelSettings
+
+__all__ = ["MemoryPlan", "Sizes", "count_sizes", "plan_memory"]
+
+# Any in this file: models and configurations of transformers.
+
+# 4 bits, and a float32 scale for each block of 64 values.
+_NF4_BYTES = 0.5 + 4 / 64
+_LOGITS_COPIES = 3  # logits, their softmax, and its gradient
+_TWO_BYTES = {"bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16", "16"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements of a model.
+
+    Attributes:
+        trained: Trained parameters.
+        frozen: Frozen parameters.
+        frozen_bytes: Their bytes.
+        layers: Blocks.
+        hidden: Width of hidden states.
+        vocab: Rows of the embedding.
+    """
+
+    trained: int
+    frozen: int
+    frozen_bytes: float
+    layers: int
+    hidden: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per device.
+
+    Attributes:
+        formula: The sum of weights, gradients, optimizer and buffers in P, as in docs/strategies.md.
+        weights: Parameters.
+        gradients: Gradients after the backward pass.
+        optimizer: Moments, and float32 copies of 16-bit parameters.
+        buffers: Buckets in which gradients are reduced.
+        activations: Estimate for a micro-batch.
+        logits: Logits of a chunk of tokens, with their gradients.
+        is_adamw: Whether the optimizer is one whose moments are known.
+    """
+
+    formula: str
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    logits: float
+    is_adamw: bool
+
+    @property
+    def state(self) -> float:
+        """Everything but activations and logits."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.state + self.activations + self.logits
+
+
+def count_sizes(settings: ModelSettings) -> Sizes:
+    """Return the sizes of a model, from its configuration only."""
+    config = read_config(settings)
+    model: Any = skeleton(settings)
+    base = sum(one.numel() for one in model.parameters())
+    width = torch.finfo(base_dtype(config, settings)).bits / 8
+    trained, frozen, frozen_bytes = base, 0, 0.0
+    if settings.lora is not None:
+        linear = _linear_elements(model) if settings.quantize else 0
+        frozen, frozen_bytes = base, linear * _NF4_BYTES + (base - linear) * width
+        from peft import get_peft_model
+
+        adapted = get_peft_model(model, adapter_config(settings.lora), low_cpu_mem_usage=True)
+        trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+    text = config.get_text_config()
+    layers, hidden, vocab = (int(getattr(text, name)) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    return Sizes(trained, frozen, frozen_bytes, layers, hidden, vocab)
+
+
+def _linear_elements(model: Any) -> int:
+    """Return the elements of the linear layers that are quantized: all but the output layer."""
+    head = model.get_output_embeddings()
+    return sum(one.weight.numel() for one in model.modules() if isinstance(one, nn.Linear) and one is not head)
+
+
+def plan_memory(settings: TrainSettings, sizes: Sizes, shares: MemoryShares) -> MemoryPlan:
+    """Return the memory of a device.
+
+    Args:
+        settings: The settings.
+        sizes: Of the model.
+        shares: What `Strategy.memory_shares` returned.
+    """
+    is_short = str(settings.precision) in _TWO_BYTES
+    is_true = is_short and "true" in str(settings.precision)
+    width = 2 if is_true or (shares.has_float32_copies and is_short) else _width(settings.dtype)
+    moments, is_adamw = _moments(settings)
+    masters = 4 if shares.has_float32_copies else 0
+    states = 4 if shares.has_float32_copies else width
+    trained = sizes.trained
+    return MemoryPlan(
+        formula=shares.formula,
+        weights=trained * width / shares.weights + sizes.frozen_bytes / shares.weights,
+        gradients=trained * width / shares.gradients,
+        optimizer=trained * (moments * states + masters) / shares.optimizer,
+        buffers=trained * width * shares.buckets,
+        activations=_activations(settings, sizes, 2 if is_short else 4) / shares.activations,
+        logits=_logits(settings, sizes),
+        is_adamw=is_adamw,
+    )
+
+
+def _width(dtype: str | None) -> int:
+    return 4 if dtype is None else torch.finfo(getattr(torch, dtype)).bits // 8
+
+
+def _moments(settings: TrainSettings) -> tuple[int, bool]:
+    """Return the number of tensors that the optimizer keeps per parameter, and whether that is known."""
+    node = settings.optimizer_settings().optimizer
+    if node is None:
+        return 2, True
+    name = str(node["class_path"]).rpartition(".")[2]
+    if name == "SGD":
+        return int(bool(dict(node.get("init_args") or {}).get("momentum"))), True
+    return 2, name in ("Adam", "AdamW", "NAdam", "RAdam")
+
+
+def _activations(settings: TrainSettings, sizes: Sizes, width: int) -> float:
+    """Return the bytes of a micro-batch's activations: 34 per token, channel and layer at 16 bits, twice at 32.
+
+    Source: Korthikanti et al. 2022, equation 2, without attention scores, which torch's attention does not keep.
+    """
+    one_layer = settings.micro_batch * settings.max_length * sizes.hidden * 34 * width / 2
+    if not settings.gradient_checkpointing:
+        return one_layer * sizes.layers
+    kept = settings.micro_batch * settings.max_length * sizes.hidden * width * sizes.layers
+    return one_layer + kept
+
+
+def _logits(settings: TrainSettings, sizes: Sizes) -> float:
+    tokens = settings.micro_batch * settings.max_length
+    if settings.chunk_tokens != 0:
+        tokens = min(tokens, settings.chunk_tokens or chunk_size(sizes.vocab))
+    return math.prod((tokens, sizes.vocab, 4, _LOGITS_COPIES))

@@ -1,0 +1,197 @@
+"""`Meter`: sets the number of steps when the data are known, and measures a training for its report."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..callbacks import Callback
+from ..callbacks.monitors.measuring import Clock, LogSteps
+from ..callbacks.summary.summary import count_elements
+from ..fabric.peak_flops import get_available_flops, synchronize
+
+if TYPE_CHECKING:
+    from ..protocols import AnyBatch, AnyOutput, StateDict
+    from ..trainer.trainer import Trainer
+    from .step_plan import StepPlan
+
+__all__ = ["Meter"]
+
+_IGNORED = -100
+
+
+class Meter(Callback):
+    """Sets the number of steps, counts tokens and seconds, and logs `tokens_per_step` and rates at log boundaries.
+
+    Counts are of all ranks, and continue in a resumed run. Between the beginning and the end of training they are
+    those of this rank, times the ranks that read different data.
+
+    Args:
+        make_plan: Returns the steps of the training; called when the data are set up, on every rank.
+        limits_steps: Whether the Trainer ends after these steps, because `tokens` is given.
+
+    Attributes:
+        plan: The steps; None before the data are set up.
+        totals: Counts and seconds of the training. `positions` include padding; `seconds` exclude validation.
+        memory_bytes: Peak memory of each rank; empty before the end.
+        parameters: Number of trained and of frozen parameters.
+        flops_per_token: Estimate of the FLOPs of a training step: 6 per trained parameter and 4 per frozen one,
+            without embeddings that are only looked up, and without attention scores.
+        first_loss: Training loss of the first step.
+        last_loss: Training loss of the last step.
+        peak_flops: FLOP/s of one device; None if unknown.
+    """
+
+    def __init__(self, make_plan: Callable[[], StepPlan], *, limits_steps: bool) -> None:
+        self._make_plan, self._limits_steps = make_plan, limits_steps
+        self.plan: StepPlan | None = None
+        self.totals: dict[str, float] = {"trained": 0, "positions": 0, "steps": 0, "seconds": 0.0}
+        self.memory_bytes: list[int] = []
+        self.parameters = (0, 0)
+        self.flops_per_token = 0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.peak_flops: float | None = None
+        self._clock = Clock()
+        self._log_steps = LogSteps()
+        # Of this rank in this run; a tensor stays on the device until a log boundary.
+        self._trained: int | Tensor = 0
+        self._positions = self._steps = self._began_at = 0
+        self._ranks = 1
+        self._device = torch.device("cpu")
+        self._before: dict[str, float] | None = None  # None while nothing is measured
+
+    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+        """Set the number of steps: the rows are known, and the optimizer is not made yet."""
+        if stage != "fit":
+            return
+        self.plan = self._make_plan()
+        pl_module.num_steps = self.plan.num_steps  # type: ignore[assignment]  # an attribute of RecipeModule
+        if self._limits_steps:
+            trainer.fit_loop.max_steps = self.plan.num_steps
+
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Start the clock."""
+        device = trainer.fabric.device
+        self.parameters, self.flops_per_token = _count_parameters(pl_module)
+        self.peak_flops = get_available_flops(device, trainer.precision_plugin.policy.compute_dtype)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._log_steps.start(trainer)
+        self._ranks, self._device = trainer.strategy.topology.data_size, device
+        self._trained, self._positions, self._steps, self._began_at = 0, 0, 0, trainer.global_step
+        self._before = dict(self.totals)
+        synchronize(device)
+        self._clock.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+    ) -> None:
+        """Count the batch; log where the trainer logs."""
+        if batch is not None:  # None on a rank that has no data left
+            self._trained = self._trained + (batch["labels"] != _IGNORED).sum()
+            self._positions += batch["labels"].numel()
+        self._steps = trainer.global_step - self._began_at
+        if self.first_loss is None and trainer.global_step and trainer.is_global_zero:
+            self.first_loss = float(trainer.callback_metrics["train_loss"])  # waits for the device, once
+        if self._log_steps.is_due(trainer, trainer.log_every_n_steps):
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        before, self.totals = self.totals, self._read()  # a log boundary: the values of the step are read anyway
+        steps, seconds, trained = (self.totals[name] - before[name] for name in ("steps", "seconds", "trained"))
+        if steps and seconds:
+            trainer.log_metrics({"tokens_per_step": trained / steps, "trained_tokens_per_sec": trained / seconds})
+
+    def _read(self, counted: tuple[int, int] | None = None) -> dict[str, float]:
+        """Return the totals until now; of this rank's counts, or with the given ones of all ranks."""
+        if self._before is None:
+            return dict(self.totals)
+        synchronize(self._device)
+        self._trained = int(self._trained)
+        trained, positions = counted or (self._trained * self._ranks, self._positions * self._ranks)
+        now = {"trained": trained, "positions": positions, "steps": self._steps, "seconds": self._clock.running_s()}
+        return {name: self._before[name] + value for name, value in now.items()}
+
+    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Stop the clock of training."""
+        if not trainer.sanity_checking:
+            synchronize(trainer.fabric.device)
+            self._clock.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Continue with the clock of training."""
+        if not trainer.sanity_checking:
+            synchronize(trainer.fabric.device)
+            self._clock.resume()
+
+    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Sum up; the ranks exchange their peaks of memory."""
+        if self._steps:
+            self.last_loss = float(trainer.callback_metrics["train_loss"])
+        strategy = trainer.strategy
+        own = (int(self._trained), self._positions, _peak_memory(trainer.fabric.device))
+        trained, positions, memory = zip(*strategy.gather_objects(own), strict=True)
+        copies = len(memory) // strategy.topology.data_size  # ranks that train on the same rows
+        self.totals = self._read((sum(trained) // copies, sum(positions) // copies))
+        self.memory_bytes = list(memory)
+        self._before = None
+
+    def state_dict(self) -> StateDict:
+        """Return what was measured; on rank 0, whose state is saved, this waits for the device."""
+        return {
+            "totals": self._read(),
+            "memory_bytes": list(self.memory_bytes),
+            "parameters": list(self.parameters),
+            "flops_per_token": self.flops_per_token,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "peak_flops": self.peak_flops,
+        }
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue with the counts of the earlier run."""
+        self.totals.update(state_dict["totals"])
+        self.memory_bytes = list(state_dict["memory_bytes"])  # where fit ran in other processes, this brings it back
+        trained, frozen = state_dict["parameters"]
+        self.parameters = (trained, frozen)
+        self.flops_per_token = state_dict["flops_per_token"]
+        self.first_loss, self.last_loss = state_dict["first_loss"], state_dict["last_loss"]
+        self.peak_flops = state_dict["peak_flops"]
+
+
+def _count_parameters(module: nn.Module) -> tuple[tuple[int, int], int]:
+    """Return the number of trained and of frozen parameters, and FLOPs per token."""
+    sizes = {True: 0, False: 0}
+    for one in module.parameters():
+        sizes[one.requires_grad] += _size(one)
+    looked_up = {True: 0, False: 0}
+    model: Any = getattr(module, "model", None)  # a model of transformers
+    table = getattr(model.get_input_embeddings(), "weight", None) if hasattr(model, "get_input_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if table is not None and getattr(head, "weight", None) is not table:  # a tied one is a matrix product as well
+        looked_up[table.requires_grad] = _size(table)
+    flops = 6 * (sizes[True] - looked_up[True]) + 4 * (sizes[False] - looked_up[False])
+    return (sizes[True], sizes[False]), flops
+
+
+def _size(parameter: Tensor) -> int:
+    # Weights of 4 bits are packed; their state knows the shape.
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return count_elements(parameter) if shape is None else math.prod(shape)
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,149 @@
+"""Fingerprints of a model folder, by which an adapter or a checkpoint recognizes its base."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from ...errors import ConfigError
+
+__all__ = ["fingerprint_of_folder", "fingerprint_problems", "weight_files"]
+
+_CONFIG = "config.json"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_LARGEST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
+_SAMPLES, _SAMPLE_BYTES = 32, 256
+_SHOWN = 3
+
+
+def fingerprint_of_folder(path: str | Path) -> dict[str, object]:
+    """Return what identifies a Hugging Face folder: plain values that fit into a checkpoint and into JSON.
+
+    Only headers and a few bytes at fixed places of each file are read, so that a large model takes milliseconds.
+
+    Returns:
+        `config`: sha256 of config.json. `files`: size of each file with weights. `shapes`: of each tensor, empty for
+        files that are not safetensors. `samples`: sha256 of the sampled bytes, by which two trainings of one
+        architecture differ.
+
+    Raises:
+        ConfigError: The folder has no config.json or no weights, or a header is damaged.
+    """
+    folder = Path(path).expanduser()
+    files = weight_files(folder)
+    shapes: dict[str, list[int]] = {}
+    samples = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            if file.suffix == ".safetensors":
+                shapes.update(_shapes(file, stream))
+            for piece in _sampled(stream, file.stat().st_size):
+                samples.update(piece)
+    return {
+        "config": hashlib.sha256((folder / _CONFIG).read_bytes()).hexdigest(),
+        "files": {file.name: file.stat().st_size for file in files},
+        "shapes": dict(sorted(shapes.items())),
+        "samples": samples.hexdigest(),
+    }
+
+
+def fingerprint_problems(stored: Mapping[str, object], path: str | Path) -> list[str]:
+    """Return what differs between a stored fingerprint and a folder, as `Expected ..., got ...`; empty if nothing.
+
+    Args:
+        stored: Result of `fingerprint_of_folder` of the folder that is expected.
+        path: Folder to compare.
+    """
+    try:
+        found = fingerprint_of_folder(path)
+    except ConfigError as error:
+        return [error.what]
+    problems = [
+        *_different("tensor", stored.get("shapes"), found["shapes"], path),
+        *_different("file", stored.get("files"), found["files"], path),
+    ]
+    if not problems and stored.get("samples") != found["samples"]:
+        problems.append(f"Expected the weights of the base model, got other values of the same shapes in {path}.")
+    if stored.get("config") != found["config"]:
+        problems.append(f"Expected the config.json of the base model, got another one in {path}.")
+    return problems
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a Hugging Face folder, in the order in which transformers looks for them.
+
+    Raises:
+        ConfigError: It is not a folder, or has no config.json, no weights, or not all files of its index.
+    """
+    if not (folder / _CONFIG).is_file():
+        raise _unusable(f"a folder of a model with config.json, got {folder}")
+    for single, index in zip(_SINGLE, _INDEXES, strict=True):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return _indexed(folder, index)
+    raise _unusable(f"weights ({' or '.join(_SINGLE)}, or their index), got none in {folder}")
+
+
+def _indexed(folder: Path, index: str) -> list[Path]:
+    try:
+        names = sorted({str(name) for name in json.loads((folder / index).read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _unusable(f"a readable {index}, got {error!r} in {folder}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise _unusable(f"all files of {index} in {folder}, got none named {', '.join(missing) or '(it is empty)'}")
+    return [folder / name for name in names]
+
+
+def _shapes(file: Path, stream: BinaryIO) -> Iterator[tuple[str, list[int]]]:
+    size = int.from_bytes(stream.read(8), "little")
+    try:
+        if not 0 < size <= _LARGEST_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(stream.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, [int(one) for one in entry["shape"]]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _unusable(f"a safetensors file with a readable header, got {file} ({error})") from error
+
+
+def _sampled(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield short pieces at even distances, the last one at the end of the file."""
+    last = max(0, size - _SAMPLE_BYTES)
+    for number in range(1, _SAMPLES + 1):
+        stream.seek(last * number // _SAMPLES)
+        yield stream.read(_SAMPLE_BYTES)
+
+
+def _different(kind: str, stored: object, found: object, path: str | Path) -> list[str]:
+    """Return the names that only one of two mappings has, and those with different values, the first few of each."""
+    expected = stored if isinstance(stored, Mapping) else {}
+    got = found if isinstance(found, Mapping) else {}
+    problems = [f"Expected the {kind} {name}, got none in {path}." for name in expected if name not in got][:_SHOWN]
+    problems += [f"Expected no {kind} {name}, got one in {path}." for name in got if name not in expected][:_SHOWN]
+    unit = "the shape" if kind == "tensor" else "the size"
+    return (
+        problems
+        + [
+            f"Expected {unit} {expected[name]} of the {kind} {name}, got {got[name]} in {path}."
+            for name in expected
+            if name in got and _plain(expected[name]) != _plain(got[name])
+        ][:_SHOWN]
+    )
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _unusable(expected_and_got: str) -> ConfigError:
+    return ConfigError(
+        f"Expected {expected_and_got}.",
+        fix="pass a folder as save_pretrained writes it, with config.json and its weights.",
+    )

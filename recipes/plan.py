@@ -1,0 +1,117 @@
+"""`plan`: checks settings, model and data of a training, and computes its steps and memory, without a step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .memory import MemoryPlan, Sizes, count_sizes, plan_memory
+from .report import describe_data, show_bytes
+from .settings import PretrainSettings, TrainSettings
+from .step_plan import StepPlan
+from .train import Prepared, prepare
+
+__all__ = ["PlanReport", "plan"]
+
+# Any in this file: plain values for JSON.
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a training would do.
+
+    Attributes:
+        command: "finetune" or "pretrain".
+        out: Folder of the run.
+        continues: Whether a run is in it, which the training would continue.
+        strategy: Name of the strategy.
+        processes: Number of processes.
+        steps: The steps.
+        sizes: Of the model.
+        memory: Per device.
+        data: Counts of the data.
+        text: The data as text.
+    """
+
+    command: str
+    out: str
+    continues: bool
+    strategy: str
+    processes: int
+    steps: StepPlan
+    sizes: Sizes
+    memory: MemoryPlan
+    data: dict[str, Any]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        found = asdict(self)
+        found.pop("text")
+        found["steps"]["global_batch"] = self.steps.global_batch
+        found["memory"].update(state=self.memory.state, total=self.memory.total)
+        return found
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        memory, sizes = self.memory, self.sizes
+        frozen = f", {sizes.frozen:,} frozen ({show_bytes(sizes.frozen_bytes)})" if sizes.frozen else ""
+        note = "" if memory.is_adamw else ", as for AdamW"
+        rows = {
+            "weights": show_bytes(memory.weights),
+            "gradients": show_bytes(memory.gradients),
+            "optimizer": show_bytes(memory.optimizer) + note,
+            "buckets": show_bytes(memory.buffers) if memory.buffers else "",
+            "sum": f"{show_bytes(memory.state)} ({memory.formula}; P: trained parameters, in float32)",
+            "activations": f"about {show_bytes(memory.activations)}",
+            "logits": f"at most {show_bytes(memory.logits)}",
+            "total": f"about {show_bytes(memory.total)}",
+        }
+        width = max(map(len, rows))
+        start = "continues the run in" if self.continues else "new run in"
+        lines = [
+            f"{self.command}: {start} {self.out}; everything is valid",
+            f"model: {sizes.trained:,} trained parameters{frozen}",
+            self.text,
+            f"memory per device, {self.processes} process{'es' if self.processes > 1 else ''}, {self.strategy}:",
+            *(f"  {name:<{width}}  {value}" for name, value in rows.items() if value),
+        ]
+        return "\n".join(lines)
+
+
+def plan(settings: TrainSettings) -> PlanReport | None:
+    """Check a training and compute its steps and memory. The data are tokenized into the cache; nothing is trained.
+
+    Args:
+        settings: The settings of the training.
+
+    Returns:
+        The plan; None on ranks other than 0.
+
+    Raises:
+        ConfigError: Names everything that is wrong with settings, model and data.
+        MissingDependency: A package is not installed.
+    """
+    command = "pretrain" if isinstance(settings, PretrainSettings) else "finetune"
+    prepared = prepare(command, settings)
+    return _report(prepared) if prepared.trainer.is_global_zero else None
+
+
+def _report(prepared: Prepared) -> PlanReport:
+    settings, trainer = prepared.settings, prepared.trainer
+    prepared.data.setup("fit")
+    steps, report = prepared.plan(), prepared.data.report
+    sizes = count_sizes(settings.model_settings())
+    shares = trainer.strategy.memory_shares(trainer.world_size, trainer.num_nodes)
+    return PlanReport(
+        command=prepared.command,
+        out=str(prepared.run.path),
+        continues=prepared.run.recipe.is_file(),
+        strategy=type(trainer.strategy).__name__,
+        processes=trainer.world_size,
+        steps=steps,
+        sizes=sizes,
+        memory=plan_memory(settings, sizes, shares),
+        data={name: value for name, value in report.as_dict().items() if name != "first_sample"},
+        text=describe_data(report, steps, in_color=False),
+    )

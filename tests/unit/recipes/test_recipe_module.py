@@ -1,0 +1,258 @@
+"""`RecipeModule` in one process: gradients of a loop over transformers and peft, schedule, checks and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_models import batch, import_libraries, loader, own_loss, save_model, settings, trainer
+from torch import Tensor
+
+import loopwright as lw
+from loopwright import CheckpointError, ConfigError, DataError
+from loopwright.recipes.model.loading import LoraSettings, ModelSettings, open_model
+from loopwright.recipes.module import OptimizerSettings, RecipeModule, block_classes
+from loopwright.recipes.optimizer import learning_rate_share, make_optimizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    import_libraries()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("saved") / "llama")
+
+
+@pytest.fixture
+def _exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let norms of Llama compute in the dtype of their input: they round to float32 otherwise."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scaled: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * scaled
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+
+
+class Gradients(RecipeModule):
+    """Keeps the gradients of the first step."""
+
+    found: dict[str, Tensor]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found = {name: one.grad.clone() for name, one in self.model.named_parameters() if one.grad is not None}
+
+
+def by_hand(folder: Path, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the gradients of transformers and peft over two batches, without any of our code."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if kind != "full":
+        adapters = LoraConfig(
+            r=4, lora_alpha=8, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM"
+        )
+        torch.manual_seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(model, adapters)
+    model.train()
+    losses = [own_loss(model, given) for given in loader(2, rows=4)]
+    (sum(loss for loss, _ in losses) / sum(count for _, count in losses)).backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.usefixtures("_exact_norms")
+@pytest.mark.parametrize("chunk_tokens", [None, 5, 0])
+@pytest.mark.parametrize("kind", ["full", "lora", "dora"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
+def test_gradients_are_those_of_a_loop_by_hand(
+    folder: Path, kind: str, dtype: str, tolerance: float, chunk_tokens: int | None
+) -> None:
+    expected = by_hand(folder, kind, getattr(torch, dtype))
+    module = Gradients(settings(folder, kind, dtype=dtype), OptimizerSettings(), 1, chunk_tokens=chunk_tokens)
+    trainer(max_steps=1, accumulate_grad_batches=2).fit(module, loader(2, rows=4))
+    assert module.found.keys() == expected.keys()
+    assert {name for name, one in module.model.named_parameters() if one.requires_grad} == expected.keys()
+    assert max(float(one.abs().max()) for one in expected.values()) > 1e-2
+    for name, one in expected.items():
+        torch.testing.assert_close(module.found[name], one, rtol=0, atol=tolerance, msg=name)
+
+
+def test_blocks_computed_twice_have_the_same_gradients(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, again = (
+        Gradients(settings(folder, "lora", gradient_checkpointing=one), OptimizerSettings(), 1) for one in (False, True)
+    )
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    calls: list[bool] = []
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: calls.append(self.training) or forward(self, x))
+    for module in (plain, again):
+        calls.clear()
+        trainer(max_steps=1).fit(module, loader(2, rows=2))
+        # The first batch runs three times in evaluation, for the checks; each of two blocks again in the backward pass.
+        assert calls.count(True) == (4 if module is again else 2)
+    for name, one in plain.found.items():
+        torch.testing.assert_close(again.found[name], one, rtol=0, atol=1e-7, msg=name)
+
+
+def test_validation_is_a_mean_over_tokens(folder: Path) -> None:
+    module = RecipeModule(settings(folder), OptimizerSettings(learning_rate=1e-12), 2)
+    runner = trainer(max_steps=2, has_val=True)
+    runner.fit(module, loader(2, rows=4), loader(3, rows=8, seed=9))
+    with torch.no_grad():
+        pairs = [own_loss(module.model, given) for given in loader(3, rows=8, seed=9)]
+    expected = float(sum(loss for loss, _ in pairs) / sum(count for _, count in pairs))
+    assert float(runner.callback_metrics["val_loss"]) == pytest.approx(expected, rel=1e-5)
+    means = sum(float(loss / count) for loss, count in pairs) / len(pairs)
+    assert abs(means - expected) > 1e-4, "batches with equally many tokens show nothing"
+
+
+def test_the_first_batch_of_a_wrong_model_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaModel
+
+    forward = LlamaModel.forward
+
+    def with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **{**kwargs, "use_cache": True})
+
+    monkeypatch.setattr(LlamaModel, "forward", with_cache)
+    with pytest.raises(ConfigError, match="packing=false"):
+        trainer().fit(RecipeModule(settings(folder), OptimizerSettings(), 4), loader(2))
+    trainer().fit(RecipeModule(settings(folder), OptimizerSettings(), 4, verify_packing=False), loader(2))
+
+
+def test_logits_that_the_model_changes_are_computed_at_once(tmp_path: Path) -> None:
+    module = Gradients(settings(save_model(tmp_path / "m", "cohere")), OptimizerSettings(), 1)
+    trainer(max_steps=1).fit(module, loader(2, rows=2))
+    assert module.notes == [
+        "The logits of all tokens are computed at once, because the model computes more than its output layer on them."
+    ]
+    model = open_model(module.settings).train()
+    loss, count = own_loss(model, batch(2))
+    (loss / count).backward()
+    for name, one in model.named_parameters():
+        torch.testing.assert_close(module.found[name], one.grad, rtol=0, atol=1e-6, msg=name)
+
+
+def test_data_without_a_trained_token_are_refused(folder: Path) -> None:
+    batches = [{**given, "labels": torch.full_like(given["labels"], -100)} for given in loader(2, rows=4)]
+    for chunk_tokens in (None, 0):
+        module = RecipeModule(settings(folder), OptimizerSettings(), 2, chunk_tokens=chunk_tokens)
+        with pytest.raises(DataError, match="labels that are all -100"):
+            trainer(max_steps=-1, max_epochs=1).fit(module, batches)
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_have_no_weight_decay(folder: Path) -> None:
+    module = open_model(settings(folder))
+    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), module.named_parameters())
+    decayed, others = ({id(one) for one in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for name, one in module.named_parameters():
+        assert (id(one) in others) == ("norm" in name)
+        assert (id(one) in decayed) == ("norm" not in name)
+
+
+def test_another_optimizer_and_schedule(folder: Path) -> None:
+    chosen = OptimizerSettings(
+        learning_rate=0.5,
+        optimizer={"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}},
+        lr_scheduler={"class_path": "StepLR", "init_args": {"step_size": 1, "gamma": 0.5}},
+    )
+    assert chosen.problems() == []
+    module = RecipeModule(settings(folder), chosen, 4)
+    runner = trainer(max_steps=2)
+    runner.fit(module, loader(2))
+    optimizer = runner.optimizers[0]
+    assert type(optimizer) is torch.optim.SGD
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_learning_rate_rises_and_falls(schedule: str) -> None:
+    share = learning_rate_share(OptimizerSettings(warmup=0.1, schedule=schedule, min_lr=0.2), 100)
+    rates = [share(step) for step in range(100)]
+    assert rates[:10] == sorted(rates[:10])
+    assert 0 < rates[0] < 0.1
+    assert rates[10] == 1
+    middle = {"cosine": 0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2, "linear": 0.6, "constant": 1}[schedule]
+    assert rates[55] == pytest.approx(middle)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert share(100) == pytest.approx(1 if schedule == "constant" else 0.2)
+    assert share(200) == share(100)
+
+
+def test_every_invalid_setting_of_the_optimizer_is_named() -> None:
+    wrong = OptimizerSettings(
+        learning_rate=0, weight_decay=-1, betas=(0.9, 1.0), eps=0, warmup=2, schedule="cosin", min_lr=-1,
+        optimizer={"class_path": "torch.nn.Linear"}, lr_scheduler={"class": "StepLR"},
+    )  # fmt: skip
+    names = [one.partition(":")[0] for one in wrong.problems()]
+    assert names == [
+        "learning_rate", "weight_decay", "betas", "eps", "warmup", "min_lr", "schedule", "optimizer", "lr_scheduler"
+    ]  # fmt: skip
+    assert all(": Expected " in one and ", got " in one for one in wrong.problems())
+    assert OptimizerSettings().problems() == []
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def fit(folder: Path, kind: str, max_steps: int, path: Path | None = None) -> tuple[lw.Trainer, RecipeModule]:
+    runner = trainer(max_steps=max_steps)
+    module = RecipeModule(settings(folder, kind), OptimizerSettings(learning_rate=1e-2, eps=1e-4), 4)
+    runner.fit(module, loader(2), ckpt_path=path)
+    return runner, module
+
+
+def test_dropout_is_active_in_training_and_in_no_check(tmp_path: Path) -> None:
+    module = Gradients(settings(save_model(tmp_path / "m", "gpt2", resid_pdrop=0.5)), OptimizerSettings(), 1)
+    runner = trainer(max_steps=1)
+    runner.fit(module, loader(2, rows=2))
+    assert module.model.training
+    without = Gradients(settings(save_model(tmp_path / "n", "gpt2")), OptimizerSettings(), 1)
+    trainer(max_steps=1).fit(without, loader(2, rows=2))
+    assert any(not torch.allclose(one, without.found[name]) for name, one in module.found.items())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path, kind: str) -> None:
+    _, expected = fit(folder, kind, 4)
+    runner, _ = fit(folder, kind, 2)
+    runner.save_checkpoint(tmp_path / "half.ckpt")
+    _, found = fit(folder, kind, 4, tmp_path / "half.ckpt")
+    for name, one in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], one), name
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert all("lora_" in name for name in saved["state_dict"]) == (kind == "lora")
+    assert saved["recipe"]["model"]["model"] == str(folder)
+    assert (saved["recipe"]["fingerprint"] is None) == (kind == "full")
+
+
+def test_adapters_of_another_base_are_refused(folder: Path, tmp_path: Path) -> None:
+    runner, _ = fit(folder, "lora", 2)
+    runner.save_checkpoint(tmp_path / "half.ckpt")
+    other = save_model(tmp_path / "other", seed=4)
+    with pytest.raises(CheckpointError, match="Expected the base model .*other values of the same shapes"):
+        fit(other, "lora", 4, tmp_path / "half.ckpt")
+
+
+def test_blocks_are_those_that_the_model_names(folder: Path) -> None:
+    assert block_classes(settings(folder)) == {"LlamaDecoderLayer"}
+
+
+def test_settings_are_values() -> None:
+    assert ModelSettings(Path("a"), lora=LoraSettings()) == ModelSettings(Path("a"), lora=LoraSettings())

@@ -1,0 +1,202 @@
+"""`finetune` on one process: the folder of a run, the report, the global batch, resuming, and everything refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_models import import_libraries
+from recipe_runs import largest_difference, make_inputs, same_bits, settings, weights
+from recipe_texts import write_jsonl
+
+import loopwright as lw
+from loopwright.errors import ConfigError
+from loopwright.recipes.train import finetune
+
+# Any in this file: settings.
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import_libraries()
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def test_a_run_writes_its_folder_and_reports_what_it_did(inputs: Path, tmp_path: Path) -> None:
+    report = finetune(settings(inputs, tmp_path / "run", val_fraction=0.2, epochs=2, micro_batch=2))
+
+    assert report is not None
+    assert report.is_complete
+    assert report.steps == report.num_steps == 2 * -(-report.data["rows"] // 2)
+    assert report.trained_tokens == 2 * report.data["trained_tokens"]
+    assert report.positions == 2 * (report.data["tokens"] + report.data["padded_tokens"])
+    assert report.train_loss is not None
+    assert report.val_loss is not None
+    assert report.best_val_loss is not None
+    assert report.parameters > 0 < report.frozen_parameters
+    assert {"recipe.yaml", "tokenizer", "checkpoints", "report.json", "report.txt", "cache"} <= {
+        one.name for one in (tmp_path / "run").iterdir()
+    }
+    assert {one.name for one in (tmp_path / "run" / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == report.steps
+    assert f"{report.trained_tokens:,} trained" in report.describe()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_do_not_depend_on_the_split_of_the_global_batch(inputs: Path, tmp_path: Path, packing: bool) -> None:
+    found = {}
+    for micro in (1, 2, 8):
+        run = tmp_path / str(micro)
+        finetune(settings(inputs, run, global_batch=8, micro_batch=micro, packing=packing, epochs=2))
+        found[micro] = weights(run)
+
+    # Sums of float32 in another order: 1e-7 relative, grown over the steps.
+    assert largest_difference(found[1], found[8]) < 1e-6
+    assert largest_difference(found[2], found[8]) < 1e-6
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_sizes(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="multiple of 3 .* such as 6 or 9, got 8"):
+        finetune(settings(inputs, tmp_path / "run", global_batch=8, micro_batch=3))
+
+
+class Stop(lw.Callback):
+    """Ends a training in the middle of its first epoch."""
+
+    def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 3
+
+
+def test_the_same_settings_continue_the_run_with_the_same_bits(inputs: Path, tmp_path: Path) -> None:
+    def given(run: str, **trainer: Any) -> Any:
+        return settings(inputs, tmp_path / run, micro_batch=1, save_every=2, epochs=2, trainer=trainer)
+
+    finetune(given("whole"))
+    stopped = finetune(given("parts", callbacks=[Stop()]))
+    assert stopped is not None
+    assert stopped.steps == 3
+    assert "not complete" in stopped.describe()
+    report = finetune(given("parts"))
+
+    assert report is not None
+    assert report.is_complete
+    assert report.trained_tokens == 2 * report.data["trained_tokens"]
+    assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_a_complete_run_is_not_trained_again(inputs: Path, tmp_path: Path) -> None:
+    first = finetune(settings(inputs, tmp_path / "run", steps=2))
+    before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
+    again = finetune(settings(inputs, tmp_path / "run", steps=2))
+
+    assert first is not None
+    assert again is not None
+    assert again.steps == 2
+    assert again.trained_tokens == first.trained_tokens
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+def test_other_settings_are_refused_by_name_unless_forced(inputs: Path, tmp_path: Path) -> None:
+    finetune(settings(inputs, tmp_path / "run", steps=1, micro_batch=2))
+    with pytest.raises(ConfigError) as caught:
+        finetune(settings(inputs, tmp_path / "run", steps=2, learning_rate=1e-3, global_batch=4))
+    for name in ("steps: Expected 1,", "learning_rate: Expected nothing,", "global_batch: Expected auto,"):
+        assert name in str(caught.value)
+
+    finetune(settings(inputs, tmp_path / "run", steps=1, micro_batch=1, global_batch=2))  # the same global batch
+    forced = finetune(settings(inputs, tmp_path / "run", steps=2, learning_rate=1e-3, resume="force"))
+    assert forced is not None
+    assert forced.steps == 2
+    assert forced.global_batch == 2
+
+
+def test_a_training_that_ends_within_an_epoch_is_validated_at_its_end(inputs: Path, tmp_path: Path) -> None:
+    report = finetune(settings(inputs, tmp_path / "run", steps=2, val_fraction=0.2, max_length=64))
+    every = finetune(settings(inputs, tmp_path / "every", steps=2, val_fraction=0.2, max_length=64, val_every=2))
+
+    assert report is not None
+    assert every is not None
+    assert report.epochs < 1
+    assert report.val_loss == every.val_loss == every.best_val_loss is not None
+    assert report.train_loss == every.train_loss is not None
+
+
+def test_tokens_are_rounded_up_to_steps(inputs: Path, tmp_path: Path) -> None:
+    report = finetune(settings(inputs, tmp_path / "run", tokens=200, micro_batch=1))
+
+    assert report is not None
+    mean = report.data["tokens"] / report.data["rows"]
+    assert (report.steps - 1) * mean < 200 <= report.steps * mean
+    assert report.is_complete
+
+
+def test_full_finetuning_with_classes_of_the_user(inputs: Path, tmp_path: Path) -> None:
+    report = finetune(
+        settings(
+            inputs, tmp_path / "run", method="full", steps=2, optimizer={"class_path": "SGD", "init_args": {"lr": 0.1}},
+            lr_scheduler={"class_path": "StepLR", "init_args": {"step_size": 1}},
+        )
+    )  # fmt: skip
+    assert report is not None
+    assert report.frozen_parameters == 0
+
+
+def test_all_mistakes_are_named_at_once(inputs: Path, tmp_path: Path) -> None:
+    wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"question": "Hi"}])
+    with pytest.raises(ConfigError) as caught:
+        finetune(
+            settings(
+                inputs, tmp_path / "run", data=str(wrong), max_length=4096, epochs=1, steps=3, global_batch=7,
+                micro_batch=2, optimizer="AdamV", schedule="cosin", val_every=3, resume="yes", method="full",
+                quantize="nf4", trainer={"max_steps": 4, "max_tim": 3}, strategy="dpd",
+            )
+        )  # fmt: skip
+    text = str(caught.value)
+    for part in (
+        f"{wrong}:1: Expected",
+        "got the keys question",
+        "max_length: Expected at most 128, the model's, got 4096",
+        "steps: Expected one of epochs, steps, tokens, got epochs and steps",
+        "optimizer: no Optimizer is called 'AdamV' (did you mean 'Adam'?)",
+        "schedule: Expected one of cosine, linear, constant, got 'cosin' (did you mean 'cosine'?)",
+        "val_every: Expected val_data or val_fraction beside it, got neither",
+        "resume: Expected one of auto, force, got 'yes'",
+        "quantize: Expected method=lora beside it",
+        "trainer.max_steps: Expected the setting steps instead",
+        "trainer.max_tim: Expected an argument of the Trainer, got max_tim (did you mean 'max_time'?)",
+    ):
+        assert part in text
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(inputs: Path, tmp_path: Path) -> None:
+    from recipe_models import save_model
+    from recipe_texts import small_tokenizer
+
+    model = save_model(tmp_path / "small", vocab_size=300)
+    small_tokenizer().save_pretrained(str(model))
+    with pytest.raises(ConfigError, match="tokenizer: Expected at most 300 tokens, .* got 336"):
+        finetune(settings(inputs, tmp_path / "run", model=model))
+
+
+@pytest.mark.parametrize("content", ["file", "others", "pretrain"])
+def test_a_folder_of_something_else_is_refused(inputs: Path, tmp_path: Path, content: str) -> None:
+    run = tmp_path / "run"
+    if content == "file":
+        run.write_text("")
+    else:
+        run.mkdir()
+        name, text = ("thesis.tex", "") if content == "others" else ("recipe.yaml", "command: pretrain\nsettings: {}\n")
+        (run / name).write_text(text)
+    expected = {"file": "Expected a folder, got the file", "others": "with thesis.tex", "pretrain": "a run of pretrain"}
+    with pytest.raises(ConfigError, match=expected[content]):
+        finetune(settings(inputs, run))
+
+
+def test_a_missing_model_is_named_with_the_mistakes_of_settings(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        finetune(settings(inputs, tmp_path / "run", model=tmp_path / "none", epochs=0))
+    assert "epochs: Expected at least 1, got 0" in str(caught.value)
+    assert f"model: Expected an existing path, got {tmp_path / 'none'}" in str(caught.value)
