@@ -12,29 +12,36 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 from ...errors import ConfigError
 from .imports.finder import ROOTS, VERSION, LightningFinder
+from .parity import switches
 
 __all__ = ["LIGHTNING_VERSION", "LightningFinder", "child_environment", "install", "is_installed", "uninstall"]
 
 LIGHTNING_VERSION = VERSION
 
-# Read by site/sitecustomize.py in child processes.
+# Read by site/sitecustomize.py in child processes, and by `install` there.
 SWITCH = "LOOPWRIGHT_COMPAT_LIGHTNING"
+PARITY = "LOOPWRIGHT_PARITY"
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
 
-def install(*, children: bool = True) -> None:
+def install(*, children: bool = True, parity: bool | Iterable[str] | None = None) -> None:
     """Let `lightning`, `pytorch_lightning`, `lightning_fabric` and their submodules be Loopwright from here on.
 
-    Lightning may be installed or not; its own modules are not touched. Calling it again changes nothing.
+    Lightning may be installed or not; its own modules are not touched. Calling it again changes nothing but the
+    parity, where that is given; it holds for Trainers and Fabrics that are made afterwards.
 
     Args:
-        children: Whether Python processes that this one starts do the same, through two environment variables.
+        children: Whether Python processes that this one starts do the same, through environment variables.
+        parity: Whether every number and count is Lightning's, bit for bit on the CPU, where Loopwright by itself
+            differs: True for all switches, or names of those in `loopwright run-lightning --parity=list`. None takes
+            them from the environment variable LOOPWRIGHT_PARITY ("1" or names with commas); without it, none.
 
     Raises:
-        ConfigError: A module of Lightning itself was imported before.
+        ConfigError: A module of Lightning itself was imported before, or a switch is unknown.
     """
     before = [name for name in sys.modules if name.split(".")[0] in ROOTS and not _is_ours(name)]
     if before:
@@ -43,8 +50,17 @@ def install(*, children: bool = True) -> None:
             fix="call loopwright.compat.lightning.install() before the first import of Lightning, and before libraries "
             "that import it; or start the program with `loopwright run-lightning`.",
         )
-    if not is_installed():
-        sys.meta_path.insert(0, LightningFinder())
+    finder = next((one for one in sys.meta_path if isinstance(one, LightningFinder)), None)
+    if finder is None:
+        finder = LightningFinder()
+        sys.meta_path.insert(0, finder)
+    if parity is None:
+        parity = os.environ.get(PARITY) or None
+    if parity is not None:
+        finder.parity = switches.choose(parity)
+        finder.replacement_of = switches.find_replacement
+        if children:
+            os.environ[PARITY] = switches.as_text(finder.parity)
     if children:
         os.environ.update(child_environment(os.environ.get("PYTHONPATH", "")))
 
@@ -55,6 +71,7 @@ def uninstall() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ROOTS and _is_ours(name)]:
         del sys.modules[name]
     os.environ.pop(SWITCH, None)
+    os.environ.pop(PARITY, None)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", SITE)]
     if paths or "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -1,4 +1,4 @@
-"""What libraries reach through a trainer: Lightning's connectors, loops and strategy, as views on Loopwright's parts.
+"""What libraries reach through a trainer: Lightning's connectors and strategy, as views on Loopwright's parts.
 
 A view holds the trainer and nothing else. Unsupported attributes raise an error with the reason.
 """
@@ -7,26 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from ...callbacks import Callback
 from ...checkpoint import storage
+from ...checkpoint.content import OWN_KEY
 from ...errors import ModuleError
 from ...strategies import ParallelStrategy, Strategy
+from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
-from ...trainer.hooks import data_bases, find_override, module_bases
 from ...trainer.setup import assemble
+from .attached import collect_attached
 from .imports.absent import refuse
+from .optimizers import replace_optimizers, replace_schedules
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
+    from ...accelerators import Accelerator
     from ...precision import Precision
     from ...protocols import Cluster, StateDict
+    from ...trainer.loop.schedule import LRSchedulerConfig
     from ...trainer.trainer import Trainer
 
-__all__ = ["LoopView", "ResultsView", "bind_strategy", "replace_optimizers"]
+_OUT_DICT = dict[str, Tensor]  # what a logger gets, where Lightning annotates
+
+__all__ = ["ResultsView", "bind_strategy"]
 
 
 def bind_strategy(trainer: Trainer) -> None:
@@ -61,9 +72,31 @@ def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
         replace_optimizers(trainer, optimizers)
 
 
+def _get_schedules(strategy: Strategy) -> list[LRSchedulerConfig]:
+    """The schedules of the trainer whose strategy this is, where a program of Lightning made that trainer."""
+    trainer = strategy.__dict__.get("_lightning_trainer")
+    return [] if trainer is None else list(trainer.lr_scheduler_configs)
+
+
+def _set_schedules(strategy: Strategy, configs: list[LRSchedulerConfig]) -> None:
+    trainer = strategy.__dict__.get("_lightning_trainer")
+    if trainer is not None:
+        replace_schedules(trainer, configs)
+
+
+def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
+    trainer = strategy.__dict__.get("_lightning_trainer")
+    if trainer is not None:
+        trainer._spawned_module = module
+
+
 # In place, so that `trainer.strategy` is the strategy itself, and not a wrapper.
 Strategy.__getattr__ = _of_trainer  # type: ignore[attr-defined]
 Strategy.optimizers = property(_get_optimizers, _set_optimizers)  # type: ignore[attr-defined]
+Strategy.lr_scheduler_configs = property(_get_schedules, _set_schedules)  # type: ignore[attr-defined]
+Strategy._lightning_module = property(  # type: ignore[attr-defined]
+    lambda strategy: _of_trainer(strategy, "lightning_module"), _set_module
+)
 
 
 def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
@@ -81,7 +114,9 @@ def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
     def lightning_module_state_dict() -> StateDict:
         run = trainer.latest_run()
         if run is None:
-            raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
+            if trainer.lightning_module is None:
+                raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
+            return trainer.lightning_module.state_dict()
         return trainer.fabric.strategy.module_state_dict(run.model)
 
     return lightning_module_state_dict
@@ -92,7 +127,6 @@ _OF_TRAINER = {
     "lightning_module": "lightning_module",
     "model": "model",
     "optimizers": "optimizers",
-    "lr_scheduler_configs": "lr_scheduler_configs",
     "num_nodes": "num_nodes",
     "num_processes": "num_devices",
     "accelerator": "accelerator",
@@ -102,34 +136,50 @@ _OF_STRATEGY: dict[str, Callable[[Trainer], object]] = {
     "is_distributed": lambda trainer: trainer.world_size > 1,
     "cluster_environment": lambda trainer: trainer.fabric.cluster_environment,
     "handles_gradient_accumulation": lambda trainer: False,
+    "restore_checkpoint_after_setup": lambda trainer: False,
     "connect": _connect,
     "lightning_module_state_dict": _state_of_module,
 }
 
 
-def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
-    """Replace the optimizers of a run, before its first step.
-
-    Raises:
-        ModuleError: No run is active.
-    """
-    run = trainer.latest_run()
-    if run is None:
-        raise ModuleError("trainer.optimizers was assigned outside of a run.", fix="assign it in on_fit_start.")
-    if len(optimizers) != len(run.optimizers):
-        refuse(
-            f"trainer.optimizers = {len(optimizers)} optimizers in place of {len(run.optimizers)}",
-            "return all of them from configure_optimizers",
-        )
-    if any(new is not old for new, old in zip(optimizers, run.optimizers, strict=True)):
-        refuse("trainer.optimizers = other optimizers", "return them from configure_optimizers")
-
-
 class _AcceleratorConnector:
-    """The strategy, accelerator and precision of a trainer."""
+    """The strategy, accelerator and precision of a trainer, or of arguments with which a Trainer would be made.
 
-    def __init__(self, trainer: Trainer) -> None:
+    Args:
+        trainer: The trainer; None to resolve the other arguments.
+        **arguments: Of the Trainer: `accelerator`, `devices`, `strategy`, `precision`, `num_nodes`, ...
+    """
+
+    def __init__(self, trainer: Trainer | None = None, **arguments: Any) -> None:  # Any: see the Trainer
+        if trainer is None:
+            quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            trainer = core.Trainer(**quiet, **arguments)
         self._trainer = trainer
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The accelerator."""
+        return self._trainer.accelerator
+
+    @property
+    def _accelerator_flag(self) -> str:
+        return self._trainer.fabric.device.type
+
+    @property
+    def _devices_flag(self) -> int:
+        return self._trainer.num_devices
+
+    @property
+    def _num_nodes_flag(self) -> int:
+        return self._trainer.num_nodes
+
+    @property
+    def _strategy_flag(self) -> object:  # a name, or the strategy
+        return self._trainer.strategy
+
+    @property
+    def _parallel_devices(self) -> list[torch.device]:
+        return [self._trainer.fabric.device] * self._trainer.num_devices
 
     @property
     def is_distributed(self) -> bool:
@@ -193,6 +243,7 @@ class _CheckpointConnector:
         """Read a checkpoint."""
         if checkpoint_path:
             self._loaded_checkpoint = storage.load(checkpoint_path, weights_only=weights_only is not False)
+            self._trainer.ckpt_path = str(checkpoint_path)  # a ModelCheckpoint does not remove it
 
     def restore_model(self) -> None:
         """Load its weights into the trainer's module."""
@@ -202,7 +253,9 @@ class _CheckpointConnector:
         hook = getattr(module, "on_load_checkpoint", None)
         if hook is not None:
             hook(self._loaded_checkpoint)
-        module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=getattr(module, "strict_loading", True))
+        module.load_state_dict(
+            self._loaded_checkpoint["state_dict"], strict=getattr(module, "strict_loading", True) is not False
+        )
 
     def restore_datamodule(self) -> None:
         """Load its state into the trainer's data module."""
@@ -218,95 +271,59 @@ class _CheckpointConnector:
             if state:
                 callback.load_state_dict(state)
 
+    def restore_precision_plugin_state(self) -> None:
+        """Load its loss scale, in fit."""
+        state = self._loaded_checkpoint.get(OWN_KEY, {}).get("precision")
+        if state is not None:
+            self._trainer.precision_plugin.load_state_dict(state)
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Load the states of optimizers and schedules, whose groups have to be those of the checkpoint.
+
+        Raises:
+            KeyError: It has weights only.
+        """
+        if not self._loaded_checkpoint:
+            return
+        for kind in ("optimizer_states", "lr_schedulers"):
+            if kind not in self._loaded_checkpoint:
+                raise KeyError(
+                    f"The checkpoint has no {kind!r}, because it was saved with weights only. Save a full checkpoint: "
+                    "ModelCheckpoint(save_weights_only=False)."
+                )
+        self.restore_optimizers()
+        self.restore_lr_schedulers()
+
+    def restore_optimizers(self) -> None:
+        """Load the states of the optimizers."""
+        run = self._trainer.latest_run()
+        states = self._loaded_checkpoint.get("optimizer_states", [])
+        if run is not None:
+            for optimizer, state in zip(run.optimizers, states, strict=True):
+                run.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
+
+    def restore_lr_schedulers(self) -> None:
+        """Load the states of the schedules."""
+        states = self._loaded_checkpoint.get("lr_schedulers", [])
+        for config, state in zip(self._trainer.lr_scheduler_configs, states, strict=True):
+            config.scheduler.load_state_dict(state)
+
     def resume_end(self) -> None:
         """Discard the checkpoint."""
         self._loaded_checkpoint = {}
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
         """Return the checkpoint of the current or last run without saving it. Call it on every rank."""
-        run = self._trainer.latest_run()
-        if run is None:
+        run, module = self._trainer.latest_run(), self._trainer.lightning_module
+        if run is not None:
+            return snapshot.collect(run, is_weights_only=bool(weights_only))
+        if module is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
-        return snapshot.collect(run, is_weights_only=bool(weights_only))
+        return collect_attached(self._trainer, module, is_weights_only=bool(weights_only))
 
     def restore_training_state(self) -> None:
         """Raise an error, because a run restores its state at its beginning."""
         refuse("_checkpoint_connector.restore_training_state", "pass ckpt_path to trainer.fit")
-
-
-class LoopView:
-    """A loop of a trainer: its progress and its data."""
-
-    def __init__(self, trainer: Trainer, stage: str) -> None:
-        self._trainer = trainer
-        self._stage = stage
-
-    @property
-    def _data_source(self) -> _DataSource:
-        return _DataSource(self._trainer, self._stage)
-
-    @property
-    def max_batches(self) -> int | float | list[int | float]:
-        """Batches of an epoch."""
-        return self._trainer.num_training_batches if self._stage == "train" else self._batches()
-
-    def _batches(self) -> list[int | float]:
-        return self._trainer.loaders.num_batches(self._stage)
-
-    @property
-    def num_dataloaders(self) -> int:
-        """Number of loaders."""
-        return len(self._batches())
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the current batch; -1 outside a run."""
-        run = self._trainer._run
-        return run.batch_idx if run is not None else -1
-
-    @property
-    def global_step(self) -> int:
-        """Training steps taken."""
-        return self._trainer.global_step
-
-    @property
-    def val_loop(self) -> LoopView:
-        """The validation within fit."""
-        return LoopView(self._trainer, "validation")
-
-    @property
-    def epoch_loop(self) -> LoopView:
-        """The batches of an epoch."""
-        return self
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer."""
-        return self._trainer
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(f"Loopwright's loop for {self._stage!r} has no {name!r}; see docs/migrating.md.")
-
-
-class _DataSource(NamedTuple):
-    """The source of a loop's loaders."""
-
-    trainer: Trainer
-    stage: str
-
-    def is_defined(self) -> bool:
-        """Whether loaders were given, or module or data module have the hook."""
-        hook = f"{_HOOK[self.stage]}_dataloader"
-        owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
-        given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
-        return given is not None or any(
-            owner is not None and find_override(owner, hook, bases) is not None for owner, bases in owners
-        )
-
-
-_HOOK = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
 
 
 class _ResultMetric(NamedTuple):
@@ -315,10 +332,14 @@ class _ResultMetric(NamedTuple):
     Attributes:
         name: Its key.
         value: Its current value.
+        meta: Its name and how it was logged: `on_step`, `on_epoch`, `prog_bar`, `logger`, as far as that is known.
+        is_tensor: Whether it is a tensor, not a metric object.
     """
 
     name: str
     value: object  # a tensor or a metric object
+    meta: SimpleNamespace
+    is_tensor: bool = True
 
 
 class ResultsView(Mapping[str, float]):
@@ -331,7 +352,9 @@ class ResultsView(Mapping[str, float]):
     @property
     def result_metrics(self) -> list[_ResultMetric]:
         """The values, in no particular order."""
-        return [_ResultMetric(name, value) for name, value in self._trainer.callback_metrics.items()]
+        found, bar = self._trainer.callback_metrics, self._trainer.progress_bar_metrics
+        keys = [name for name in found if _without_suffix(name) not in found or _without_suffix(name) == name]
+        return [_result_metric(key, found, in_bar=key in bar) for key in keys]
 
     def __getitem__(self, key: str) -> float:
         return self._results[key]
@@ -341,3 +364,22 @@ class ResultsView(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._results)
+
+
+def _without_suffix(name: str) -> str:
+    """Return the key of a value that was logged by step and by epoch."""
+    return name.removesuffix("_step").removesuffix("_epoch")
+
+
+def _result_metric(key: str, found: Mapping[str, object], *, in_bar: bool) -> _ResultMetric:
+    is_by_both = f"{key}_step" in found
+    meta = SimpleNamespace(
+        name=key,
+        fx="",
+        on_step=is_by_both or f"{key}_epoch" not in found,
+        on_epoch=f"{key}_epoch" in found,
+        prog_bar=in_bar,
+        logger=True,
+        sync=SimpleNamespace(should=False),
+    )
+    return _ResultMetric(key, found[key], meta)

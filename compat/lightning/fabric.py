@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+import torch
+from torch import nn
 
 from ... import fabric
 from ...accelerators import Accelerator
+from ...data.move import apply_to_collection
+from ...fabric.dataloaders import FabricDataLoader
+from ...fabric.wrappers import FabricModule, FabricOptimizer
 from ...precision import Precision
+from ...precision.base import cast_floats
 from ...strategies import Strategy
+from .external_callbacks import with_external
+from .objects import trust_objects, with_objects
+from .overrides import find_own
+from .parity import switches
 
-__all__ = ["Fabric", "find_free_network_port"]
+__all__ = ["Fabric", "find_free_network_port", "unwrap_objects"]
+
+
+_NUM_BEFORE_CALLBACKS = list(inspect.signature(fabric.Fabric).parameters).index("callbacks")
 
 
 class Fabric(fabric.Fabric):
-    """`lw.Fabric` under Lightning's name."""
+    """`lw.Fabric` under Lightning's name.
+
+    Args:
+        args, kwargs: Those of `lw.Fabric`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: as in the base class
+        for change in switches.functions("arguments"):
+            change(kwargs)
+        if len(args) < _NUM_BEFORE_CALLBACKS + 1:  # the names of a call may come by position
+            kwargs["callbacks"] = with_external(kwargs.get("callbacks"), "fabric")
+        super().__init__(*args, **kwargs)
+        if "convert_input" in find_own(self.precision):
+            self.precision.converts_input = True
+        for change in switches.functions("fabric"):
+            change(self)
+
+    __init__.__signature__ = inspect.signature(fabric.Fabric.__init__)  # type: ignore[attr-defined]
+
+    @property
+    def logger(self) -> Any:
+        """The first logger; an IndexError without any."""
+        return self.loggers[0]
+
+    def _bind_call(self, module: nn.Module, name: str) -> Callable[..., object]:
+        for bind in switches.functions("method"):
+            found: Callable[..., object] | None = bind(self, module, name)
+            if found is not None:
+                return found
+        call = super()._bind_call(module, name)
+        if self.precision.precision != "64-true":
+            return call
+
+        @wraps(call)
+        def in_default_dtype(*args: Any, **kwargs: Any) -> object:
+            return cast_floats(call(*args, **kwargs), torch.get_default_dtype())
+
+        return in_default_dtype
 
     @property
     def _precision(self) -> Precision:
@@ -32,9 +86,29 @@ class Fabric(fabric.Fabric):
     def _loggers(self) -> list[Any]:  # Any: as in the base class
         return self.loggers
 
+    @_loggers.setter
+    def _loggers(self, loggers: list[Any]) -> None:
+        self.loggers = loggers
+
+    def _write(self, content: dict[str, Any], path: Any) -> None:
+        """Write a checkpoint, in which objects stay objects; in the folder of a sharded one they are marked."""
+        is_folder = self.strategy.saves_shards("sharded")
+        super()._write(trust_objects(content) if is_folder else with_objects(content), path)
+
 
 def find_free_network_port() -> int:
     """Return a port of this machine on which no process listens at this moment."""
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
+
+
+def unwrap_objects(collection: Any) -> Any:  # Any: wrapped modules, optimizers and loaders, in any collection
+    """Return a collection in which each wrapper of Fabric is what it wraps."""
+
+    def unwrap(wrapped: Any) -> object:
+        if isinstance(wrapped, FabricModule):
+            return wrapped.module
+        return wrapped.optimizer if isinstance(wrapped, FabricOptimizer) else wrapped.loader
+
+    return apply_to_collection(collection, (FabricModule, FabricOptimizer, FabricDataLoader), unwrap)

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ... import loggers
+from ...loggers.folder import FolderLogger
 
-__all__ = ["CSVLogger", "TensorBoardLogger", "merge_dicts"]
+__all__ = ["CSVLogger", "CometLogger", "Logger", "TensorBoardLogger", "WandbLogger", "merge_dicts"]
 
 DEFAULT_NAME = "lightning_logs"
+
+
+class Logger(loggers.Logger):
+    """`lw.Logger` as the Trainer's loggers have it: a subclass of Fabric's, which is another class."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return loggers.Logger in other.__mro__ if cls is Logger else NotImplemented
+
+
+def _set_version(logger: FolderLogger, version: int | str | None) -> None:
+    if version != logger.taken_version:
+        logger.move_to(version)
+
+
+# In place: libraries assign it to start the next run of a logger.
+FolderLogger._version = property(lambda logger: logger.taken_version, _set_version)  # type: ignore[attr-defined]
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):
@@ -21,6 +40,21 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
     ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
 
+    def save(self) -> None:
+        """Flush to disk, with a file of hyperparameters even if there are none."""
+        super().save()
+        if not (self.is_silent or self._owns_hparams_file or self._is_resumed):
+            self._write_hparams()
+
+    def finalize(self, status: str) -> None:
+        """Close the event file, and write the hyperparameters even if there are none.
+
+        Args:
+            status: How the run ended.
+        """
+        super().finalize(status)
+        self.save()
+
 
 class CSVLogger(loggers.CSVLogger):
     """`lw.CSVLogger` with Lightning's default folder."""
@@ -29,6 +63,9 @@ class CSVLogger(loggers.CSVLogger):
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
+
+    def _is_flush_due(self, step: int) -> bool:
+        return (step + 1) % self._flush_every == 0
 
 
 class FabricTensorBoardLogger(TensorBoardLogger):
@@ -75,3 +112,35 @@ def merge_dicts(
     other = default_func or (lambda values: sum(values) / len(values))
     keys = dict.fromkeys(key for one in dicts for key in one)
     return {key: functions.get(key, other)([one[key] for one in dicts if key in one]) for key in keys}
+
+
+class WandbLogger(loggers.WandbLogger):
+    """`lw.WandbLogger` with Lightning's default project."""
+
+    default_project = DEFAULT_NAME
+
+
+# Former name of an argument -> its present name.
+_COMET = {"experiment_name": "name", "project_name": "project", "save_dir": "offline_directory", "offline": "online"}
+
+
+class CometLogger(loggers.CometLogger):
+    """`lw.CometLogger`, which takes Lightning's former names of arguments, too.
+
+    Args:
+        arguments: See `lw.CometLogger`; `experiment_name`, `project_name`, `save_dir` and `offline` are former names.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        for former, present in _COMET.items():
+            if former not in arguments:
+                continue
+            value = arguments.pop(former)
+            value = not value if former == "offline" else value
+            if arguments.get(present) is None:
+                arguments[present] = value
+                text = f"CometLogger({former}=...) is the former name of {present}="
+            else:
+                text = f"CometLogger got both {former}= and {present}=: the former is not used"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        super().__init__(**arguments)

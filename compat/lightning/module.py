@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Sized
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Self
 
 from ...data import DataModule
+from ...data.tree import flatten_loaders, is_collection
 from ...trainer.module import Module
 from .imports.absent import refuse
-from .utilities.hparams import remove_ignored
+from .utilities.hparams import accepted, existing, remove_ignored
 
-__all__ = ["CheckpointHooks", "DataHooks", "LightningDataModule", "LightningModule", "ModelHooks"]
+if TYPE_CHECKING:
+    from ...protocols import MapLocation
+
+__all__ = [
+    "CheckpointHooks",
+    "DataHooks",
+    "LightningDataModule",
+    "LightningModule",
+    "ModelHooks",
+    "load_from_checkpoint",
+]
 
 
 class LightningModule(Module):
@@ -18,11 +31,32 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+    _compiler_ctx: dict[str, Any] | None = None  # set where a compiled module was unpacked, which is not done here
+    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name"]
 
     @property
     def _current_fx_name(self) -> str | None:
         """Name of the hook that runs, None outside of one."""
         return self._trainer._metrics.table.hook or None if self._trainer is not None else None
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: object,
+    ) -> Self:
+        """Build the module from a checkpoint; see `lw.Module.load_from_checkpoint`.
+
+        Keywords that `__init__` does not take are left out. A file of hyperparameters that is missing is a warning.
+        """
+        with existing(hparams_file) as file:
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, file, strict, weights_only, **accepted(cls, kwargs)
+            )
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Take entries out of the hyperparameters."""
@@ -36,16 +70,66 @@ class LightningModule(Module):
 class LightningDataModule(DataModule):
     """`lw.DataModule` under Lightning's name."""
 
+    def __str__(self) -> str:
+        """Return a line for each kind of loader, with the sizes of its data sets; None where it is not available."""
+        kinds = {"Train": "train", "Validation": "val", "Test": "test", "Predict": "predict"}
+        lines = []
+        for title, stage in kinds.items():
+            try:
+                loaders = getattr(self, f"{stage}_dataloader")()
+            except Exception:  # any error of the user's method: there are no data of this kind yet
+                loaders = None
+            lines.append(f"{{{title} dataloader: {_sizes_of(loaders)}}}")
+        return "\n".join(lines)
+
     CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the data module from a checkpoint; see `lw.DataModule.load_from_checkpoint`.
+
+        Keywords that `__init__` does not take are left out. A file of hyperparameters that is missing is a warning.
+        """
+        with existing(hparams_file) as file:
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, file, weights_only, **accepted(cls, kwargs)
+            )
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Take entries out of the hyperparameters."""
         remove_ignored(self, ignore_list)
 
 
+def load_from_checkpoint(cls: type, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as in the methods
+    """Return a module or data module from a checkpoint, past an override of its class."""
+    base: Any = LightningDataModule if issubclass(cls, DataModule) else LightningModule
+    return base.load_from_checkpoint.__func__(cls, checkpoint_path, *args, **kwargs)
+
+
 # Lightning's modules inherit their hooks from classes of these names; here one class has them all.
 ModelHooks = Module
 CheckpointHooks = Module
 DataHooks = Module
+
+
+def _sizes_of(loaders: Any) -> str:  # Any: a loader, or a collection of any depth
+    if loaders is None:
+        return "None"
+    if not is_collection(loaders):
+        return f"size={_size_of(loaders)}"
+    members = flatten_loaders(loaders)
+    return " ; ".join(f"{number}. size={_size_of(one)}" for number, one in enumerate(members, start=1))
+
+
+def _size_of(loader: Any) -> object:  # Any: any iterable
+    data = getattr(loader, "dataset", loader)
+    return len(data) if isinstance(data, Sized) else "NA"

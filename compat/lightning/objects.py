@@ -1,4 +1,8 @@
-"""Objects in checkpoints: Lightning pickles any object in hooks and states; Loopwright requires them to be trusted."""
+"""Objects in checkpoints: Lightning pickles any object in hyperparameters, hooks and states.
+
+In a file they stay objects, for Lightning itself and for programs that read the file with torch.load. Folders of
+sharded checkpoints have them marked as trusted.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,43 @@ import pickle
 from typing import Any
 
 from ...checkpoint import arguments_to_pass
-from ...checkpoint.plain import Trusted, require_plain, to_plain
+from ...checkpoint.omegaconf_containers import containers_key, find_containers
+from ...checkpoint.plain import Trusted, WithObjects, require_plain, to_plain
+from ...data import AttributeDict
 from ...errors import CheckpointError
 from ...protocols import StateDict
 
-__all__ = ["keep_hyperparameters", "part_hyperparameters", "trust_objects"]
+__all__ = ["keep_hyperparameters", "part_hyperparameters", "trust_objects", "with_objects"]
 
 logger = logging.getLogger(__name__)
+
+
+def with_objects(checkpoint: StateDict) -> StateDict:
+    """Return a checkpoint for a file: numbers of numpy are numbers, other objects stay as they are.
+
+    Raises:
+        CheckpointError: An object cannot be pickled.
+    """
+    for prefix in ("", "datamodule_"):
+        lost = checkpoint.get(arguments_to_pass.to_pass_key(prefix))
+        if lost:
+            text = arguments_to_pass.refusal("load_from_checkpoint", lost)
+            hparams = {**checkpoint[f"{prefix}hyper_parameters"], arguments_to_pass.INSTANTIATOR: text}
+            checkpoint = {**checkpoint, f"{prefix}hyper_parameters": hparams}
+    marked: StateDict = trust_objects(checkpoint)
+    if marked is checkpoint:
+        return checkpoint
+    return WithObjects((key, _unmarked(value)) for key, value in marked.items())
+
+
+def _unmarked(value: Any) -> Any:  # Any: a nested checkpoint
+    if isinstance(value, Trusted):
+        return value.value
+    if type(value) is dict:
+        return {key: _unmarked(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unmarked(item) for item in value)
+    return value
 
 
 def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
@@ -22,22 +56,19 @@ def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
     A number of numpy becomes a number; any other object comes back with weights_only=False, which Lightning needs for
     it, too. What is plain already is not copied.
     """
-    try:
-        require_plain(value)
-    except CheckpointError:
-        if type(value) is dict:
-            return {key: trust_objects(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(trust_objects(item) for item in value)
-        plain, left_out = to_plain(value)
-        return Trusted(value) if left_out else plain
-    return value
+    if _is_plain(value):
+        return value
+    if type(value) in (dict, AttributeDict):
+        return {key: trust_objects(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(trust_objects(item) for item in value)
+    return value.item() if _is_number(value) else Trusted(value)
 
 
 def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a module or data module, and its arguments
     """Return a module's entries of a checkpoint, in which objects stay objects; what cannot be pickled is left out.
 
-    Lightning keeps them so, and hooks and libraries look for them there. `trust_objects` marks them when it is written.
+    Lightning keeps them so, and hooks and libraries look for them there, and in the file.
 
     Args:
         owner: The module or data module.
@@ -49,10 +80,10 @@ def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a 
     kept, dropped = {}, []
     for name, value in dict(hparams).items():
         plain, left_out = to_plain({name: value})
-        if not left_out:
+        if not _is_plain(value) and not find_containers({name: value}) and _can_pickle(value):
+            kept[name] = value.item() if _is_number(value) else value
+        elif not left_out:
             kept.update(plain)
-        elif _can_pickle(value):
-            kept[name] = value
         else:
             dropped += left_out
     if dropped:
@@ -63,6 +94,9 @@ def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a 
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
     value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
     found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: kept}
+    containers = find_containers(hparams)
+    if containers:
+        found[containers_key(prefix)] = containers
     lost = {name: arguments_to_pass.describe(hparams[name]) for name in dict(hparams) if name not in kept}
     return {**found, arguments_to_pass.to_pass_key(prefix): lost} if lost else found
 
@@ -85,6 +119,18 @@ def part_hyperparameters(checkpoint: StateDict) -> StateDict:
         if trusted:
             parted[arguments_to_pass.trusted_key(prefix)] = trusted
     return parted
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        require_plain(value)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:  # Any: a number of numpy, which may be absent
+    return type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", None) == 0
 
 
 def _can_pickle(value: object) -> bool:

@@ -1,13 +1,18 @@
-"""The optimizer of modules that have none."""
+"""The optimizer of modules that have none, and the functions that a `LightningOptimizer` calls around its step.
+
+Lightning counts steps in them: a step with others in their place is not one of `global_step`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any  # Any: what a step takes and returns
 
 import torch
 from torch.optim import Optimizer
 
 from ...protocols import StateDict
+from ...trainer.loop.optimizers import ManagedOptimizer
 
 __all__ = ["do_nothing_closure"]
 
@@ -43,3 +48,38 @@ class _MockOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return "No Optimizer"
+
+
+def _count() -> None:
+    """Stand where Lightning counts."""
+
+
+def _around_step(name: str) -> property:
+    """Return an attribute for a function that is called before or after each step."""
+
+    def read(managed: ManagedOptimizer) -> Callable[[], object]:
+        found: Callable[[], object] = managed.__dict__.get(name, _count)
+        return found
+
+    def assign(managed: ManagedOptimizer, function: Callable[[], object]) -> None:
+        own = managed.__dict__
+        own[name] = function
+        if "step" not in own:  # from now on this optimizer calls them; others pay nothing
+            own["step"] = lambda closure=None, **kwargs: _step(managed, closure, **kwargs)
+
+    return property(read, assign)
+
+
+def _step(managed: Any, closure: Callable[[], object] | None, **kwargs: object) -> Any:
+    before = managed.num_steps
+    managed._on_before_step()
+    result = ManagedOptimizer.step(managed, closure, **kwargs)
+    managed._on_after_step()
+    if managed._on_after_step is not _count:
+        own = managed.__dict__
+        own["_uncounted"] = own.get("_uncounted", 0) + managed.num_steps - before
+    return result
+
+
+for _name in ("_on_before_step", "_on_after_step"):
+    setattr(ManagedOptimizer, _name, _around_step(_name))

@@ -1,26 +1,133 @@
-"""`FSDPPrecision` makes one of the usual precisions: the sharding strategy takes the plan of any."""
+"""Precisions with the methods that Lightning's have besides, and `FSDPPrecision`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ...precision import HalfPrecision, MixedPrecision, Precision
+from ...errors import ConfigError
+from ...precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from ...trainer.module import Module
 
-__all__ = ["FSDPPrecision"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
+
+__all__ = ["DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+
+# Any in this file: a precision, and what a program passes on.
 
 
-class FSDPPrecision:
-    """Makes the precision of this name, for FSDP."""
+def _main_params(self: Any, optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
-    def __new__(cls, precision: str = "32-true", scaler: Any = None) -> Any:  # Any: a precision, not one of this class
+
+def _connect(self: Any, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, ...]:
+    """Return what is passed."""
+    return model, optimizers, lr_schedulers
+
+
+def _pass_on(self: Any, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the loss."""
+    return tensor
+
+
+def _backward(self: Any, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    """Run the backward pass, that of a LightningModule where there is one."""
+    others = args[1:] if args and (args[0] is None or isinstance(args[0], Optimizer)) else args
+    if isinstance(model, Module):
+        model.backward(tensor, *others, **kwargs)
+    else:
+        tensor.backward(*others, **kwargs)
+
+
+def _clip_by_value(self: Any, optimizer: Optimizer, clip_val: float) -> None:
+    """Clip the gradients of an optimizer's parameters by value."""
+    nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
+
+
+def _clip_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:
+    """Clip the gradients of an optimizer's parameters by their norm."""
+    nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+
+def _clip_gradients(
+    self: Any, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+) -> None:
+    """Clip the gradients of an optimizer's parameters; nothing is clipped with 0."""
+    if clip_val <= 0:
+        return
+    clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
+    clip(optimizer, clip_val)
+
+
+def _forward_context(self: Any) -> AbstractContextManager[object]:
+    """Return the context in which steps run."""
+    context: AbstractContextManager[object] = self.forward_context()
+    return context
+
+
+# Of programs that call a precision themselves; Loopwright calls none of these.
+_METHODS = {
+    "main_params": _main_params,
+    "connect": _connect,
+    "pre_backward": _pass_on,
+    "post_backward": _pass_on,
+    "backward": _backward,
+    "clip_grad_by_value": _clip_by_value,
+    "clip_grad_by_norm": _clip_by_norm,
+    "clip_gradients": _clip_gradients,
+    **{f"{stage}_step_context": _forward_context for stage in ("train", "val", "test", "predict")},
+}
+for _name, _method in _METHODS.items():
+    setattr(Precision, _name, _method)
+MixedPrecision.autocast_context_manager = _forward_context  # type: ignore[attr-defined]
+
+
+class _MadeBy(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return hasattr(instance, "mixed_precision_config")
+
+
+class FSDPPrecision(metaclass=_MadeBy):
+    """Makes the precision of this name, for FSDP: one of the usual ones, for sharding strategies take the plan of any.
+
+    It has `mixed_precision_config`, the dtypes as FullyShardedDataParallel takes them.
+    """
+
+    def __new__(cls, precision: str = "32-true", scaler: Any = None) -> Any:
         """Return a MixedPrecision, a HalfPrecision or a Precision.
 
         Args:
             precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
             scaler: A gradient scaler for "16-mixed".
+
+        Raises:
+            ConfigError: A scaler is given to another precision, or the precision is another one.
         """
+        if scaler is not None and precision != "16-mixed":
+            raise ConfigError(
+                f"FSDPPrecision got a scaler and precision={precision!r}, which scales no losses.",
+                fix="leave scaler out, or pass precision='16-mixed'.",
+            )
+        made: Any
         if precision.endswith("-mixed"):
-            return MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu", scaler)
-        return HalfPrecision(precision) if precision != "32-true" else Precision()
+            made = MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu", scaler)
+        else:
+            made = HalfPrecision(precision) if precision != "32-true" else Precision()
+            made.scaler = None
+        made.mixed_precision_config = _sharded_dtypes(precision)
+        return made
+
+
+def _sharded_dtypes(precision: str) -> ShardedDtypes:
+    from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
+
+    dtype = {"16": torch.float16, "bf16": torch.bfloat16}.get(precision.partition("-")[0], torch.float32)
+    return ShardedDtypes(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype, cast_forward_inputs=False)

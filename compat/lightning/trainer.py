@@ -12,37 +12,46 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...callbacks import Callback
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.tools.convert import lightning_loop
+from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
 from ...errors import ModuleError
 from ...trainer import lifecycle, trainer
 from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
 from ...trainer.hooks import Hook, check_hook_names, find_override
-from ...trainer.loop.fit_loop import FitLoop
+from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.setup import begin
-from . import connectors
+from . import connectors, model_checkpoint, optimizer  # noqa: F401  # the latter two complete classes of the core
+from .attached import collect_attached
 from .enums import TrainerFn, TrainerState
+from .external_callbacks import with_external
 from .imports.finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
+from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
 from .module import LightningDataModule, LightningModule
-from .objects import keep_hyperparameters, part_hyperparameters, trust_objects
+from .objects import keep_hyperparameters, part_hyperparameters, trust_objects, with_objects
+from .optimizers import replace_optimizers
 from .overrides import check_overrides
+from .parity import switches
+from .profilers import PyTorchProfiler
 
 if TYPE_CHECKING:
     from ...data import DataModule
-    from ...protocols import StateDict
+    from ...protocols import Loaders, StateDict
+    from ...trainer.loop.eval_loop import EvalLoader
     from ...trainer.metrics.accumulators import ScalarAccumulator
     from ...trainer.run import Run
 
@@ -63,39 +72,86 @@ class Trainer(trainer.Trainer):
         is_default = arguments.get("logger") in (None, True) and _ENVIRONMENT_LOGGER not in os.environ
         if is_default and not (arguments.get("fast_dev_run") or arguments.get("barebones")) and "://" not in root:
             arguments["logger"] = TensorBoardLogger(root)
+        if str(arguments.get("profiler")).lower() == "pytorch":
+            arguments["profiler"] = PyTorchProfiler()
         _take_level()
+        arguments["callbacks"] = with_external(arguments.get("callbacks"), "pytorch")
+        for change in switches.functions("arguments"):
+            change(arguments)
         super().__init__(**arguments)
         check_overrides(self.fabric.strategy, "strategy")
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
         self.state = TrainerState()
+        self.evaluated: dict[str, list[int]] = {}
         self.saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
-        self.fit_loop = _FitLoop(self, **limits)
+        self.fit_loop = TrainLoop(self, **limits)
         is_disabled = self._metrics.is_disabled
         self._metrics = _Metrics(self.fabric.device)
         self._metrics.is_disabled = is_disabled
         self._checkpoint_connector = connectors._CheckpointConnector(self)
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
+        self._has_parity = False
+        for curve in switches.functions("search"):
+            self.learning_rate_curve = curve
+        for change in switches.functions("tuning"):
+            change(self)
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Values for the bar: of a key that was logged by step and by epoch, the two."""
+        for refresh in switches.functions("bar"):
+            refresh(self)
         found = super().progress_bar_metrics
-        return {name: value for name, value in found.items() if f"{name}_epoch" not in found}
+        return {name: value for name, value in found.items() if with_suffix(name, "_epoch") not in found}
 
     @property
-    def logged_metrics(self) -> dict[str, float]:
-        """What was sent to the loggers, the latest of each key."""
-        return {name: value for name, value in super().logged_metrics.items() if name != "epoch"}
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Latest value of everything logged, without single batches of an evaluation."""
+        left_out = self._metrics.keys_of_evaluated_batches
+        return {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Validation batches of each loader, also of those that are combined into one."""
+        return self._batches_of_each("validation", super().num_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Test batches of each loader, also of those that are combined into one."""
+        return self._batches_of_each("test", super().num_test_batches)
+
+    def _batches_of_each(self, stage: str, counts: list[int | float]) -> list[int | float]:
+        data = self.loaders.eval.get(stage)
+        if data is None or data.combined is None:
+            return counts
+        limit = getattr(self, f"limit_{'val' if stage == 'validation' else stage}_batches")
+        lengths = [find_length(member) for member in data.combined.flattened]
+        return [math.inf if one is None else resolve_limit(limit, one, "limit") for one in lengths]
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """Latest value of each key for the loggers, also if it waits for a log interval: shape (), on the device."""
+        found = super().logged_metrics
+        values = {
+            name: torch.tensor(value, device=self.fabric.device) for name, value in found.items() if name != "epoch"
+        }
+        metrics = cast(_Metrics, self._metrics)
+        waiting = {name: value.to(torch.get_default_dtype()) for name, value in metrics.waiting_for_loggers().items()}
+        return {**values, **waiting}
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """How many steps fit takes; after it, how many it would take."""
+        for estimate in switches.functions("estimate"):
+            found: int | float | None = estimate(self)
+            if found is not None:
+                return found
         if self._run is not None or self._last_run is None:
             return super().estimated_stepping_batches
         epochs, limit = self.max_epochs, self.max_steps
@@ -117,34 +173,105 @@ class Trainer(trainer.Trainer):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        connectors.replace_optimizers(self, optimizers)
+        replace_optimizers(self, optimizers)
+
+    def metric_step(self, name: str) -> int | None:
+        """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
+        found = super().metric_step(name)
+        return None if found is None else found + self.progress.global_step - self.progress.steps
+
+    @contextmanager
+    def _running(self, verb: str) -> Iterator[None]:
+        """Run a verb, with what parity puts in place in the process that runs it."""
+        if not self._has_parity:
+            self._has_parity = True
+            for change in switches.functions("trainer"):
+                change(self)
+        with ExitStack() as stack:
+            for around in switches.functions("around"):
+                stack.enter_context(around(self, verb))
+            stack.enter_context(super()._running(verb))
+            yield
+
+    def _begin_fit(
+        self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
+    ) -> Callable[[], None] | None:
+        restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        for change in switches.functions("step"):
+            change(run)
+        return restore
+
+    def _begin_evaluation(
+        self, verb: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: str | Path | None,
+        datamodule: DataModule | None, *, is_trusted: bool,
+    ) -> tuple[Run, EvalLoader]:  # fmt: skip
+        run, data = super()._begin_evaluation(verb, model, dataloaders, ckpt_path, datamodule, is_trusted=is_trusted)
+        for change in switches.functions("evaluation"):
+            change(run)
+        return run, data
 
     def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Return the run, whose accelerator is set up."""
         run = super().make_run(plan, module, datamodule)
+        count_evaluations(self, run)
+        for change in switches.functions("run"):
+            change(run)
         setup = getattr(self.accelerator, "setup", None)
         if setup is not None:
             setup(self)
         return run
 
+    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+        run = super()._begin(verb, model, datamodule, given)
+        run.module.zero_grad()  # gradients of an earlier run must not enter manual optimization
+        return run
+
+    def save_checkpoint_to(
+        self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: object = None
+    ) -> None:
+        """Write one checkpoint to several paths, also that of a module that is attached outside of a run."""
+        module = self.lightning_module
+        if self.latest_run() is not None or self._spawned_checkpoint is not None or module is None:
+            super().save_checkpoint_to(filepaths, weights_only, storage_options)
+            return
+        if self.is_global_zero:
+            checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
+            self.saving.write(checkpoint, filepaths, storage_options)
+
     @property
-    def validate_loop(self) -> connectors.LoopView:
+    def validate_loop(self) -> LoopView:
         """The validation of `trainer.validate`."""
-        return connectors.LoopView(self, "validation")
+        return LoopView(self, "validation")
+
+    @validate_loop.setter
+    def validate_loop(self, loop: object) -> None:
+        refuse_own_loop("validate_loop", loop)
 
     @property
-    def test_loop(self) -> connectors.LoopView:
+    def test_loop(self) -> LoopView:
         """The loop of `trainer.test`."""
-        return connectors.LoopView(self, "test")
+        return LoopView(self, "test")
+
+    @test_loop.setter
+    def test_loop(self, loop: object) -> None:
+        refuse_own_loop("test_loop", loop)
 
     @property
-    def predict_loop(self) -> connectors.LoopView:
+    def predict_loop(self) -> LoopView:
         """The loop of `trainer.predict`."""
-        return connectors.LoopView(self, "predict")
+        return LoopView(self, "predict")
+
+    @predict_loop.setter
+    def predict_loop(self, loop: object) -> None:
+        refuse_own_loop("predict_loop", loop)
 
     @property
     def _model(self) -> nn.Module | None:
         return self.lightning_module
+
+    @_model.setter
+    def _model(self, model: nn.Module | None) -> None:
+        self._spawned_module = model
 
     @property
     def _results(self) -> connectors.ResultsView:
@@ -162,39 +289,21 @@ class Trainer(trainer.Trainer):
 class _Saving(Saving):
     """Writes checkpoints that hold objects, and have what Lightning looks for in one."""
 
-    def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def complete(self, checkpoint: StateDict) -> None:
+        """Add Lightning's own entries, which hooks and libraries look for."""
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
-            checkpoint = trust_objects(part_hyperparameters(checkpoint))
             checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
             checkpoint.setdefault("loops", {"fit_loop": lightning_loop(own.get("progress", {}))})
+
+    def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+        own = checkpoint.get(OWN_KEY)
+        if isinstance(own, dict) and self._trainer.strategy.saves_shards("full"):
+            checkpoint = trust_objects(part_hyperparameters(checkpoint))
+        elif isinstance(own, dict):
+            checkpoint = with_objects(checkpoint)
+            self.complete(checkpoint)
         super()._write(checkpoint, filepaths, storage_options)
-
-
-class _FitLoop(FitLoop):
-    """The loop of fit, with the names under which Lightning's has its parts."""
-
-    @property
-    def epoch_loop(self) -> connectors.LoopView:
-        """The batches of an epoch."""
-        return connectors.LoopView(self._trainer, "train")
-
-    @property
-    def _data_source(self) -> object:
-        return self.epoch_loop._data_source
-
-    @property
-    def epoch_progress(self) -> SimpleNamespace:
-        """Counts of epochs, to be read: `epoch_progress.current.completed`."""
-        run, done = self._trainer._run, self._trainer.current_epoch
-        begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
-        counts = {"ready": begun, "started": begun, "processed": done, "completed": done}
-        return SimpleNamespace(current=SimpleNamespace(**counts), total=SimpleNamespace(**counts))
-
-    @property
-    def max_batches(self) -> int | float:
-        """Micro-batches of an epoch."""
-        return self._trainer.num_training_batches
 
 
 class _Metrics(Metrics):
@@ -206,6 +315,20 @@ class _Metrics(Metrics):
             self._size = _first_size(self.batch) if size is None else size
             self.sized = self.batch
         return super()._weight(accumulator)
+
+    def waiting_for_loggers(self) -> dict[str, Tensor]:
+        """Return the latest values of keys that are sent to loggers, also those that are not sent yet."""
+        found = {}
+        for stage in ("train", "validation", "test"):
+            for accumulator in self.accumulators(stage):
+                if not accumulator.logger:
+                    continue
+                if accumulator.on_epoch and accumulator.epoch_key in self.results:
+                    found[accumulator.epoch_key] = self.results[accumulator.epoch_key]
+                if accumulator.on_step and accumulator.step_values:
+                    value = accumulator.step_value(self.device)
+                    found[accumulator.step_key] = torch.as_tensor(value, device=self.device).detach().reshape(())
+        return found
 
 
 def _first_size(batch: object) -> int | None:
@@ -247,15 +370,35 @@ def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | 
     if hook is None:
         return None
     if name in ("setup", "teardown"):
-        return lambda *arguments: hook(*arguments[:-1], TrainerFn(arguments[-1]))
+        if not _takes_stage(hook, 2 if isinstance(owner, Callback) else 0):
+            return lambda *arguments: hook(*arguments[:-1], TrainerFn(arguments[-1]))
+        return lambda *arguments: hook(*arguments[:-1], stage=TrainerFn(arguments[-1]))
     if name not in _OF_A_LOADER:
         return hook
     count = _OF_A_LOADER[name] + (2 if isinstance(owner, Callback) else 0)
+    signature = inspect.signature(hook)
     try:
-        inspect.signature(hook).bind(*range(count))
+        signature.bind(*range(count))
     except TypeError:
         return lambda *arguments: hook(*arguments[:-1])
-    return hook
+    if not any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values()):
+        return hook  # its default is that of a single loader
+    stage = name.split("_")[1]
+
+    def with_loader(*arguments: Any) -> object:
+        trainer = arguments[0] if isinstance(owner, Callback) else owner.trainer  # type: ignore[attr-defined]
+        return hook(*arguments) if len(trainer.loaders.num_batches(stage)) > 1 else hook(*arguments[:-1])
+
+    return with_loader
+
+
+def _takes_stage(hook: Hook, count: int) -> bool:
+    """Whether a hook takes its stage by keyword, after this many arguments."""
+    try:
+        inspect.signature(hook).bind(*range(count), stage="fit")
+    except TypeError:
+        return False
+    return True
 
 
 def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see the function that is replaced
@@ -264,7 +407,7 @@ def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see 
     return keep_hyperparameters(owner, prefix) if is_lightning else _plain_hyperparameters(owner, prefix)
 
 
-_plain_hyperparameters = snapshot._hyperparameters
+_plain_hyperparameters = snapshot.hyperparameters
 
 # Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
 _OF_A_LOADER = {
@@ -275,5 +418,5 @@ _OF_A_LOADER = {
 
 # The replaced functions of the core, which are not part of a run and have no Trainer.
 lifecycle.find_override = _find_override  # type: ignore[attr-defined]
-snapshot._hyperparameters = _hyperparameters
+snapshot.hyperparameters = _hyperparameters
 begin.check_hook_names = trainer.check_hook_names = _warn_of_hook_names  # type: ignore[attr-defined]

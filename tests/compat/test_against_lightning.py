@@ -18,7 +18,7 @@ import pytest
 PROGRAMS = Path(__file__).parents[1] / "fixtures" / "lightning_programs"
 LIGHTNING = os.environ.get("LIGHTNING_PYTHON", "")
 OURS = [sys.executable, "-m", "loopwright", "run-lightning"]
-NAMES = ("evaluate", "gan", "callbacks", "fabric_loop")
+NAMES = ("evaluate", "gan", "callbacks", "fabric_loop", "contract")
 
 pytestmark = pytest.mark.skipif(not LIGHTNING, reason="LIGHTNING_PYTHON names no interpreter with Lightning")
 
@@ -94,3 +94,78 @@ def test_a_run_begins_on_one_and_goes_on_on_the_other(first: str, tmp_path: Path
     ended = run([*commands[second], program, str(tmp_path / "ended"), "3", begun["path"]], tmp_path / "ended")
     for key in ("weight", "steps", "epochs", "lr", "same"):
         assert ended[key] == (pytest.approx(whole[key], abs=2e-5) if key == "weight" else whole[key]), key
+
+
+def test_a_converted_file_of_a_program_without_this_layer_goes_on_in_lightning(tmp_path: Path) -> None:
+    plain = _TRAIN.replace("import lightning as L", "import loopwright as L").replace("LightningModule", "Module")
+    plain = plain.replace("L.pytorch.callbacks.ModelCheckpoint", "L.ModelCheckpoint")
+    (tmp_path / "plain.py").write_text(plain)
+    (tmp_path / "train.py").write_text(_TRAIN)
+    begun = run([sys.executable, str(tmp_path / "plain.py"), str(tmp_path / "begun"), "2"], tmp_path / "begun")
+    converted = str(tmp_path / "converted.ckpt")
+    assert loopwright("checkpoint", "convert", begun["path"], converted, "--to", "lightning") == 0
+    theirs = [LIGHTNING, str(tmp_path / "train.py")]
+    whole = run([*theirs, str(tmp_path / "whole"), "3"], tmp_path / "whole")
+    ended = run([*theirs, str(tmp_path / "ended"), "3", converted], tmp_path / "ended")
+    for key in ("weight", "steps", "epochs", "lr", "same"):
+        assert ended[key] == (pytest.approx(whole[key], abs=2e-5) if key == "weight" else whole[key]), key
+
+
+def loopwright(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "loopwright", *arguments], timeout=200, check=False).returncode
+
+
+_MIDDLE = """
+import sys, torch, json, os, enum
+import lightning as L
+from torch.utils.data import DataLoader, TensorDataset
+
+class Kind(enum.Enum):
+    A = 1
+
+class Net(L.LightningModule):
+    def __init__(self, kind=Kind.A, act=torch.nn.Tanh(), deep=(torch.nn.ReLU,)):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(self.layer.weight); torch.nn.init.zeros_(self.layer.bias)
+    def training_step(self, batch, batch_idx):
+        seen.append([self.current_epoch, batch_idx, self.global_step, batch[0][0].item()])
+        return (self.layer(batch[0]) - 3).square().mean()
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+seen = []
+saving = L.pytorch.callbacks.ModelCheckpoint(dirpath=sys.argv[1], every_n_train_steps=3, save_top_k=-1)
+t = L.Trainer(max_steps=int(sys.argv[2]), max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
+              enable_model_summary=False, callbacks=[saving])
+model = Net()
+data = DataLoader(TensorDataset(torch.arange(8.0).reshape(8, 1)), batch_size=1)
+path = sys.argv[3] if len(sys.argv) > 3 else None
+t.fit(model, data, ckpt_path=path, weights_only=False)
+hparams = dict(Net.load_from_checkpoint(path or os.path.join(sys.argv[1], "epoch=0-step=3.ckpt"),
+                                        weights_only=False).hparams)
+print(json.dumps({"seen": seen, "weight": round(model.layer.weight.item(), 6), "step": t.global_step,
+                  "lr": t.optimizers[0].param_groups[0]["lr"], "batch": t.fit_loop.total_batch_idx,
+                  "hparams": [hparams["kind"].name, type(hparams["act"]).__name__, hparams["deep"][0].__name__]}))
+"""
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(first: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_MIDDLE)
+    program = str(tmp_path / "train.py")
+    theirs = [LIGHTNING, program]
+    whole = run([*OURS, program, str(tmp_path / "whole"), "10"], tmp_path / "whole")
+    begun = run([*(OURS if first == "ours" else theirs[:1]), program, str(tmp_path / "begun"), "4"], tmp_path / "begun")
+    assert begun["hparams"] == ["A", "Tanh", "ReLU"]
+    path = str(tmp_path / "begun" / "epoch=0-step=3.ckpt")
+    ended = run([*OURS, program, str(tmp_path / "ended"), "10", path], tmp_path / "ended")
+    assert ended == {**whole, "seen": whole["seen"][3:]}
+    # Lightning counts on where the file was taken, and reads the epoch's data from their beginning.
+    in_lightning = run([*theirs, str(tmp_path / "there"), "10", path], tmp_path / "there")
+    assert [item[:3] for item in in_lightning["seen"]] == [item[:3] for item in whole["seen"][3:]]
+    for key in ("step", "lr", "batch", "hparams"):
+        assert in_lightning[key] == pytest.approx(whole[key]) if key == "lr" else in_lightning[key] == whole[key], key

@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = str(Path(__file__).with_name("programs") / "command_line.py")
 PYTHON = os.environ.get("LIGHTNING_PYTHON", "")
-SIDES = {"theirs": [PYTHON, PROGRAM], "ours": [PYTHON, "-m", "loopwright", "run-lightning", PROGRAM]}
+SIDES = {"theirs": [PYTHON], "ours": [PYTHON, "-m", "loopwright", "run-lightning"]}
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning")
 
@@ -27,11 +27,13 @@ data: {class_path: __main__.Data, init_args: {batch_size: 8}}
 """
 
 
-def run(side: str, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    side: str, folder: Path, *arguments: str, program: str = PROGRAM, **variables: str
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     found = subprocess.run(
-        [*SIDES[side], *arguments],
+        [*SIDES[side], program, *arguments],
         cwd=folder,
         env=environment,
         text=True,
@@ -79,3 +81,12 @@ def test_model_and_data_may_be_named(tmp_path: Path) -> None:
     theirs, ours = (numbers(run(side, tmp_path / side, *line, SUBCLASS="1")) for side in SIDES)
     assert ours == pytest.approx(theirs)
     assert ours["batch_size"] == 5
+
+
+@pytest.mark.timeout(400)
+def test_small_programs_give_the_same(tmp_path: Path) -> None:
+    program = str(Path(PROGRAM).with_name("command_line_rows.py"))
+    theirs, ours = (numbers(run(side, tmp_path / side, program=program)) for side in SIDES)
+    assert list(theirs) == list(ours)
+    for name, expected in theirs.items():
+        assert ours[name] == expected, name

@@ -15,7 +15,18 @@ import pytest
 
 PROGRAMS = Path(__file__).with_name("programs")
 PYTHON = os.environ.get("LIGHTNING_PYTHON", "")
-LIBRARIES = ("forecasting", "series", "probabilistic", "self_supervised", "tables", "neural")
+LIBRARIES = (
+    "forecasting",
+    "series",
+    "probabilistic",
+    "self_supervised",
+    "tables",
+    "neural",
+    "molecules",
+    "pruning",
+    "uncertainty",
+    "finetuning",
+)
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning")
 

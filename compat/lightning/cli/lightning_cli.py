@@ -1,31 +1,34 @@
-"""`LightningCLI` over `lw.cli.CLI`: its constructor, hooks and declarations that mean the same there."""
+"""`LightningCLI`: its constructor, hooks and steps, over `LightningArgumentParser`."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ....callbacks import Callback
+from ....checkpoint.tools.formats import Reading, open_checkpoint
+from ....cli.make import make
+from ....data.hparams import given_to
 from ....errors import ConfigError
-from ..imports.absent import refuse
+from ....fabric.seed import seed_everything
+from ....trainer.module import Module
+from ....trainer.trainer import Trainer as BaseTrainer
+from ..module import LightningDataModule, LightningModule
 from ..trainer import Trainer
-from .argument_parser import LightningArgumentParser
-from .argument_parser import LRSchedulerTypeTuple as LRSchedulerTypeTuple
-from .argument_parser import ReduceLROnPlateau as ReduceLROnPlateau
-from .namespace import Namespace, to_namespace
-from .tokens import tokens_of
-
-if TYPE_CHECKING:
-    from ....cli.groups import Groups
-    from ....trainer.module import Module
-    from ....trainer.trainer import Trainer as BaseTrainer
+from .argument_parser import LightningArgumentParser, LRSchedulerTypeTuple, ReduceLROnPlateau
+from .namespace import Namespace as Namespace
+from .namespace import to_plain
+from .save_config import SaveConfigCallback
 
 __all__ = [
     "LightningCLI",
@@ -36,106 +39,55 @@ __all__ = [
 
 # Any in this file: classes of users, their arguments, and what is made of them.
 
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 OptimizerCallable = Callable[[Any], Optimizer]
-LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
-ArgsType = Sequence[str] | Mapping[str, Any] | None
+LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
+ArgsType = Sequence[str] | Mapping[str, Any] | Namespace | None
 
-
-class SaveConfigCallback(Callback):
-    """The class for `save_config_callback=`. Loopwright writes the file; a subclass can process it further.
-
-    Args:
-        parser: `parser.dump(config)` is the YAML.
-        config: The configuration of the subcommand.
-        config_filename: Name of the file.
-        overwrite: Accepted: the file in a folder is that of the run which began last.
-        multifile: Accepted: one file is written.
-        save_to_log_dir: False writes no file.
-    """
-
-    def __init__(
-        self,
-        parser: LightningArgumentParser,
-        config: object,
-        config_filename: str = "config.yaml",
-        overwrite: bool = False,
-        multifile: bool = False,
-        save_to_log_dir: bool = True,
-    ) -> None:
-        self.parser = parser
-        self.config = config
-        self.config_filename = config_filename
-        self.overwrite = overwrite
-        self.multifile = multifile
-        self.save_to_log_dir = save_to_log_dir
-        self.already_saved = False
-        if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
-            raise ConfigError(
-                f"{type(self).__name__}(save_to_log_dir=False) does nothing: save_config is not overridden.",
-                fix="override save_config, or pass save_config_callback=None to LightningCLI.",
-            )
-
-    def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
-        """Call `save_config` once, on rank zero."""
-        if self.already_saved:
-            return
-        if trainer.is_global_zero:
-            self.save_config(trainer, pl_module, stage)
-        self.already_saved = True
-
-    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Do something with the configuration. Override it."""
-
-
-def _remove(tree: dict[str, Any], path: str) -> None:
-    """Take out what stands at a dotted path, also where the path leads through a class's arguments."""
-    *above, last = path.split(".")
-    node: Any = tree
-    for part in above:
-        node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and "class_path" in node and part != "init_args":
-            node = node.get("init_args") if "init_args" not in above else node
-    if isinstance(node, dict):
-        node.pop(last, None)
-
-
-def _laid_over(below: object, above: object) -> Any:
-    """Return settings in which those above win, and what only those below have is there, too."""
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    return {**below, **{key: _laid_over(below[key], one) if key in below else one for key, one in above.items()}}
+_INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 class LightningCLI:
     """A command line made of the signatures of a program's classes; see docs/cli.md for what can be typed.
 
     Args:
-        model_class: The model's class; None: the user names one.
-        datamodule_class: The data module's class; None: the user may name one.
+        model_class: The model's class, or a function that returns a model; None: the user names one.
+        datamodule_class: The same for the data module; None: the user may name one.
         save_config_callback: None saves no configuration.
         save_config_kwargs: Further arguments of the callback.
-        trainer_class: The trainer's class.
-        trainer_defaults: Arguments of the trainer that the user may change.
-        seed_everything_default: The seed where none is given.
-        parser_kwargs: `default_config_files`, `default_env` and `env_prefix`, for all subcommands or below their names;
-            others go to `init_parser`.
+        trainer_class: The trainer's class, or a function that returns a trainer.
+        trainer_defaults: Arguments of the trainer that the user may change. Callbacks are always added.
+        seed_everything_default: The seed where none is given; True is that of `seed_everything()`, False sets none.
+        parser_kwargs: Arguments of `init_parser`, for all subcommands or below their names.
         parser_class: LightningArgumentParser, or a subclass.
-        subclass_mode_model: Accepted: a subclass can always be named.
-        subclass_mode_data: Accepted: a subclass can always be named.
+        subclass_mode_model: Whether the user names a subclass of the model's class.
+        subclass_mode_data: Whether the user names a subclass of the data module's class.
         args: What was typed, or settings as nested dicts; None: `sys.argv`.
         run: False makes the objects only.
-        auto_configure_optimizers: Accepted: an optimizer is taken from settings only where they name one.
-        load_from_checkpoint_support: Accepted.
+        auto_configure_optimizers: Whether settings may name an optimizer and a schedule of the model.
+        load_from_checkpoint_support: Whether `save_hyperparameters` keeps the settings that the model is made of, so
+            that `load_from_checkpoint` can make its arguments again.
+
+    Attributes:
+        parser: The parser.
+        config: The configuration, below the subcommand's name where there is one. It can be changed before objects
+            are made.
+        config_init: The same with objects in place of their settings.
+        subcommand: Name of the subcommand; None with run=False.
+        trainer: The trainer.
+        model: The model.
+        datamodule: The data module; None without one.
     """
 
     def __init__(
         self,
-        model_class: object = None,
-        datamodule_class: object = None,
+        model_class: Any = None,
+        datamodule_class: Any = None,
         save_config_callback: Callable[..., SaveConfigCallback] | None = SaveConfigCallback,
-        save_config_kwargs: dict[str, object] | None = None,
-        trainer_class: object = Trainer,
-        trainer_defaults: dict[str, object] | None = None,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: Any = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
         seed_everything_default: bool | int = True,
         parser_kwargs: dict[str, Any] | None = None,
         parser_class: Callable[..., LightningArgumentParser] = LightningArgumentParser,
@@ -146,88 +98,55 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
-        self._cli: Any = None
-        self._parser_class = parser_class
-        self._parser_kwargs = dict(parser_kwargs or {})
-        self._args = args
-        self._save_config = (save_config_callback, dict(save_config_kwargs or {}))
-        self._flat = {
-            key
-            for key, fixed, names_subclass in (
-                ("model", model_class, subclass_mode_model),
-                ("data", datamodule_class, subclass_mode_data),
-            )
-            if fixed is not None and not names_subclass
-        }
-        _make_cli(self.subcommands())(
-            self,
-            model_class,
-            datamodule_class,
-            trainer_class=trainer_class,
-            trainer_defaults=trainer_defaults,
-            seed_everything_default=seed_everything_default,
-            save_config=save_config_callback is not None,
-            run=run,
-            args=(),
-        )
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = save_config_kwargs or {}
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.model_class = model_class
+        self._model_class = model_class or LightningModule
+        self.subclass_mode_model = model_class is None or subclass_mode_model
+        self.datamodule_class = datamodule_class
+        self._datamodule_class = datamodule_class or LightningDataModule
+        self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self.config: Any = Namespace()
+        self.config_init: Any = None
+        self.trainer: Any = None
+        self.model: Any = None
+        self.datamodule: Any = None
+        self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
+        self._subcommand_method_arguments: dict[str, list[str]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._cli, name)
+        main, own = self._setup_parser_kwargs(self.parser_kwargs)
+        self.setup_parser(run, main, own)
+        self.parse_arguments(self.parser, args)
+        self._parse_ckpt_path()
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._set_seed()
+        if load_from_checkpoint_support:
+            self._add_instantiators()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
 
-    @property
-    def config(self) -> Namespace:
-        """The configuration, with defaults; below the subcommand's name, where there is one. A copy."""
-        own = to_namespace(_laid_over(self._cli.before_links, self._cli.config))
-        return (
-            own
-            if self._cli.subcommand is None
-            else Namespace({"subcommand": self._cli.subcommand, self._cli.subcommand: own})
-        )
+    # -- the parser ----------------------------------------------------------------------------------------------
 
-    @config.setter
-    def config(self, config: object) -> None:
-        refuse("LightningCLI.config = ...", "change what is typed: hand other args to parse_arguments")
+    def _setup_parser_kwargs(self, parser_kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        names = self.subcommands()
+        main = {key: value for key, value in parser_kwargs.items() if key not in names}
+        return main, {key: value for key, value in parser_kwargs.items() if key in names}
 
-    @property
-    def config_init(self) -> Namespace:
-        """The objects that were made of the configuration."""
-        cli = self._cli
-        made = {**cli.groups, "trainer": cli.trainer, "model": cli.model, "data": cli.datamodule}
-        found = Namespace({key: one for key, one in made.items() if one is not None})
-        return found if cli.subcommand is None else Namespace({"subcommand": cli.subcommand, cli.subcommand: found})
-
-    def _get(self, config: Namespace, key: str, default: object = None) -> Any:
-        """Return a setting of the subcommand."""
-        own: Namespace = config.get(str(self._cli.subcommand), config)
-        return own.get(key, default)
-
-    @staticmethod
-    def configure_optimizers(
-        lightning_module: Any, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
-    ) -> object:
-        """Return what `configure_optimizers` of the model gives where settings name an optimizer. May be overridden."""
-        if lr_scheduler is None:
-            return optimizer
-        monitor = getattr(lr_scheduler, "monitor", None)
-        entry = {"scheduler": lr_scheduler, **({} if monitor is None else {"monitor": monitor})}
-        return {"optimizer": optimizer, "lr_scheduler": entry}
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, and the arguments of each that are not settings. May be overridden.
-
-        Each is a method of the trainer, or of the LightningCLI, which then gets the arguments of the trainer's.
-        """
-        loaders = {"dataloaders"}
-        return {
-            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
-            **{name: {"model", "datamodule", *loaders} for name in ("validate", "test", "predict")},
-        }
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return what settings are declared with. May be overridden."""
+        return self.parser_class(**kwargs)
 
     def setup_parser(
-        self, add_subcommands: bool, main_kwargs: dict[str, object], subparser_kwargs: dict[str, object]
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
         """Make the parser and declare all settings. May be overridden.
 
@@ -237,192 +156,307 @@ class LightningCLI:
             subparser_kwargs: The same for subcommands, by their names.
         """
         self.parser = self.init_parser(**main_kwargs)
-        self.parser.options.update(subparser_kwargs)
-        self.add_default_arguments_to_parser(self.parser)
-        self.add_core_arguments_to_parser(self.parser)
-        self.add_arguments_to_parser(self.parser)
-        self.link_optimizers_and_lr_schedulers(self.parser)
+        if not add_subcommands:
+            self._add_arguments(self.parser)
+            return
+        trainer = self.trainer_class
+        if not inspect.isclass(trainer):
+            made = inspect.signature(trainer).return_annotation
+            trainer = made if inspect.isclass(made) and made is not inspect.Signature.empty else Trainer
+        for name in self.subcommands():
+            text = (inspect.getdoc(getattr(trainer, name)) or "").partition("\n")[0]
+            options = {"description": text, **subparser_kwargs.get(name, {})}
+            self._subcommand_parsers[name] = self._prepare_subcommand_parser(trainer, name, **options)
+        self.parser.subparsers = self._subcommand_parsers
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        skipped = {*self.subcommands()[subcommand], "model", "train_dataloaders", "val_dataloaders", "dataloaders"}
+        added = parser.add_method_arguments(klass, subcommand, skip={*skipped, "datamodule"})
+        self._subcommand_method_arguments[subcommand] = added
+        return parser
+
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser._optimizers:
+                parser.add_optimizer_args((Optimizer,))
+            if not parser._lr_schedulers:
+                parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Declare `seed_everything`. May be overridden."""
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int | None,
+            default=self.seed_everything_default,
+            help="Seed of all random generators; true takes that of seed_everything(), false sets none.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Declare trainer, model and data. May be overridden."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        defaults = {f"trainer.{name}": one for name, one in self.trainer_defaults.items() if name != "callbacks"}
+        parser.set_defaults(defaults)
+        parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
+        parser.add_lightning_class_args(
+            self._datamodule_class,
+            "data",
+            subclass_mode=self.subclass_mode_data,
+            required=self.datamodule_class is not None,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Declare further settings. Override it."""
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        """Declare the links of `link_to`. May be overridden."""
+        for key, (given, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
+            if link_to == "AUTOMATIC":
+                continue
+            compute = None if isinstance(given, tuple) else functools.partial(_described, given)
+            parser.link_arguments(key, link_to, compute_fn=compute)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands, and the arguments of each that are not settings. May be overridden.
+
+        Each is a method of the trainer, or of the LightningCLI, which then gets the arguments of the trainer's.
+        """
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            **{name: {"model", "dataloaders", "datamodule"} for name in ("validate", "test", "predict")},
+        }
+
+    # -- settings ------------------------------------------------------------------------------------------------
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Read the command line; `config` is there afterwards. May be overridden, to read something else.
 
         Args:
             parser: The parser.
-            args: What was typed, or settings as nested dicts; None: `sys.argv`.
+            args: What was typed, or settings as nested dicts or namespaces; None: `sys.argv`.
         """
-        self._cli.read(args)
+        is_typed = args is None or (isinstance(args, Sequence) and not isinstance(args, Mapping))
+        self.config = parser.parse_args(args) if is_typed else parser.parse_object(args)  # type: ignore[arg-type]
 
-    @staticmethod
-    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Declare further links. May be overridden: those of `link_to` are there already."""
+    def _parse_ckpt_path(self) -> None:
+        """Take the model's settings from the checkpoint that is named, if it has some."""
+        command = self.config.get("subcommand")
+        path = self.config.get(f"{command}.ckpt_path") if command else None
+        if not isinstance(path, str | Path) or not Path(path).is_file():
+            return
+        hparams = _hparams_of(str(path))
+        if not hparams:
+            return
+        name = hparams.pop("_class_path", None)
+        model = hparams if name is None else {"class_path": name, "dict_kwargs": hparams}
+        try:
+            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        except SystemExit:
+            sys.stderr.write(f"The hyperparameters in {path} do not fit the model.\n")
+            raise
 
-    def init_parser(self, **kwargs: object) -> LightningArgumentParser:
-        """Return what settings are declared with. May be overridden."""
-        parser: LightningArgumentParser = self._parser_class(**kwargs)
-        self._cli.hand_groups(parser)
-        return parser
+    def _get(self, config: Any, key: str, default: Any = None) -> Any:
+        """Return a setting of the subcommand."""
+        own = config.get(str(self.subcommand), config)
+        return own.get(key, default)
 
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Declare further settings, before those of `add_arguments_to_parser`. May be overridden."""
+    def _parser(self, subcommand: str | None) -> LightningArgumentParser:
+        return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
 
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Declare further settings, before those of `add_arguments_to_parser`. May be overridden."""
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if seed is False or seed is None:
+            return
+        chosen = seed_everything(None if seed is True else seed, workers=True, verbose=seed is not True)
+        (self.config if self.subcommand is None else self.config[self.subcommand])["seed_everything"] = chosen
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Declare further settings. Override it."""
+    # -- objects -------------------------------------------------------------------------------------------------
+
+    def _add_instantiators(self) -> None:
+        parser = self._parser(self.subcommand)
+        modes = ("model", "data")
+
+        @contextmanager
+        def around(key: str, target: Any) -> Iterator[None]:
+            if key not in modes or not inspect.isclass(target):  # a function's arguments are not those of the object
+                yield
+                return
+            config = self.config if self.subcommand is None else self.config[self.subcommand]
+            tree = parser.plain(config, skip_link_targets=False)
+            for path, value in parser.linked_values.items():
+                if path.startswith(f"{key}."):
+                    _put(tree, path, value)
+            kept = dict(tree.get(key) or {})
+            if "class_path" in kept:
+                kept = {"_class_path": kept["class_path"], **kept["init_args"], **kept.get("dict_kwargs", {})}
+            with given_to(target, {**kept, "_instantiator": _INSTANTIATOR}):
+                yield
+
+        parser.around = around
 
     def before_instantiate_classes(self) -> None:
         """Do something when nothing has been made. Override it."""
 
+    def instantiate_classes(self) -> None:
+        """Make model, data and trainer. May be overridden."""
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.datamodule = self._get(self.config_init, "data")
+        self.model = self._get(self.config_init, "model")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
+        self.trainer = self.instantiate_trainer()
+
     def after_instantiate_classes(self) -> None:
         """Do something when all objects are there. Override it."""
 
-    def instantiate_classes(self) -> None:
-        """Make trainer, model and data. May be overridden."""
-        self._cli.make_objects()
+    def instantiate_trainer(self, **kwargs: Any) -> BaseTrainer:
+        """Return a trainer of the settings. May be overridden.
 
-    def instantiate_trainer(self, **kwargs: object) -> BaseTrainer:
-        """Return the trainer. May be overridden."""
-        made: BaseTrainer = self._cli.make_trainer(**kwargs)
+        Args:
+            kwargs: Arguments of the trainer that replace settings.
+        """
+        keys = self._parser(self.subcommand).callback_keys
+        more = [one for key in keys if (one := self._get(self.config_init, key)) is not None]
+        settings = self._get(self.config_init, "trainer", {})
+        return self._instantiate_trainer({**_entries(settings), **kwargs}, more)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> BaseTrainer:
+        if "callbacks" in config:
+            found = [*_as_list(config["callbacks"]), *callbacks, *_as_list(self.trainer_defaults.get("callbacks"))]
+            if self.save_config_callback is not None and not config.get("fast_dev_run", False):
+                own = self.config.get(str(self.subcommand), self.config)
+                parser = self._parser(self.subcommand)
+                found.append(self.save_config_callback(parser, own, **self.save_config_kwargs))
+            config["callbacks"] = found
+        else:
+            warnings.warn(
+                f"{self.trainer_class.__qualname__} does not take callbacks: those of the command line are left out",
+                stacklevel=2,
+            )
+        made: BaseTrainer = self.trainer_class(**config)
+        return made
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: Any, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
+    ) -> Any:
+        """Return what `configure_optimizers` of the model gives where settings name an optimizer. May be overridden.
+
+        Args:
+            lightning_module: The model.
+            optimizer: The optimizer.
+            lr_scheduler: The schedule; None without one.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            entry = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": entry}
+        return [optimizer], [lr_scheduler]
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Let the model's `configure_optimizers` return what settings name, if they name an optimizer."""
+        parser = self._parser(subcommand)
+        optimizers = _automatic(parser._optimizers)
+        schedules = _automatic(parser._lr_schedulers)
+        if not self.auto_configure_optimizers or not optimizers:
+            return
+        if len(optimizers) > 1 or len(schedules) > 1:
+            raise ConfigError(
+                "Expected at most one optimizer and one lr_scheduler with link_to='AUTOMATIC', got "
+                f"{', '.join([*optimizers, *schedules])}.",
+                fix="link them to arguments of the model, and make them in its configure_optimizers.",
+            )
+        optimizer = self._init_of(optimizers[0], parser._optimizers)
+        if not optimizer:
+            return
+        schedule = self._init_of(schedules[0], parser._lr_schedulers) if schedules else None
+        model = self.model
+        if type(model).configure_optimizers is not Module.configure_optimizers:
+            warnings.warn(
+                f"configure_optimizers of {type(model).__name__} is replaced by that of {type(self).__name__}, since "
+                "settings name an optimizer",
+                stacklevel=2,
+            )
+
+        def configure_optimizers(module: Any) -> Any:
+            # Made when it is called: a strategy may have replaced the parameters by then.
+            made = instantiate_class(module.parameters(), optimizer)
+            scheduler = None if not schedule else instantiate_class(made, schedule)
+            return self.configure_optimizers(module, optimizer=made, lr_scheduler=scheduler)  # type: ignore[arg-type]
+
+        functools.update_wrapper(configure_optimizers, Module.configure_optimizers)
+        model.configure_optimizers = types.MethodType(configure_optimizers, model)
+
+    def _init_of(self, key: str, register: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
+        """Return class_path and init_args of the optimizer or schedule at a key; None without one."""
+        given = register[key][0]
+        found = to_plain(self._get(self.config_init, key))
+        if isinstance(given, tuple):
+            return found if found else None
+        return _described(given, found)
+
+    # -- the subcommand ------------------------------------------------------------------------------------------
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
+        if callable(before):
+            before()
+        verb = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
+        verb(**self._prepare_subcommand_kwargs(subcommand))
+        if callable(after):
+            after()
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        known = self._subcommand_method_arguments[subcommand]
+        made = {key: one for key, one in vars(self.config_init[subcommand]).items() if key in known}
+        made["model"] = self.model
+        if self.datamodule is not None:
+            made["datamodule"] = self.datamodule
         return made
 
 
-_LIGHTNINGS = """
-accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps min_steps
-max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches overfit_batches
-val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps enable_checkpointing
-enable_progress_bar enable_model_summary accumulate_grad_batches gradient_clip_val gradient_clip_algorithm deterministic
-benchmark inference_mode use_distributed_sampler profiler detect_anomaly barebones plugins sync_batchnorm
-reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams model_registry
-"""
-# Parameters of Loopwright's Trainer that Lightning's has not.
-_OWN = frozenset(inspect.signature(Trainer).parameters) - frozenset(_LIGHTNINGS.split())
+def _entries(settings: Any) -> dict[str, Any]:
+    return dict(settings if isinstance(settings, Mapping) else vars(settings))
 
 
-def _make_cli(subcommands: dict[str, set[str]]) -> Any:
-    """Return `CLI` with hooks that ask the LightningCLI it belongs to.
-
-    Args:
-        subcommands: Name to the arguments of its method that are not settings.
-    """
-    from ....cli.app import CLI
-    from ....cli.names import import_object
-
-    class Forwarding(CLI):
-        """Asks its owner."""
-
-        def __init__(self, owner: LightningCLI, *args: Any, **kwargs: Any) -> None:
-            self._owner = owner
-            self._runs: bool = kwargs["run"]
-            owner._cli = self
-            super().__init__(*args, **kwargs)
-
-        def add_arguments(self, groups: Groups) -> None:
-            self._groups = groups
-            given = self._owner._parser_kwargs
-            main = {key: value for key, value in given.items() if key not in subcommands}
-            self._owner.setup_parser(self._runs, main, {key: given[key] for key in given if key in subcommands})
-            self.parser: LightningArgumentParser = self._owner.parser
-
-        def subcommands(self) -> dict[str, str]:
-            known = super().subcommands()
-            texts = {name: inspect.getdoc(getattr(self._trainer_class, name, None)) or "" for name in subcommands}
-            return {name: known.get(name, text.partition("\n")[0]) for name, text in texts.items()}
-
-        def _skipped(self, command: str) -> frozenset[str]:
-            return frozenset(subcommands[command])
-
-        def _verb(self, command: str) -> Callable[..., object]:
-            own = getattr(type(self._owner), command, None)
-            if own is None:
-                return super()._verb(command)
-            known = self._program.arguments.values()  # Lightning hands on defaults, too
-            return functools.partial(
-                own, self._owner, **{one.name: one.default for one in known if not one.is_required}
-            )
-
-        def _read(self, tokens: list[str], *, runs: bool) -> None:
-            self._owner.parse_arguments(self.parser, self._owner._args)
-
-        def read(self, args: ArgsType) -> None:
-            commands = tuple(subcommands) if self._runs else ()
-            super()._read(tokens_of(args, self.parser.options, commands), runs=self._runs)
-            super()._plan()
-
-        def _plan(self) -> None:
-            """Nothing is left to do: it was planned when it was read."""
-
-        def hand_groups(self, parser: LightningArgumentParser) -> None:
-            parser._use(self._groups)
-
-        def configure_optimizers(  # type: ignore[override]  # a method, which knows the owner
-            self, module: Module, optimizer: Optimizer, lr_scheduler: Any = None
-        ) -> object:
-            own = self._owner.configure_optimizers
-            if own is LightningCLI.configure_optimizers:
-                return CLI.configure_optimizers(module, optimizer, lr_scheduler)
-            return own(module, optimizer, None if lr_scheduler is None else lr_scheduler["scheduler"])
-
-        def _completed(self) -> dict[str, Any]:
-            found = super()._completed()
-            for key in (*self._owner._flat, *self.parser.flat):
-                node = found.get(key)
-                if isinstance(node, dict) and "class_path" in node and self._is_given(key, node["class_path"]):
-                    found[key] = node.get("init_args", {})
-            self.before_links = copy.deepcopy(found)
-            for target in self.parser.linked:  # they follow again when it is read
-                _remove(found, target)
-            # Lightning's Trainer does not take these: they are left out of what it may read, but where they were set.
-            trainer = found.get("trainer", {})
-            set_ones = self._tree.get("trainer") or {}
-            found["trainer"] = {name: one for name, one in trainer.items() if name in set_ones or name not in _OWN}
-            return found
-
-        def _is_given(self, key: str, name: str) -> bool:
-            if key in self.parser.flat:
-                return import_object(name) is self.parser.flat[key]
-            return self._is_fixed(name, self._bases[key][0])
-
-        def _config_callback(self) -> list[Callback]:
-            kind, arguments = self._owner._save_config
-            own = super()._config_callback() if arguments.get("save_to_log_dir", True) else []
-            for one in own:
-                one.filename = arguments.get("config_filename", one.filename)
-            if kind is None or kind is SaveConfigCallback:
-                return own
-            return [*own, kind(self.parser, to_namespace(self.config), **arguments)]
-
-        def before_instantiate_classes(self) -> None:
-            self._owner.before_instantiate_classes()
-
-        def after_instantiate_classes(self) -> None:
-            self._owner.after_instantiate_classes()
-
-        def instantiate_trainer(self, **arguments: Any) -> BaseTrainer:
-            return self._owner.instantiate_trainer(**arguments)
-
-        def _build(self) -> None:
-            self._owner.instantiate_classes()
-
-        def make_objects(self) -> None:
-            super()._build()
-
-        def make_trainer(self, **arguments: object) -> BaseTrainer:
-            return super().instantiate_trainer(**arguments)
-
-    for verb in subcommands:
-        for when in ("before", "after"):
-            setattr(Forwarding, f"{when}_{verb}", _asks_owner(f"{when}_{verb}"))
-    return Forwarding
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _asks_owner(name: str) -> Callable[[object], None]:
-    def call(cli: Any) -> None:
-        own = getattr(type(cli._owner), name, None)
-        if own is not None:
-            own(cli._owner)
+def _automatic(register: Mapping[str, tuple[Any, str]]) -> list[str]:
+    return [key for key, (_, link_to) in register.items() if link_to == "AUTOMATIC"]
 
-    return call
+
+def _described(target: type, arguments: Any = None) -> dict[str, Any]:
+    return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": to_plain(arguments) or {}}
+
+
+def _put(tree: dict[str, Any], path: str, value: object) -> None:
+    *above, last = path.split(".")
+    node: Any = tree
+    for part in above:
+        node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and "class_path" in node:
+            node = node["init_args"]
+    if isinstance(node, dict):
+        node[last] = value
+
+
+def _hparams_of(path: str) -> dict[str, Any]:
+    """Return the hyperparameters in a checkpoint; its tensors are not read."""
+    found = open_checkpoint(path, Reading()).tree.get("hyper_parameters")
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if key != "_instantiator"}
 
 
 def instantiate_class(args: object, init: Mapping[str, Any]) -> object:
@@ -437,6 +471,6 @@ def instantiate_class(args: object, init: Mapping[str, Any]) -> object:
     return getattr(import_module(module), name)(*given, **init.get("init_args", {}))
 
 
-def instantiate_module(class_type: type[object], config: Mapping[str, Any]) -> object:
-    """Return an object of a class, made of the arguments in a configuration."""
-    return class_type(**config.get("init_args", config))
+def instantiate_module(class_type: type[Any], config: Mapping[str, Any]) -> Any:
+    """Return an object of a class, made of the settings in a configuration; `_class_path` may name a subclass."""
+    return make(class_type, {key: value for key, value in config.items() if key != "_instantiator"})

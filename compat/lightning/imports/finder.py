@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
@@ -17,6 +17,7 @@ from .absent import make_absent
 from .homes import find_home, has_home
 from .metadata import find
 from .paths import PATHS
+from .rank import UTILITIES, find_utilities
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
@@ -38,16 +39,22 @@ class LightningFinder:
 
     Attributes:
         serves_classes_of: The package of the classes that stand for Lightning's: a command line finds them by name.
+        parity: Names of the switches that make the program's numbers those of Lightning; see parity/switches.py.
+        replacement_of: Returns what a name means by one of these switches, None where it means what it always does.
     """
 
     serves_classes_of = "loopwright.compat."
 
+    def __init__(self, parity: frozenset[str] = frozenset()) -> None:
+        self.parity = parity
+        self.replacement_of: Callable[[str], object] = lambda name: None
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load a module of the tables, None for any other."""
+        """Return how to load a module of the tables, or the one where libraries read the rank; None for any other."""
         if fullname.split(".", 1)[0] not in ROOTS:
-            return None
+            return find_utilities(path) if fullname == UTILITIES else None
         place = _place(fullname)
         if place not in PATHS:
             return None
@@ -103,11 +110,28 @@ def _place(fullname: str) -> str:
 
 def _resolve(place: str, name: str) -> object:  # whatever the name means
     """Return what a name of a module means here."""
+    finder = next((one for one in sys.meta_path if isinstance(one, LightningFinder)), None)
+    replacement = None if finder is None else finder.replacement_of(name)
+    if replacement is not None:
+        return replacement
     home = find_home(place, name)
     if home.startswith("!"):
         return make_absent(name, place, home[1:])
     module, _, attribute = home.partition(":")
     package = "loopwright" if module == "" else f".{module}"
     root = sys.modules[__name__].__name__.rsplit(".", 4)[0]
-    found = import_module(package if package == root else f"{root}{package}")
-    return getattr(found, attribute or name)
+    found = getattr(import_module(package if package == root else f"{root}{package}"), attribute or name)
+    if isinstance(found, type):
+        _evaluate_annotations(found)
+    return found
+
+
+def _evaluate_annotations(found: type) -> None:
+    """Replace annotations of a constructor that are texts by what they mean, as libraries read them."""
+    for owner in found.__mro__[:-1]:
+        constructor = vars(owner).get("__init__")
+        annotations = getattr(constructor, "__annotations__", None)
+        if annotations and any(isinstance(one, str) for one in annotations.values()):
+            from ....cli.parameters import evaluate_annotations
+
+            evaluate_annotations(constructor)  # type: ignore[arg-type]  # it has annotations

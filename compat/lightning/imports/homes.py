@@ -26,14 +26,12 @@ _HOMES = {
     "seed_everything",
     "fabric.peak_flops": "get_available_flops",
     "fabric.throughput": "Throughput measure_flops",
-    "loggers": "CometLogger DummyLogger Logger MLFlowLogger WandbLogger rank_zero_experiment",
+    "loggers": "DummyLogger Logger MLFlowLogger rank_zero_experiment",
     "loggers.base": "DummyExperiment",
     "loggers.csv_logger": "ExperimentWriter",
-    "precision": "DoublePrecision HalfPrecision MixedPrecision Precision XLAPrecision "
-    "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
-    "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
-    "TPUPrecision=XLAPrecision TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
-    "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler",
+    "precision": "XLAPrecision TPUPrecision=XLAPrecision "
+    "TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
+    "profilers": "AdvancedProfiler PassThroughProfiler Profiler SimpleProfiler XLAProfiler",
     "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync "
     "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm "
     "XLAFSDPStrategy XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
@@ -46,32 +44,46 @@ _HOMES = {
     "instantiate_class "
     "instantiate_module",
     f"{_OWN}.collectives": "Collective SingleDeviceCollective TorchCollective",
-    f"{_OWN}.connectors": "_AcceleratorConnector _CallbackConnector _CheckpointConnector _ResultMetric",
+    f"{_OWN}.connectors": "_AcceleratorConnector _CallbackConnector _CheckpointConnector _OUT_DICT "
+    "_ResultCollection=ResultsView _ResultMetric",
     f"{_OWN}.demos": "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule "
     "ManualOptimBoringModel Net RandomDataset RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen",
     f"{_OWN}.enums": "GradClipAlgorithmType Interval LightningEnum RestartStage RunningStage "
     "TrainerFn TrainerState TrainerStatus WriteInterval",
     f"{_OWN}.errors": "LightningDeprecationWarning MisconfigurationException PossibleUserWarning SIGTERMException "
     "disable_possible_user_warnings",
-    f"{_OWN}.fabric": "Fabric find_free_network_port",
-    f"{_OWN}.utilities.files": "_NotYetLoadedTensor _lazy_load get_filesystem "
+    f"{_OWN}.fabric": "Fabric find_free_network_port _unwrap_objects=unwrap_objects",
+    "fabric.dataloaders": "_FabricDataLoader=FabricDataLoader",
+    "fabric.wrappers": "_FabricModule=FabricModule _FabricOptimizer=FabricOptimizer",
+    f"{_OWN}.loops": "_EvaluationLoop=LoopView _FitLoop=TrainLoop _Loop=LoopView _PredictionLoop=LoopView "
+    "_TrainingEpochLoop=LoopView",
+    f"{_OWN}.utilities.logger_params": "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable "
+    "_convert_params=convert_params _flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params "
+    "_sanitize_params=sanitize_params _scan_checkpoints=scan_checkpoints",
+    f"{_OWN}.utilities.files": "_NotYetLoadedTensor _is_dir _lazy_load get_filesystem "
     "load_hparams_from_tags_csv load_hparams_from_yaml "
     "save_hparams_to_tags_csv save_hparams_to_yaml is_shared_filesystem",
     f"{_OWN}.utilities.hparams": "HyperparametersMixin clean_namespace collect_init_args get_init_args is_picklable "
     "lightning_getattr lightning_hasattr lightning_setattr parse_class_init_keys save_hyperparameters update_hparams",
     f"{_OWN}.utilities.versions": "__version__ module_available package_available",
-    f"{_OWN}.loggers": "CSVLogger TensorBoardLogger merge_dicts",
+    f"{_OWN}.loggers": "CSVLogger CometLogger TensorBoardLogger WandbLogger merge_dicts",
     f"{_OWN}.utilities.memory": "garbage_collection_cuda get_cpu_stats get_device_stats get_nvidia_gpu_stats "
     "is_cuda_available is_cuda_out_of_memory is_cudnn_snafu is_oom_error is_out_of_cpu_memory num_cuda_devices "
     "recursive_detach",
-    f"{_OWN}.module": "CheckpointHooks DataHooks LightningDataModule LightningModule ModelHooks",
+    f"{_OWN}.module": "CheckpointHooks DataHooks LightningDataModule LightningModule ModelHooks "
+    "_load_from_checkpoint=load_from_checkpoint",
     f"{_OWN}.optimizer": "_MockOptimizer do_nothing_closure",
     f"{_OWN}.utilities.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
     "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
-    f"{_OWN}.precision": "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
+    f"{_OWN}.precision": "DoublePrecision HalfPrecision MixedPrecision Precision "
+    "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
+    "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
+    "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
     f"{_OWN}.prediction_writer": "BasePredictionWriter",
+    f"{_OWN}.profilers": "PyTorchProfiler",
     f"{_OWN}.progress": "Tqdm convert_inf get_standard_metrics",
-    f"{_OWN}.utilities.rank_zero": "WarningCache rank_prefixed_message rank_zero_debug rank_zero_deprecation "
+    f"{_OWN}.utilities.rank_zero": "WarningCache _get_rank=get_rank rank_prefixed_message "
+    "rank_zero_debug rank_zero_deprecation "
     "rank_zero_info "
     "rank_zero_only rank_zero_warn",
     f"{_OWN}.utilities.sizes": "convert_tensors_to_scalars convert_to_tensors extract_batch_size has_iterable_dataset "
@@ -125,6 +137,7 @@ _LOCAL = {
         "CSVLogger": f"{_OWN}.loggers:FabricCSVLogger",
         "TensorBoardLogger": f"{_OWN}.loggers:FabricTensorBoardLogger",
     },
+    "pytorch.loggers": {"Logger": f"{_OWN}.loggers:Logger"},
     "fabric.strategies": {"ModelParallelStrategy": f"{_OWN}.strategies:FabricModelParallelStrategy"},
     "fabric.utilities": {"ThroughputMonitor": "fabric.throughput:ThroughputMonitor"},
     "pytorch.utilities.model_summary": {"ModelSummary": f"{_OWN}.summary:ModelSummary"},

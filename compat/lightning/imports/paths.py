@@ -91,7 +91,7 @@ PATHS = {
     "rank_zero_only rank_zero_warn suggested_max_num_workers",
     "fabric.utilities.apply_func":
     "CONVERSION_DTYPES convert_tensors_to_scalars convert_to_tensors move_data_to_device",
-    "fabric.utilities.cloud_io": "get_filesystem",
+    "fabric.utilities.cloud_io": "_is_dir get_filesystem",
     "fabric.utilities.consolidate_checkpoint": "",
     "fabric.utilities.data": "AttributeDict has_iterable_dataset has_len sized_len suggested_max_num_workers",
     "fabric.utilities.device_dtype_mixin": "",
@@ -293,7 +293,7 @@ PATHS = {
     "rank_zero_only rank_zero_warn set_shared_parameters suggested_max_num_workers",
     "pytorch.utilities._pytree": "",
     "pytorch.utilities.argparse": "",
-    "pytorch.utilities.cloud_io": "get_filesystem",
+    "pytorch.utilities.cloud_io": "_is_dir get_filesystem",
     "pytorch.utilities.combined_loader": "CombinedLoader",
     "pytorch.utilities.compile": "from_compiled to_uncompiled",
     "pytorch.utilities.consolidate_checkpoint": "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import socket
 from ast import literal_eval
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,18 @@ __all__ = [
 def get_filesystem(path: str | Path, **kwargs: object) -> object:  # fsspec is not annotated
     """Return the fsspec file system of a path or URL."""
     return url_to_fs(str(path), **kwargs)[0]
+
+
+def _is_dir(fs: Any, path: str | Path, strict: bool = False) -> bool:  # Any: fsspec is not annotated
+    """Return whether a path is a folder.
+
+    Args:
+        fs: The file system.
+        path: The path or URL.
+        strict: False takes a path in an object store, where folders are made on the fly, for a folder.
+    """
+    is_store = type(fs).__name__ in ("GCSFileSystem", "S3FileSystem", "AzureBlobFileSystem")
+    return (is_store and not strict) or bool(fs.isdir(str(path)))
 
 
 def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, timeout: int = 3) -> bool:
@@ -91,8 +103,15 @@ def _literal(text: str) -> object:  # what was written
 class _NotYetLoadedTensor:
     """A tensor of a file that was opened by `_lazy_load`.
 
-    `_load_tensor` reads it, and so does `torch.Tensor` code that asks for a tensor by that method.
+    `_load_tensor` reads it, and so does every function of torch that gets it, such as `module.load_state_dict`.
     """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:  # Any: arguments of a function of torch, and what it returns
+        """Call a function of torch with tensors in place of these."""
+        return func(*(_loaded(arg) for arg in args), **{name: _loaded(arg) for name, arg in (kwargs or {}).items()})
 
     def __init__(self, stored: AnyTensor) -> None:
         self._stored = stored
@@ -104,6 +123,14 @@ class _NotYetLoadedTensor:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._stored if hasattr(self._stored, name) else self._load_tensor(), name)
+
+
+def _loaded(value: Any) -> Any:  # Any: an argument, which may be a collection of tensors
+    if isinstance(value, _NotYetLoadedTensor):
+        return value._load_tensor()
+    if type(value) in (list, tuple):
+        return type(value)(_loaded(item) for item in value)
+    return value
 
 
 def _lazy_load(filename: str | Path) -> object:  # a nested checkpoint

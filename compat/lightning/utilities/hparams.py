@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
+import tempfile
+import warnings
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,8 +19,10 @@ from ....tuner.setting import write_setting
 
 __all__ = [
     "HyperparametersMixin",
+    "accepted",
     "clean_namespace",
     "collect_init_args",
+    "existing",
     "get_init_args",
     "is_picklable",
     "lightning_getattr",
@@ -162,3 +169,36 @@ def lightning_setattr(model: object, attribute: str, value: object) -> None:
         raise AttributeError(f"{attribute!r} is neither an attribute of the model, nor in its hparams or datamodule.")
     datamodule = getattr(getattr(model, "_trainer", None), "datamodule", None)
     write_setting(tuple(owner for owner in (model, datamodule) if owner is not None), attribute, value)
+
+
+def accepted(cls: type, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments that the constructor of a class takes.
+
+    Args:
+        cls: The class.
+        arguments: By name.
+    """
+    parameters = inspect.signature(cls).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+@contextmanager
+def existing(hparams_file: str | Path | None) -> Iterator[str | Path | None]:
+    """Give a file of hyperparameters; an empty one, with a warning, in place of one that is missing.
+
+    Args:
+        hparams_file: The path, None for none.
+    """
+    if hparams_file is None or os.path.exists(hparams_file):
+        yield hparams_file
+        return
+    warnings.warn(
+        f"hparams_file={str(hparams_file)!r} does not exist: no hyperparameters are read", RuntimeWarning, stacklevel=4
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "hparams.csv")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("key,value\n")
+        yield path

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 __all__ = [
     "LightningDeprecationWarning",
     "WarningCache",
+    "get_rank",
     "rank_prefixed_message",
     "rank_zero_debug",
     "rank_zero_deprecation",
@@ -72,6 +73,12 @@ rank_zero_only = _RankZeroOnly()
 
 
 @rank_zero_only
+def get_rank() -> int | None:
+    """Return the rank that the environment names; None if it names none."""
+    found = (os.environ.get(name) for name in _RANK_VARIABLES)
+    return next((int(rank) for rank in found if rank is not None), None)
+
+
 def rank_zero_debug(*args: object, stacklevel: int = 2, **kwargs: Any) -> None:  # Any: as logging's
     """Log at level DEBUG on rank 0."""
     log.debug(*args, stacklevel=stacklevel + 1, **kwargs)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from argparse import Namespace
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +88,32 @@ def test_objects_among_hyperparameters_are_in_the_checkpoint(tmp_path: Path) -> 
         type(model).load_from_checkpoint("last.ckpt", weights_only=False)
     again = type(model).load_from_checkpoint("last.ckpt", weights_only=False, function=None)
     assert again.hparams.scale.factor == Scale.factor
-    content = torch.load("last.ckpt", weights_only=True)
+    content = torch.load("last.ckpt", weights_only=False)
     assert content["factor_seen"] == Scale.factor
-    assert set(content["hyper_parameters"]) == {"_instantiator"}  # nothing that another reader could take for them
+    assert set(content["hyper_parameters"]) == {"scale", "_instantiator"}  # the latter ends other readers
     with pytest.raises(ConfigError, match=r"scale was (.|\n)*weights_only=False"):
         type(model).load_from_checkpoint("last.ckpt", weights_only=True, function=None)
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+def test_objects_among_hyperparameters_come_back_to_every_reader(tmp_path: Path) -> None:
+    import lightning as L
+
+    model_class = make_model()
+    trainer = L.Trainer(fast_dev_run=True, **QUIET)
+    given = {"deep": [Scale(), Mode.FAST], "path": Path("a/b"), "class": nn.ReLU}
+    trainer.fit(model_class(Scale(), given))
+    trainer.save_checkpoint(path := tmp_path / "one.ckpt")
+
+    read = torch.load(path, weights_only=False)["hyper_parameters"]["function"]
+    assert (type(read["deep"][0]), read["deep"][1].name, read["class"]) == (Scale, "FAST", nn.ReLU)
+    model = model_class.load_from_checkpoint(path, weights_only=False)
+    assert model.hparams.function["path"] == Path("a/b")
+    with pytest.raises(ConfigError, match=r"scale was .*Scale.*function was .*Scale"):
+        model_class.load_from_checkpoint(path)
 
 
 def test_a_writer_of_predictions_asks_its_interval() -> None:
@@ -118,7 +142,9 @@ def make_cli(arguments: list[str], **others: Any) -> Any:
             return [optimizer], [{"scheduler": lr_scheduler, "interval": "step"}]
 
     options = [f"--trainer.{name}={value}" for name, value in QUIET.items()]
-    return CLI(DemoModel, BoringDataModule, args=[*arguments, *options], **others)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "configure_optimizers of DemoModel is replaced")
+        return CLI(DemoModel, BoringDataModule, args=[*arguments, *options], **others)
 
 
 def test_the_command_line_makes_the_programs_optimizer() -> None:
@@ -145,7 +171,8 @@ def test_optimizers_under_keys_of_their_own_are_arguments_of_the_model(capsys: p
 
     options = [f"--trainer.{name}={value}" for name, value in QUIET.items()]
     model = CLI(Two, run=False, args=["--one.lr=0.25", "--two=SGD", "--two.lr=0.5", *options]).model
-    assert model.first == {"class_path": "torch.optim.adam.Adam", "init_args": {"lr": 0.25}}
+    assert model.first["class_path"] == "torch.optim.adam.Adam"
+    assert (model.first["init_args"]["lr"], model.first["init_args"]["eps"]) == (0.25, 1e-8)
     optimizer = instantiate_class(model.parameters(), model.second)
     assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.5)
     assert CLI(Two, run=False, args=options).model.second is None
@@ -406,3 +433,349 @@ def test_a_callback_of_the_program_gets_the_configuration() -> None:
     cli = make_cli(["fit", *short], save_config_callback=Save, save_config_kwargs={"config_filename": "mine.yaml"})
     assert seen == [("fit", 0.25, 4)]
     assert cli.config.fit.width == cli._get(cli.config, "width") == 4
+
+
+def test_loops_count_as_lightnings_do_and_counts_cannot_be_assigned() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen: list[list[int]] = []
+
+    class See(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            loop = trainer.fit_loop.epoch_loop
+            current, total = loop.batch_progress.current, loop.batch_progress.total
+            seen.append([trainer.fit_loop.total_batch_idx, loop.batch_idx, current.ready, current.processed,
+                         current.completed, total.ready, loop.batch_progress.is_last_batch,
+                         loop._batches_that_stepped])  # fmt: skip
+
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            epochs = trainer.fit_loop.epoch_progress.current
+            seen.append([epochs.ready, epochs.processed, epochs.completed])
+
+    limits = {"limit_train_batches": 3, "limit_val_batches": 1, "accumulate_grad_batches": 2}
+    trainer = L.Trainer(max_epochs=2, callbacks=[See()], enable_checkpointing=False, **limits, **QUIET)
+    assert (trainer.fit_loop.total_batch_idx, trainer.fit_loop.epoch_loop.batch_progress.current.ready) == (-1, 0)
+    trainer.fit(BoringModel())
+    # printed by the same program on Lightning 2.6.6
+    assert seen == [
+        [0, 0, 1, 1, 0, 1, False, 0], [1, 1, 2, 2, 1, 2, False, 0], [2, 2, 3, 3, 2, 3, True, 1], [1, 1, 0],
+        [3, 0, 1, 1, 0, 4, False, 2], [4, 1, 2, 2, 1, 5, False, 2], [5, 2, 3, 3, 2, 6, True, 3], [2, 2, 1],
+    ]  # fmt: skip
+    loop = trainer.fit_loop.epoch_loop
+    assert (loop.batch_progress.current.completed, loop.total_batch_idx) == (3, 5)
+    assert loop.automatic_optimization.optim_progress.optimizer_steps == 4
+    with pytest.raises(NotServed, match="ckpt_path"):
+        trainer.fit_loop.epoch_progress.current.completed = 5
+    loop._batches_that_stepped = 7  # has no effect
+
+
+def test_batches_of_evaluations_are_counted() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen: list[list[Any]] = []
+
+    class Seeing(BoringModel):
+        def see(self) -> None:
+            is_fit = self.trainer.state.fn == "fit"
+            loop = self.trainer.fit_loop.epoch_loop.val_loop if is_fit else self.trainer.validate_loop
+            count = loop.batch_progress.total
+            seen.append(
+                [count.ready, count.started, count.processed, count.completed, loop.batch_progress.is_last_batch]
+            )
+
+        def on_validation_start(self) -> None:
+            self.see()
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            self.see()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.see()
+            return super().validation_step(batch, batch_idx)
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            self.see()
+
+        def on_validation_end(self) -> None:
+            self.see()
+
+    limits = {"limit_train_batches": 1, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    trainer = L.Trainer(max_epochs=2, enable_checkpointing=False, **limits, **QUIET)
+    trainer.fit(Seeing())
+    # printed by the same program on Lightning 2.6.6
+    epoch = [
+        [0, 0, 0, 0, False], [1, 0, 0, 0, False], [1, 1, 0, 0, False], [1, 1, 1, 0, False], [2, 1, 1, 1, True],
+        [2, 2, 1, 1, True], [2, 2, 2, 1, True], [2, 2, 2, 2, True],
+    ]  # fmt: skip
+    assert seen == [*epoch, *epoch]
+    assert trainer.validate_loop.batch_progress.total.ready == 0
+    trainer.validate(Seeing(), verbose=False)
+    assert seen == [*epoch, *epoch, *epoch]
+    assert trainer.validate_loop.batch_progress.current.completed == 2
+    assert trainer.test_loop.batch_progress.current.completed == 0
+
+
+def test_the_stage_of_a_verb_is_known_in_its_setup() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen = []
+
+    class See(L.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            flags = (trainer.training, trainer.validating, trainer.testing, trainer.predicting)
+            seen.append([trainer.state.stage.name, *flags])
+
+    trainer = L.Trainer(fast_dev_run=True, callbacks=[See()], **QUIET)
+    model = BoringModel()
+    for verb in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        verb(model)
+    assert seen == [
+        ["TRAINING", True, False, False, False],
+        ["VALIDATING", False, True, False, False],
+        ["TESTING", False, False, True, False],
+        ["PREDICTING", False, False, False, True],
+    ]
+
+
+def test_tensors_of_a_file_that_is_not_read_yet_go_where_tensors_go(tmp_path: Path) -> None:
+    from lightning.fabric.utilities.load import _lazy_load
+
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    torch.save({"state_dict": source.state_dict(), "n": 1}, tmp_path / "a.pt")
+    found: Any = _lazy_load(tmp_path / "a.pt")
+    target.load_state_dict(found["state_dict"])
+    assert torch.equal(source.weight, target.weight)
+    assert torch.equal(torch.cat([found["state_dict"]["bias"]] * 2), torch.cat([source.bias] * 2))
+
+
+def test_callbacks_initialise_what_stands_beside_them(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
+
+    class Beside:
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_made = True
+
+    made = [
+        type("Made", (base, Beside), {})(*arguments)
+        for base, arguments in (
+            (ModelCheckpoint, ()), (EarlyStopping, ("loss",)), (Timer, ()), (OnExceptionCheckpoint, (str(tmp_path),)),
+        )
+    ]  # fmt: skip
+    assert all(one.is_made for one in made)
+
+
+def test_a_checkpoint_may_be_a_folder_of_the_program(tmp_path: Path) -> None:
+    import shutil
+
+    import lightning as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Folders(ModelCheckpoint):
+        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            super()._save_checkpoint(trainer, filepath)
+            Path(filepath).rename(f"{filepath}.file")
+            Path(filepath).mkdir()
+            Path(f"{filepath}.file").rename(Path(filepath, "weights.ckpt"))
+
+        def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+            removed.append(Path(filepath).name)
+            shutil.rmtree(filepath)
+
+    removed: list[str] = []
+    saving = Folders(str(tmp_path), filename="{epoch}", save_last=True)
+    L.Trainer(max_epochs=3, limit_train_batches=1, limit_val_batches=0, callbacks=[saving], **QUIET).fit(BoringModel())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=2.ckpt", "last.ckpt"]
+    assert Path(saving.best_model_path, "weights.ckpt").is_file()
+    assert {"epoch=0.ckpt", "epoch=1.ckpt"} <= set(removed)
+    assert saving._monitor_candidates(L.Trainer(**QUIET))["step"] == 0
+
+
+def test_parts_of_fabric_get_what_lightning_gives_them() -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import Precision
+    from lightning.fabric.strategies import SingleDeviceStrategy
+    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer, _unwrap_objects
+
+    seen: list[object] = []
+
+    class Steps(SingleDeviceStrategy):
+        def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+            seen.append(sorted(kwargs))
+            return super().optimizer_step(optimizer, **kwargs)
+
+    class Doubles(Precision):
+        def convert_input(self, data: Any) -> Any:
+            return tuple(2 * item for item in data) if isinstance(data, tuple) else data
+
+    fabric = Fabric(strategy=Steps(device=torch.device("cpu")), plugins=[Doubles()])
+    own = nn.Linear(2, 1, bias=False)
+    model, optimizer = fabric.setup(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    assert model(torch.ones(1, 2)).item() == pytest.approx(2 * own.weight.sum().item())
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert seen == [["closure"]]
+    assert isinstance(model, _FabricModule)
+    assert isinstance(optimizer, _FabricOptimizer)
+    assert _unwrap_objects({"model": model})["model"] is own
+
+
+def test_parts_of_arguments_and_loops_of_the_program() -> None:
+    import lightning as L
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    parts = _AcceleratorConnector(accelerator="cpu", devices=2)
+    assert (parts._accelerator_flag, parts._devices_flag, len(parts._parallel_devices)) == ("cpu", 2, 2)
+    assert type(parts.strategy).__name__ == "DDPStrategy"
+
+    class Own(_EvaluationLoop):
+        def run(self) -> None:
+            """Do something else."""
+
+    trainer = L.Trainer(**QUIET)
+    assert isinstance(trainer.test_loop, _EvaluationLoop)
+    with pytest.raises(NotServed, match=r"Own.*run"):
+        trainer.test_loop = Own(trainer, "test")
+    trainer._model = model = nn.Linear(1, 1)
+    assert trainer.lightning_module is model
+
+
+def test_a_logger_may_be_one_of_fabric_too() -> None:
+    from lightning.fabric.loggers import Logger as FabricLogger
+    from lightning.pytorch.loggers import CSVLogger, Logger
+
+    class OfFabric(FabricLogger):
+        pass
+
+    class OfBoth(Logger, OfFabric):
+        pass
+
+    assert issubclass(OfBoth, FabricLogger)
+    assert issubclass(CSVLogger, Logger)
+    assert not issubclass(dict, Logger)
+    assert not issubclass(CSVLogger, OfBoth)
+
+
+def test_helpers_of_loggers(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from lightning.fabric.utilities.logger import (
+        _add_prefix,
+        _convert_json_serializable,
+        _convert_params,
+        _flatten_dict,
+        _sanitize_callable_params,
+        _sanitize_params,
+    )
+    from lightning.pytorch.loggers.utilities import _scan_checkpoints
+
+    assert _convert_params(None) == {}
+    assert _convert_params(Namespace(a=1)) == {"a": 1}
+    assert _flatten_dict({"a": {"b": 1}, "l": [{"c": 2}], "n": [1]}) == {"a/b": 1, "l/0/c": 2, "n": [1]}
+    assert _sanitize_params({"a": [1], "b": 1.5}) == {"a": "[1]", "b": 1.5}
+    assert _sanitize_callable_params({"f": lambda: 3, "g": len, "h": int}) == {"f": 3, "g": "len", "h": "int"}
+    assert _add_prefix({"a": 1}, "p", "-") == {"p-a": 1}
+    assert _convert_json_serializable({"a": 1, "b": {1}.__class__}) == {"a": 1, "b": "<class 'set'>"}
+    best = tmp_path / "best.ckpt"
+    best.touch()
+    saving = SimpleNamespace(
+        last_model_path="", best_model_path=str(best), current_score=1, best_model_score=2, best_k_models={}
+    )
+    assert [found[1:] for found in _scan_checkpoints(saving, {})] == [(str(best), 2, "best")]
+    assert _scan_checkpoints(saving, {str(best): best.stat().st_mtime}) == []
+
+
+def test_a_metric_without_a_value_is_not_logged() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from torchmetrics import Metric
+
+    class Without(Metric):
+        def update(self) -> None:
+            """Count nothing."""
+
+        def compute(self) -> None:
+            """Return nothing."""
+
+    class Model(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = Without()
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.metric.update()
+            self.log("none", self.metric, on_step=False, on_epoch=True)
+            self.log("one", 1.0)
+
+    trainer = L.Trainer(limit_test_batches=2, **QUIET)
+    assert trainer.test(Model(), verbose=False) == [{"one": 1.0}]
+
+
+def test_a_module_attached_outside_of_a_run_is_saved_and_resumed_from(tmp_path: Path) -> None:
+    import lightning as L
+
+    model = make_model()(Scale())
+    trainer = L.Trainer(max_epochs=1, limit_train_batches=2, **QUIET)
+    trainer.strategy._lightning_module = model
+    trainer.save_checkpoint("first.ckpt")
+    saved = torch.load("first.ckpt", weights_only=False)
+    assert (saved["epoch"], saved["global_step"], saved["optimizer_states"], saved["factor_seen"]) == (0, 0, [], 3)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    for _ in range(2):  # each time from the first weights
+        trainer.fit(model, ckpt_path="first.ckpt", weights_only=False)
+        assert (trainer.global_step, trainer.current_epoch) == (2, 1)
+    assert any(not torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 2
+
+
+def test_the_state_of_an_attached_module_can_be_asked_for() -> None:
+    import lightning as L
+
+    model = make_model()(Scale())
+    trainer = L.Trainer(**QUIET)
+    trainer.strategy.connect(model)
+    assert trainer.strategy.lightning_module_state_dict().keys() == model.state_dict().keys()
+    assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 0
+
+
+def test_logged_metrics_have_what_waits_for_a_log_interval() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Model(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("number", float(batch_idx))
+            self.log("own", 1.0, logger=False)
+            return super().training_step(batch, batch_idx)
+
+    class Listener(L.Callback):
+        seen: list[dict[str, float]] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append({name: value.item() for name, value in trainer.logged_metrics.items()})
+
+    listener = Listener()
+    L.Trainer(max_steps=3, log_every_n_steps=50, callbacks=listener, limit_val_batches=0, **QUIET).fit(Model())
+    assert listener.seen == [{}, {"number": 0.0}, {"number": 1.0}]
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger"])
+def test_a_logger_whose_version_is_assigned_writes_another_run(name: str, tmp_path: Path) -> None:
+    import lightning as L
+
+    logger = getattr(L.pytorch.loggers, name)(str(tmp_path), name="")
+    trainer = L.Trainer(max_epochs=1, limit_train_batches=2, log_every_n_steps=1, **{**QUIET, "logger": logger})
+    assert logger._version is None
+    model = make_model()(Scale())
+    for fold in range(2):
+        logger._version, logger._experiment = f"fold_{fold}", None
+        trainer.fit(model)
+        assert Path(trainer.log_dir) == tmp_path / f"fold_{fold}"
+        trainer.fit_loop.max_epochs += 1
+    assert [sorted(one.name for one in tmp_path.glob(f"fold_{fold}/*"))[0] for fold in range(2)] == ["checkpoints"] * 2
+    assert len({len(list(tmp_path.glob(f"fold_{fold}/*"))) for fold in range(2)}) == 1

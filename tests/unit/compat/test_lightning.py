@@ -295,7 +295,7 @@ def test_logs_go_to_lightning_logs(tmp_path: Path) -> None:
     assert CSVLogger(tmp_path).root_dir == str(tmp_path / "lightning_logs")
     assert FabricCSVLogger(root_dir=tmp_path, name="n").root_dir == str(tmp_path)
     assert FabricCSVLogger(root_dir=tmp_path, name="n").log_dir == str(tmp_path / "n" / "version_0")
-    assert trainer(tmp_path, logger=True, fast_dev_run=True).loggers == []
+    assert type(trainer(tmp_path, logger=True, fast_dev_run=True).logger).__name__ == "DummyLogger"
 
 
 def test_the_size_of_a_batch_whose_tensors_disagree_is_that_of_the_first(tmp_path: Path) -> None:
@@ -329,10 +329,10 @@ def test_a_checkpoint_holds_objects_and_lightnings_entries(tmp_path: Path) -> No
     t.fit(line(on_save_checkpoint=on_save_checkpoint), loader())
     path = tmp_path / "one.ckpt"
     t.save_checkpoint(path)
-    plain = torch.load(path, weights_only=True)
+    plain = torch.load(path, weights_only=False)
     assert plain["pytorch-lightning_version"] == VERSION
     assert plain["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 1
-    assert plain["mine"]["number"] == 2.5
+    assert plain["mine"] == {"object": Fraction(1, 3), "number": 2.5, "plain": [1, 2]}
     t._checkpoint_connector.resume_start(path, weights_only=False)
     assert t._checkpoint_connector._loaded_checkpoint["mine"] == {
         "object": Fraction(1, 3),
@@ -428,3 +428,40 @@ def test_importing_the_namespace_imports_no_torch() -> None:
         import subprocess
 
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_a_module_outside_of_a_run_can_be_scripted() -> None:
+    import lightning as L
+
+    class Scripted(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    module, x = Scripted(), torch.ones(1, 2)
+    assert torch.equal(module.to_torchscript()(x), module(x))
+    assert torch.equal(torch.jit.script(module)(x), module(x))
+
+
+def test_comets_former_names_are_its_present_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.loggers import CometLogger
+
+    taken: dict[str, Any] = {}
+    monkeypatch.setattr(lw.CometLogger, "__init__", lambda self, **arguments: taken.update(arguments))
+    with pytest.warns(DeprecationWarning, match="former name") as told:
+        CometLogger(project_name="p", save_dir="here", experiment_name="e", offline=True)
+    assert taken == {"project": "p", "offline_directory": "here", "name": "e", "online": False}
+    assert len(told) == 4
+
+
+def test_the_default_project_of_wandb_is_that_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    assert WandbLogger(offline=True).name == "lightning_logs"
+    assert lw.WandbLogger(offline=True).name == "loopwright_logs"

@@ -29,7 +29,7 @@ def same(numbers: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("program", ["evaluate", "fabric_loop", "gan"])
+@pytest.mark.parametrize("program", ["contract", "evaluate", "fabric_loop", "gan"])
 def test_a_program_prints_the_numbers_of_lightning(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

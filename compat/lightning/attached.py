@@ -1,0 +1,40 @@
+"""Checkpoint of a module that a program attached to a trainer outside of a run: `trainer.strategy.connect(model)`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ... import __version__
+from ...checkpoint import content
+from ...checkpoint.content import Content
+from ...trainer.checkpointing import snapshot
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...protocols import StateDict
+    from ...trainer.trainer import Trainer
+
+__all__ = ["collect_attached"]
+
+
+def collect_attached(trainer: Trainer, module: nn.Module, *, is_weights_only: bool) -> StateDict:
+    """Return the checkpoint of a module that no run has trained yet: no optimizers, and counts of zero."""
+    states: StateDict = {"module": module.state_dict(), "progress": trainer.progress.state_dict()}
+    if not is_weights_only:
+        states.update(callbacks=snapshot.callback_states(trainer.callbacks), optimizers=[], schedulers=[])
+    checkpoint = content.write(
+        Content(states, snapshot.hyperparameters(module, "")),
+        epoch=0,
+        global_step=0,
+        world_size=trainer.world_size,
+        version=__version__,
+    )
+    trainer.saving.complete(checkpoint)
+    if not is_weights_only:
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, module, checkpoint)
+    hook = getattr(module, "on_save_checkpoint", None)
+    if hook is not None:
+        hook(checkpoint)
+    return checkpoint

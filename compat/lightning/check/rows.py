@@ -1,0 +1,87 @@
+"""What docs/migrating.md says of a difference: its switch of parity, or the row that parity does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..parity.switches import SWITCHES
+from .compare import Difference
+
+__all__ = ["NOT_COVERED", "candidates", "find_row"]
+
+
+class _Row(NamedTuple):
+    """A statement of the documents.
+
+    Attributes:
+        text: How it begins there.
+        applies: Whether it explains a difference.
+    """
+
+    text: str
+    applies: Callable[[Difference], bool]
+
+
+def _context(found: Difference, name: str) -> object:
+    return None if found.verb is None else found.verb.values.get(name)
+
+
+def _has_callback(found: Difference, *names: str) -> bool:
+    present = _context(found, "callbacks")
+    return isinstance(present, list) and any(name in present for name in names)
+
+
+def _verb(found: Difference) -> str:
+    return "" if found.verb is None else found.verb.name
+
+
+# Under "What parity does not change", from the special to the general.
+NOT_COVERED = (
+    _Row("`ModelPruning` keeps the names of parameters", lambda found: _has_callback(found, "ModelPruning")),
+    _Row(
+        "A search of a learning rate or a batch size saves no checkpoint of its own",
+        lambda found: (
+            _verb(found) in ("scale_batch_size", "lr_find")
+            or _has_callback(found, "BatchSizeFinder", "LearningRateFinder")
+        ),
+    ),
+    _Row(
+        "A validation that is due within an accumulation window follows after the window.",
+        lambda found: _is_over_one(_context(found, "accumulated")) and _context(found, "interval") not in ("1.0", "1"),
+    ),
+    _Row(
+        "`test`, `validate` or `predict` without `datamodule=` does not call the hooks of a data module",
+        lambda found: (
+            _verb(found) in ("test", "validate", "predict")
+            and any(name.rpartition(".")[2] in ("prepare_data", "setup", "teardown") for name in found.names)
+        ),
+    ),
+)
+
+# Kind of a difference -> switches that may explain it, the likely ones first.
+_SWITCHES = {
+    "batch": ("reading", "random_numbers", "samplers"),
+    "hook": ("closures", "cut_epochs", "random_numbers", "optimizer_steps", "losses_of_none", "swa"),
+    "result": ("random_numbers", "divided_outputs", "bfloat16_on_cpu", "means", "fabric_methods"),
+    "weights": ("short_windows", "random_numbers", "losses_of_none", "swa", "schedule_steps", "bfloat16_on_cpu"),
+    "rates": ("schedule_steps", "plateaus", "stepping_batches"),
+    "row": ("means", "learning_rates", "evaluation_rows", "optimizer_steps", "random_numbers"),
+    "checkpoint": ("optimizer_steps", "equal_scores", "cut_epochs", "weight_averaging", "plateaus"),
+    "metrics": ("means", "metrics_of_verbs", "learning_rates", "optimizer_steps", "cut_epochs"),
+}
+
+
+def _is_over_one(number: object) -> bool:
+    return isinstance(number, int) and number > 1
+
+
+def find_row(found: Difference) -> str:
+    """Return the statement of docs/migrating.md that explains a difference under parity; empty where none does."""
+    return next((row.text for row in NOT_COVERED if row.applies(found)), "")
+
+
+def candidates(found: Difference) -> list[str]:
+    """Return the switches of parity that may explain a difference without it, the likely ones first."""
+    likely = _SWITCHES.get(found.kind, ())
+    return [*likely, *(one.name for one in SWITCHES if one.name not in likely)]

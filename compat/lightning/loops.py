@@ -1,0 +1,390 @@
+"""Loops as libraries read them: a run's counts in the form of Lightning's progress, and where loops have their data.
+
+Counts are computed from the run when they are read: nothing counts twice, and what a checkpoint restored is in them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ...data.tree import flatten_loaders, is_collection
+from ...trainer.hooks import Hook, data_bases, find_override, module_bases
+from ...trainer.loop.fit_loop import FitLoop
+from .imports.absent import refuse
+from .overrides import find_own
+
+if TYPE_CHECKING:
+    from ...protocols import Loader, Loaders, StateDict
+    from ...trainer.run import Run
+    from ...trainer.trainer import Trainer
+
+__all__ = ["BatchProgress", "Counts", "LoopView", "TrainLoop", "count_evaluations", "refuse_own_loop"]
+
+_BATCH_HOOKS = frozenset(
+    (
+        "on_train_batch_start",
+        "training_step",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    )
+)
+_RESTORED = "pass ckpt_path to trainer.fit, which restores counts"
+
+
+class _FreeCounts:
+    """How far something is. Counts may be assigned without an effect: programs correct what Lightning counts twice."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+    def __init__(self, **counts: int) -> None:
+        self.__dict__.update(counts)
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items())
+
+
+class Counts(_FreeCounts):
+    """How far something is: what is ready, started, processed and completed. It can only be read."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse(f"an assignment to {name!r} of a loop's progress", _RESTORED)
+
+
+class BatchProgress(NamedTuple):
+    """Counts of batches.
+
+    Attributes:
+        total: Since the start of training.
+        current: Of the present epoch.
+        is_last_batch: Whether the present batch is the epoch's last.
+    """
+
+    total: Counts
+    current: Counts
+    is_last_batch: bool = False
+
+    def state_dict(self) -> StateDict:
+        """Return the counts, as a checkpoint of Lightning has them."""
+        counts = {"total": dict(vars(self.total)), "current": dict(vars(self.current))}
+        return {**counts, "is_last_batch": self.is_last_batch}
+
+
+class LoopView:
+    """A loop of a trainer: its progress and its data.
+
+    Args:
+        trainer: The trainer.
+        stage: "train", "validation", "test" or "predict"; Lightning's verbs mean the same.
+        *_arguments: Lightning's others, which have no effect, for the loop cannot be replaced.
+        **_options: The same.
+    """
+
+    verbose = True
+    restarting = False
+    _trainer: Trainer
+    _stage: str
+    _key: str
+
+    def __init__(self, trainer: Trainer, stage: str, *_arguments: object, **_options: object) -> None:
+        stage = {"validate": "validation", "fit": "train"}.get(stage, stage)
+        self.__dict__.update(_trainer=trainer, _stage=stage, _key=stage)
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return self._trainer
+
+    @property
+    def _data_source(self) -> _DataSource:
+        return _DataSource(self._trainer, self._stage)
+
+    @property
+    def max_batches(self) -> int | float | list[int | float]:
+        """Batches of an epoch."""
+        return self._trainer.num_training_batches if self._stage == "train" else self._batches()
+
+    def _batches(self) -> list[int | float]:
+        return self._trainer.loaders.num_batches(self._stage)
+
+    @property
+    def num_dataloaders(self) -> int:
+        """Number of loaders."""
+        return len(self._batches())
+
+    @property
+    def _combined_loader(self) -> SimpleNamespace | None:
+        given = (
+            self._trainer.train_dataloader if self._stage == "train" else self._trainer.loaders.original(self._stage)
+        )
+        return None if given is None else SimpleNamespace(iterables=given, flattened=_flat(given))
+
+    # --- counts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_progress(self) -> BatchProgress:
+        """Counts of batches; while a batch is trained on, it is ready and not completed."""
+        if self._stage != "train":
+            return self._evaluated_batches()
+        run = self._trainer.latest_run()
+        if run is None:
+            none = dict.fromkeys(("ready", "started", "processed", "completed"), 0)
+            return BatchProgress(Counts(**none), Counts(**none))
+        ready, processed, completed = _counts_of_batches(run)
+        before = run.progress.total_batches - run.progress.batches_in_epoch
+        if not run.progress.epoch_open and run.progress.total_batches:
+            before = run.progress.total_batches - completed
+        current = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
+        total = {name: before + count for name, count in current.items()}
+        is_last = run.stream is not None and ready > 0 and not run.stream.has_next()
+        return BatchProgress(Counts(**total), Counts(**current), is_last)
+
+    def _evaluated_batches(self) -> BatchProgress:
+        counted = getattr(self._trainer, "evaluated", {}).get(self._key, [0, 0, 0, 0])
+        counts = dict(zip(("ready", "started", "processed", "completed"), counted, strict=True))
+        is_last = counts["ready"] > 0 and counts["ready"] == sum(self._batches())
+        return BatchProgress(Counts(**counts), Counts(**counts), is_last)
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the current batch in its epoch; -1 before the first."""
+        return self.batch_progress.current.ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Index of the current batch since the start of training; -1 before the first."""
+        return self.batch_progress.total.ready - 1
+
+    @property
+    def global_step(self) -> int:
+        """Training steps taken."""
+        return self._trainer.global_step
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        run = self._trainer._run
+        is_in_batch = run is not None and run.has_stepped and run.metrics.table.hook == "on_train_batch_end"
+        return self._trainer.global_step - is_in_batch  # it is counted after the batch's hooks
+
+    @property
+    def automatic_optimization(self) -> SimpleNamespace:
+        """Counts of optimizer steps: `optim_progress.optimizer_steps`."""
+        steps = self._trainer.global_step if self._is_automatic else 0
+        counts = _FreeCounts(ready=steps, started=steps, completed=steps)
+        optimizer = SimpleNamespace(step=SimpleNamespace(total=counts, current=counts))
+        return SimpleNamespace(optim_progress=SimpleNamespace(optimizer_steps=steps, optimizer=optimizer))
+
+    @property
+    def manual_optimization(self) -> SimpleNamespace:
+        """Counts of steps in manual optimization: `optim_step_progress.total.completed`."""
+        steps = 0 if self._is_automatic else self._trainer.global_step
+        counts = _FreeCounts(ready=steps, completed=steps)
+        return SimpleNamespace(optim_step_progress=SimpleNamespace(total=counts, current=counts))
+
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(getattr(self._trainer.lightning_module, "automatic_optimization", True))
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch's last batch is done."""
+        progress = self.batch_progress
+        return progress.is_last_batch and progress.current.processed == progress.current.ready
+
+    def _should_accumulate(self) -> bool:
+        progress, size = self.batch_progress, self._trainer.accumulate_grad_batches
+        return not progress.is_last_batch and bool(progress.current.ready % size)
+
+    # --- its parts -------------------------------------------------------------------------------------------------
+
+    @property
+    def val_loop(self) -> LoopView:
+        """The validation within fit."""
+        view = LoopView(self._trainer, "validation")
+        view.__dict__["_key"] = "fit"
+        return view
+
+    @property
+    def epoch_loop(self) -> LoopView:
+        """The batches of an epoch."""
+        return self
+
+    def load_state_dict(self, state_dict: StateDict, prefix: str = "") -> NoReturn:
+        """Raise an error, because a run restores its counts at its beginning."""
+        refuse(f"load_state_dict of the loop for {self._stage!r}", _RESTORED)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_batches_that_stepped":
+            return  # programs correct what Lightning counts once per optimizer; here it is right
+        refuse(f"an assignment to {name!r} of the loop for {self._stage!r}", _RESTORED)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"Loopwright's loop for {self._stage!r} has no {name!r}; see docs/migrating.md.")
+
+
+def count_evaluations(trainer: Any, run: Run) -> None:
+    """Let the batches of evaluations be counted in `trainer.evaluated`: from zero for each evaluation.
+
+    Args:
+        trainer: A Trainer of this layer.
+        run: Its run.
+    """
+    for stage in ("validation", "test", "predict"):
+        key = "fit" if trainer.state.fn == "fit" else stage
+        run.lifecycle.wrap(f"on_{stage}_start", partial(_count_from_zero, trainer.evaluated, key))
+        for event, first in (("start", 0), ("end", 2)):
+            run.lifecycle.wrap(f"on_{stage}_batch_{event}", partial(_count, trainer.evaluated, key, first))
+
+
+def _count_from_zero(evaluated: dict[str, list[int]], key: str, fire: Hook) -> Hook:
+    def begin() -> object:
+        evaluated[key] = [0, 0, 0, 0]
+        return fire()
+
+    return begin
+
+
+def _count(evaluated: dict[str, list[int]], key: str, first: int, fire: Hook) -> Hook:
+    def counted(*arguments: Any) -> object:  # a batch and its number
+        evaluated[key][first] += 1
+        result: object = fire(*arguments)
+        evaluated[key][first + 1] += 1
+        return result
+
+    return counted
+
+
+def refuse_own_loop(name: str, loop: object) -> None:
+    """Raise an error for a loop of the program that does something of its own; accept any other.
+
+    Raises:
+        NotServed: Its class overrides methods.
+    """
+    own = sorted(find_own(loop))
+    methods = [method for method in own if not method.startswith("__") or method == "__init__"]
+    if not isinstance(loop, LoopView) or methods:
+        refuse(
+            f"trainer.{name} = {type(loop).__name__}, which has {', '.join(methods) or 'another base'},",
+            "loops cannot be replaced; hooks of the module and callbacks run at each point of one",
+        )
+
+
+class TrainLoop(FitLoop):
+    """The loop of fit, with the names under which Lightning's has its parts."""
+
+    restarting = False
+
+    @property
+    def epoch_loop(self) -> LoopView:
+        """The batches of an epoch."""
+        return LoopView(self._trainer, "train")
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return self._trainer
+
+    @property
+    def _data_source(self) -> object:
+        return self.epoch_loop._data_source
+
+    @property
+    def _combined_loader(self) -> object:
+        return self.epoch_loop._combined_loader
+
+    @property
+    def epoch_progress(self) -> SimpleNamespace:
+        """Counts of epochs, to be read: `epoch_progress.current.completed`."""
+        run, done = self._trainer._run, self._trainer.current_epoch
+        begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
+        processed = done + (run is not None and run.is_epoch_over and begun > done)
+        counts = Counts(ready=begun, started=begun, processed=processed, completed=done)
+        return SimpleNamespace(current=counts, total=counts)
+
+    @property
+    def max_batches(self) -> int | float:
+        """Micro-batches of an epoch."""
+        return self._trainer.num_training_batches
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the current batch in its epoch."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Index of the current batch since the start of training."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def done(self) -> bool:
+        """Whether no further step is to be taken."""
+        return self.is_done
+
+    def _should_accumulate(self) -> bool:
+        return self.epoch_loop._should_accumulate()
+
+    def setup_data(self) -> None:
+        """Load the training data now, so that `trainer.num_training_batches` is known."""
+        run = self._trainer._run
+        if run is not None:
+            self._trainer.open_training(run)
+
+    def load_state_dict(self, state_dict: StateDict, prefix: str = "") -> NoReturn:
+        """Raise an error, because a run restores its counts at its beginning."""
+        refuse("fit_loop.load_state_dict", _RESTORED)
+
+
+class _DataSource(NamedTuple):
+    """The source of a loop's loaders."""
+
+    trainer: Trainer
+    stage: str
+
+    def is_defined(self) -> bool:
+        """Whether loaders were given, or module or data module have the hook."""
+        hook = f"{_HOOK[self.stage]}_dataloader"
+        owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
+        given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
+        return given is not None or any(
+            owner is not None and find_override(owner, hook, bases) is not None for owner, bases in owners
+        )
+
+    @property
+    def instance(self) -> object:  # what has the loaders
+        """The loaders that were given, or the data module or module that makes them."""
+        given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
+        if given is not None:
+            return given
+        return self.trainer.datamodule if self.trainer.datamodule is not None else self.trainer.lightning_module
+
+
+_HOOK = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
+
+
+def _counts_of_batches(run: Run) -> tuple[int, int, int]:
+    """Return how many batches of the epoch are ready, processed and completed."""
+    hook = run.metrics.table.hook
+    index = run.batch_idx
+    if hook == "on_train_batch_end":
+        return index + 1, index + 1, index
+    if hook in _BATCH_HOOKS or not run.at_boundary:
+        return index + 1, index, index
+    done = run.progress.batches_in_epoch if run.progress.epoch_open else index + 1
+    return done, done, done
+
+
+def _flat(loaders: Loaders) -> list[Loader]:
+    flattened = getattr(loaders, "flattened", None)
+    if flattened is not None:
+        return list(flattened)
+    found: Any = flatten_loaders(loaders) if is_collection(loaders) else [loaders]
+    return list(found)

@@ -1,0 +1,41 @@
+"""When `last.ckpt` is written, and which of several files with the same score is replaced, as in Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ....callbacks import ModelCheckpoint
+from ....callbacks.model_checkpoint.top_k import TopK
+from ....trainer.run import Run
+
+__all__ = ["replace_earliest", "save_last_with_best"]
+
+
+def save_last_with_best(run: Run) -> None:
+    """Let a ModelCheckpoint that counts epochs write `last` only where it writes another file, or never has."""
+    for callback in run.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._updates_last_alone = False
+
+
+class _EarliestFirst(TopK):
+    """Replaces the earliest of equal scores."""
+
+    __slots__ = ()
+
+    @property
+    def kth_path(self) -> str:
+        """Path that the next better one would replace, the earliest of equals; empty unless k are kept."""
+        if self.k < 1 or len(self.scores) < self.k:
+            return ""
+        return max(self.scores, key=self._cost)
+
+
+def replace_earliest(run: Run) -> None:
+    """Let a ModelCheckpoint replace the earliest of several files with the same score."""
+    for callback in run.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._top_k_type = _EarliestFirst
+            known = callback._state.top_k
+            top_k = _EarliestFirst(known.k, known.mode, known.scores)
+            callback._state = replace(callback._state, top_k=top_k)

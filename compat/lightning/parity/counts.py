@@ -1,0 +1,133 @@
+"""Steps and epochs as Lightning counts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ....trainer.hooks import Hook
+from ....trainer.loop.fit_loop import FitLoop
+from ....trainer.loop.optimizers import ManagedOptimizer
+from ....trainer.loop.step import count_own_step
+from ....trainer.run import Run
+from ....trainer.state import Progress
+from ....trainer.trainer import Trainer
+
+__all__ = ["OptimizerProgress", "count_cut_epochs", "count_from_before", "count_optimizers", "count_own_steps"]
+
+
+@dataclass(slots=True)
+class OptimizerProgress(Progress):
+    """Counts the steps of each optimizer that the module steps itself; `steps` are the batches with a step.
+
+    Attributes:
+        optimizer_steps: Steps of optimizers in manual optimization, in earlier fits.
+        managed: The optimizers of the present fit, which count their own steps; none in automatic optimization.
+    """
+
+    optimizer_steps: int | None = None
+    managed: list[ManagedOptimizer] = field(default_factory=list)
+
+    @property
+    def global_step(self) -> int:
+        """Steps of all optimizers together."""
+        if self.optimizer_steps is None:
+            return self.steps
+        counted = (one.num_steps - int(vars(one).get("_uncounted", 0)) for one in self.managed)
+        return self.optimizer_steps + sum(counted)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as plain numbers."""
+        plain = Progress(**{one.name: getattr(self, one.name) for one in fields(Progress)})
+        own = {} if self.optimizer_steps is None else {"optimizer_steps": self.global_step}
+        return {**plain.state_dict(), **own}
+
+
+def count_optimizers(trainer: Trainer) -> None:
+    """Let the Trainer's steps be those of all optimizers."""
+    trainer.progress = OptimizerProgress(**{one.name: getattr(trainer.progress, one.name) for one in fields(Progress)})
+
+
+def count_own_steps(run: Run) -> None:
+    """Let each batch of manual optimization count as a step of logs, and each optimizer's step as one of limits."""
+    progress, plan, loop = run.progress, run.plan, run.trainer.fit_loop
+    if not isinstance(progress, OptimizerProgress) or plan is None or plan.finish_window is not count_own_step:
+        return
+    before = progress.steps if progress.optimizer_steps is None else progress.global_step
+    progress.optimizer_steps, progress.managed = before, run.managed
+    for one in run.managed:
+        one.num_steps = 0
+        one.__dict__.pop("_uncounted", None)
+    loop.plan_counts_steps = True
+
+    def finish(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+        progress.steps += 1
+        loop.is_used_up = loop.is_used_up or progress.global_step >= loop.max_steps != -1
+        return True
+
+    plan.finish_window = finish
+
+
+def count_cut_epochs(trainer: Trainer) -> None:
+    """Let `should_stop` bring a last validation, and an epoch that a limit or a request cuts short count as one."""
+    loop = trainer.fit_loop
+    for name, function in (
+        ("_close_epoch", _close_epoch),
+        ("_validation_is_due", _validation_is_due),
+        ("_when_to_look", _when_to_look),
+    ):
+        setattr(loop, name, partial(function, loop))
+
+
+def _close_epoch(loop: FitLoop, run: Run, *, is_over: bool, is_stuck: bool) -> None:
+    FitLoop._close_epoch(loop, run, is_over=is_over, is_stuck=is_stuck)
+    if not is_over:
+        assert run.stream is not None
+        run.progress.end_epoch()
+        run.stream.close()
+
+
+def _validation_is_due(loop: FitLoop, run: Run, *, is_epoch_over: bool) -> bool:
+    if FitLoop._validation_is_due(loop, run, is_epoch_over=is_epoch_over):
+        return True
+    trainer, progress, every = run.trainer, run.progress, run.trainer.check_val_every_n_epoch
+    if (
+        not trainer.enable_validation
+        or progress.validated_at == progress.total_batches
+        or not progress.batches_in_epoch
+    ):
+        return False
+    is_epoch_to_validate = every is None or (progress.epochs + 1) % every == 0
+    return is_epoch_to_validate and loop.stops_here
+
+
+def _when_to_look(loop: FitLoop, run: Run) -> int:
+    return 0
+
+
+def count_from_before(run: Run) -> None:
+    """Let `on_fit_start` see the counts that the trainer had before it read a checkpoint."""
+    progress = run.progress
+    names = [one.name for one in fields(Progress)]
+    before = {name: getattr(progress, name) for name in names}
+
+    def around(fire: Hook) -> Hook:
+        def on_fit_start() -> None:
+            now = {name: getattr(progress, name) for name in names}
+            _assign(progress, before)
+            try:
+                fire()
+            finally:
+                _assign(progress, now)
+
+        return on_fit_start
+
+    run.lifecycle.wrap("on_fit_start", around)
+
+
+def _assign(progress: Progress, counts: dict[str, Any]) -> None:
+    for name, value in counts.items():
+        setattr(progress, name, value)

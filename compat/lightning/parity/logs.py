@@ -1,0 +1,119 @@
+"""What `callback_metrics` and the progress bar have, as in Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....callbacks.monitors import learning_rate_monitor
+from ....protocols import AnyBatch, AnyOutput
+from ....trainer.metrics.accumulators import with_suffix
+from ....trainer.metrics.current_values import CurrentValues
+from ....trainer.run import Run
+from ....trainer.trainer import Trainer
+
+__all__ = [
+    "LearningRateMonitor",
+    "forget_metrics",
+    "forget_restored_metrics",
+    "log_after_training",
+    "show_latest",
+    "show_one_key",
+]
+
+
+def forget_metrics(run: Run) -> None:
+    """Let each verb begin without metrics."""
+    metrics = run.metrics
+    metrics.results.clear()
+    metrics.result_steps.clear()
+    metrics.progress_bar.clear()
+    run.output.latest.clear()
+    for accumulator in metrics._step_accumulators:
+        accumulator.step_values, accumulator.step_weights, accumulator.step_version = [], [], 0
+
+
+def forget_restored_metrics(run: Run) -> None:
+    """Let a fit begin without the metrics of the checkpoint, or of the fit before."""
+    forget_metrics(run)
+    for accumulator in run.metrics.accumulators("train"):
+        accumulator.reset()
+
+
+def show_latest(trainer: Trainer) -> None:
+    """Let the bar's metrics be those of the latest step, which is read now."""
+    metrics = trainer._metrics
+    for accumulator in metrics._step_accumulators:
+        if accumulator.prog_bar and accumulator.window == metrics.window and accumulator.step_values:
+            value = accumulator.step_value(metrics.device)
+            number = float(value.item()) if isinstance(value, Tensor) else float(value)
+            metrics.show(number, accumulator.step_key)
+
+
+def show_one_key(trainer: Trainer) -> None:
+    """Let a value that is logged by step and by epoch be in the bar's metrics under the two keys, not under its own."""
+    metrics = trainer._metrics
+    setattr(metrics, "show", partial(_show_first, metrics.show))  # noqa: B010  # a Trainer is pickled with it
+    trainer._current_values = _OneKey(metrics)
+
+
+class _OneKey(CurrentValues):
+    """Leaves out the name of a value that has one for the step, too."""
+
+    def read(self) -> dict[str, float]:
+        """Return the values, by their key of a step."""
+        found = super().read()
+        return {name: value for name, value in found.items() if with_suffix(name, "_step") not in found}
+
+
+def _show_first(show: Callable[..., None], number: float, *keys: str) -> None:
+    show(number, keys[0])
+
+
+def log_after_training(run: Run) -> None:
+    """Let the rows of an evaluation stand at the step after the last one that this Trainer has trained."""
+    progress = run.progress
+    run.trainer.records_at = (progress.steps + 1, progress.epochs)
+
+
+class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
+    """Logs rates at the beginning of a batch, also while gradients accumulate, and puts them into `callback_metrics`.
+
+    Args:
+        logging_interval, log_momentum, log_weight_decay: See `loopwright.LearningRateMonitor`.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Find optimizers, schedules and their names."""
+        super().on_train_start(trainer, pl_module)
+        scheduled = {id(getattr(config.scheduler, "optimizer", None)) for config in trainer.lr_scheduler_configs}
+        if self.logging_interval is None:
+            # Optimizers without a schedule are logged at both.
+            free = [(name, one) for name, one in self._watched["step"] if id(one) not in scheduled]
+            self._watched["epoch"] = [*self._watched["epoch"], *free]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
+        """Log the rates before the step, if this step is logged."""
+        if trainer.should_log and self._watched["step"]:
+            self._send(trainer, self._values(self._watched["step"]), trainer.progress.steps)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Log what is counted by epochs: the rates that the epoch begins with."""
+        if self._watched["epoch"]:
+            self._send(trainer, self._values(self._watched["epoch"]), trainer.progress.steps)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+    ) -> None:
+        """Nothing is left to do."""
+
+    def _send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
+        super()._send(trainer, values, step)
+        metrics: Any = trainer._metrics
+        for key, value in values.items():
+            metrics.results[key] = torch.tensor(value, device=metrics.device)
+            metrics.result_steps[key] = trainer.progress.steps

@@ -1,0 +1,51 @@
+"""What a process does at its limits: 16 bits on the CPU and of inputs, and the exit code after Ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....fabric import Fabric
+from ....precision import MixedPrecision
+from ....precision.base import cast_floats
+from ....trainer.trainer import Trainer
+
+__all__ = ["cast_inputs", "exit_on_interrupt", "run_without_autocast", "use_bfloat16"]
+
+
+def use_bfloat16(arguments: dict[str, Any]) -> None:  # Any: arguments of a Trainer or a Fabric
+    """Replace `precision="16-mixed"` on the CPU."""
+    accelerator = arguments.get("accelerator", "auto")
+    is_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
+    if is_cpu and arguments.get("precision") in ("16-mixed", "16", 16):
+        arguments["precision"] = "bf16-mixed"
+
+
+def run_without_autocast(fabric: Fabric, module: nn.Module, name: str) -> Callable[..., object] | None:
+    """Return a method of a Fabric module as it is, on one device; None for `forward`, and on several."""
+    if name == "forward" or fabric.world_size > 1:
+        return None
+    method: Callable[..., object] = getattr(module, name)
+    return method
+
+
+def cast_inputs(fabric: Fabric) -> None:
+    """Cast what modules of a Fabric get to the 16 bits of its mixed precision."""
+    precision = fabric.precision
+    if type(precision) is MixedPrecision:
+        setattr(precision, "convert_input", partial(cast_floats, dtype=precision.policy.compute_dtype))  # noqa: B010
+        precision.converts_input = True
+
+
+@contextmanager
+def exit_on_interrupt(trainer: Trainer, verb: str) -> Iterator[None]:
+    """End the process with exit code 1 after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise SystemExit(1) from error

@@ -1,0 +1,115 @@
+"""Searches as in Lightning: rates, losses and suggestion of a learning rate; sizes of batches; trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ....trainer.trainer import Trainer
+from ....tuner.batch_size import Search, Trials
+from ....tuner.lr_curve import SMOOTHING, LearningRateCurve
+from .random_numbers import share_generators
+from .reading import fetch_batches
+
+__all__ = ["SearchCurve", "choose_batch_sizes", "train_in_trials", "try_sizes"]
+
+_LARGEST = 8192  # of sizes that mode "power" tries, whatever max_val is
+
+
+@dataclass(slots=True)
+class SearchCurve(LearningRateCurve):
+    """A curve that leaves out the second rate, and divides the first smoothed losses by too much.
+
+    The fields are those of `LearningRateCurve`.
+    """
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        share = (step + 1) / self.num_training if step else 0.0
+        if self.mode == "linear":
+            return self.lr_min + share * (self.lr_max - self.lr_min)
+        return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
+
+    def add(self, loss: float, threshold: float | None) -> bool:
+        """Add the loss of the next step, and return whether the search is over."""
+        self.results["lr"].append(self.lr_at(len(self.raw_losses)))
+        self.raw_losses.append(loss)
+        count = len(self.raw_losses)
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        smoothed = self._average / (1 - SMOOTHING ** (count + 1))
+        has_exploded = threshold is not None and count > 1 and smoothed > threshold * self._best
+        if count == 1 or smoothed < self._best:
+            self._best = smoothed
+        self.results["loss"].append(smoothed)
+        return has_exploded or count >= self.num_training
+
+    def _index(self, skip_begin: int, skip_end: int, method: str) -> int | None:
+        if method != "steepest":
+            # Not super(): a dataclass with slots is another class than the one that this method was defined in.
+            return LearningRateCurve._index(self, skip_begin, skip_end, method)
+        losses = torch.tensor(self.results["loss"][skip_begin:-skip_end])
+        rates = torch.tensor(self.results["lr"][skip_begin:-skip_end])
+        kept = torch.isfinite(losses)
+        if int(kept.sum()) < 2:
+            return None
+        slopes = torch.gradient(losses[kept], spacing=[rates[kept]])[0]
+        return skip_begin + int(torch.arange(len(losses))[kept][slopes.argmin()])
+
+
+def choose_batch_sizes(trainer: Trainer) -> None:
+    """Let a batch-size search try the sizes that Lightning tries."""
+    trainer.batch_size_rule = try_sizes
+
+
+def try_sizes(search: Search, most: int, trials: Trials) -> int:
+    """Return the size that the search ends with: it need not have been tried, nor be smaller than the data.
+
+    Args:
+        search: How to search.
+        most: Not used: sizes are limited when they are chosen.
+        trials: Tries sizes.
+    """
+    size, known = search.init_val, {}
+    if size < search.max_val:
+        known[size] = trials.fits(size)
+    if trials.most_samples is not None and trials.before >= trials.most_samples:
+        size = trials.before
+    bisect = search.mode == "binsearch"
+    largest = search.max_val if bisect else _LARGEST
+    low, high, num_fits = 1, 0, 0
+    for number in range(search.max_trials if not bisect else 10**6):
+        if size >= search.max_val:
+            break
+        has_fitted = known.pop(size) if size in known else trials.fits(size)
+        is_full = trials.most_samples is not None and size >= trials.most_samples
+        if has_fitted:
+            num_fits, low = num_fits + 1, size
+            is_last = num_fits >= search.max_trials if bisect else number + 1 >= search.max_trials
+            if is_last or is_full or (high and high - low <= 1):
+                break
+            following = min((high + low) // 2 if high else size * 2, largest)
+            if following == size:
+                break
+            size = following
+        else:
+            high = size
+            if not is_full:
+                size = (high + low) // 2 if bisect else size // 2
+            if high - low <= 1 if bisect else num_fits:
+                break
+    return max(1, int(size * (1 - search.margin))) if bisect else size
+
+
+def train_in_trials(trainer: Trainer) -> None:
+    """Let the trials of searches draw, read, validate and end as the training does."""
+    trainer.prepare_trial = partial(_prepare, trainer)
+
+
+def _prepare(trainer: Trainer, trial: Trainer) -> None:
+    share_generators(trial)
+    fetch_batches(trial)
+    if trial.max_steps != -1:
+        trial.fit_loop.max_epochs = trainer.max_epochs
+        trial.limit_val_batches = trial.max_steps

@@ -1,0 +1,269 @@
+"""LightningCLI and its parser: what tests/compat/programs/command_line_rows.py compares with Lightning, in small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loopwright.cli.make import make
+from loopwright.cli.yaml_file import parse
+from loopwright.compat import lightning as compat
+from loopwright.errors import ConfigError
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+         "--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false",
+         "--trainer.logger=false"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    compat.install(children=False)
+    yield
+    compat.uninstall()
+
+
+class Encoder(nn.Module):
+    def __init__(self, width: int = 2, **others: Any) -> None:
+        super().__init__()
+        self.width, self.others = width, others
+
+
+def make_model() -> Any:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Model(BoringModel):
+        def __init__(
+            self,
+            lr: float = 0.1,
+            encoder: Encoder | None = None,
+            optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam,
+            schedule: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None,
+        ) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.lr, self.encoder, self.optimizer, self.schedule = lr, encoder, optimizer, schedule
+
+    return Model
+
+
+def make_cli(*line: str, **options: Any) -> Any:
+    from lightning.pytorch.cli import LightningCLI
+
+    run = bool(line) and line[0] == "fit"
+    arguments = [*line, *QUIET] if run else list(line)
+    return LightningCLI(make_model(), args=arguments, run=run, **options)
+
+
+NAME = f"{Encoder.__module__}.Encoder"
+
+
+def test_arguments_that_are_passed_on_stand_in_dict_kwargs() -> None:
+    Path("c.yaml").write_text(f"model: {{encoder: {{class_path: {NAME}, dict_kwargs: {{q: 1}}}}}}\n")
+    cli = make_cli("--config=c.yaml", "--model.encoder.width=5", "--model.encoder.dict_kwargs.z=t")
+    assert (cli.model.encoder.width, cli.model.encoder.others) == (5, {"q": 1, "z": "t"})
+    assert cli.config.model.encoder.dict_kwargs == {"q": 1, "z": "t"}
+
+
+def test_what_is_typed_last_wins_files_as_well() -> None:
+    Path("c.yaml").write_text("model: {lr: 0.25}\n")
+    assert make_cli("--model.lr=2", "--config", "c.yaml").model.lr == 0.25
+    assert make_cli("--config", "c.yaml", "--model.lr=2").model.lr == 2.0
+    Path("m.yaml").write_text("lr: 0.75\n")
+    assert make_cli("--config", '{"model": {"lr": 0.5}}', "--model=m.yaml").model.lr == 0.75
+
+
+def test_hyperparameters_are_settings_of_which_the_model_is_made_again() -> None:
+    cli = make_cli("fit", "--model.optimizer=SGD", "--model.optimizer.lr=0.2", "--model.schedule=StepLR",
+                   "--model.schedule.step_size=3", f"--model.encoder={NAME}", "--model.encoder.width=9")  # fmt: skip
+    assert cli.model.hparams.encoder == {"class_path": NAME, "init_args": {"width": 9}}
+    assert cli.model.hparams["_instantiator"] == "lightning.pytorch.cli.instantiate_module"
+    cli.trainer.save_checkpoint("x.ckpt")
+    with pytest.warns(UserWarning, match="'encoder' is an nn.Module"):
+        model = type(cli.model).load_from_checkpoint("x.ckpt", lr=7.0)
+    optimizer = model.optimizer(model.parameters())
+    assert (model.lr, model.encoder.width) == (7.0, 9)
+    assert (optimizer.param_groups[0]["lr"], model.schedule(optimizer).step_size) == (0.2, 3)
+    with pytest.raises(ConfigError, match=r"encoder.*ReLU.* no parameter 'depth'"):
+        make(Two, {"encoder": {"class_path": "torch.nn.ReLU", "init_args": {"depth": 3}}, "unknown": 1})
+    with pytest.raises(ConfigError, match="expected a Module, got subprocess.Popen"):
+        make(Two, {"encoder": {"class_path": "subprocess.Popen", "init_args": {"args": "ls"}}})
+
+
+class Two(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+
+
+def test_without_support_for_checkpoints_hyperparameters_are_objects() -> None:
+    with pytest.warns(UserWarning, match="'encoder' is an nn.Module"):
+        cli = make_cli(f"--model.encoder={NAME}", load_from_checkpoint_support=False)
+    assert cli.model.hparams.encoder is cli.model.encoder
+
+
+def test_a_configuration_can_be_changed_before_objects_are_made() -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    class CLI(LightningCLI):
+        def before_instantiate_classes(self) -> None:
+            self.config.model.lr = 0.75
+            self.config["trainer.max_epochs"] = 5
+
+    cli = CLI(make_model(), run=False, args=[])
+    assert (cli.model.lr, cli.trainer.max_epochs) == (0.75, 5)
+
+
+def test_a_saved_configuration_is_not_overwritten() -> None:
+    from lightning.pytorch import Trainer
+
+    class Folder(Trainer):
+        @property
+        def log_dir(self) -> str:
+            return "here"
+
+    make_cli("fit", "--model.lr=0.5", trainer_class=Folder)
+    text = Path("here/config.yaml").read_text()
+    assert text.startswith("# lightning.pytorch==")
+    assert parse(text, "saved")["model"]["lr"] == 0.5
+    with pytest.raises(RuntimeError, match=r"here/config.yaml to NOT exist"):
+        make_cli("fit", trainer_class=Folder)
+    assert Path("here/config.yaml").read_text() == text
+    make_cli("fit", trainer_class=Folder, save_config_kwargs={"overwrite": True})
+    assert parse(Path("here/config.yaml").read_text(), "saved")["model"]["lr"] == 0.1
+
+
+def test_a_configuration_names_classes_as_lightning_does_without_parameters_of_loopwright(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        make_cli("fit", "--print_config", "--trainer.callbacks+=TQDMProgressBar",
+                 "--trainer.callbacks+=RichProgressBar", "--trainer.callbacks.plain_interval_s=5")  # fmt: skip
+    found = parse(capsys.readouterr().out, "printed")["trainer"]
+    assert found["callbacks"][:1] == [
+        {"class_path": "lightning.pytorch.callbacks.TQDMProgressBar",
+         "init_args": {"refresh_rate": 1, "process_position": 0, "leave": False}},
+    ]  # fmt: skip
+    assert found["callbacks"][1]["init_args"]["plain_interval_s"] == 5.0  # it was set
+
+
+def test_the_only_section_of_a_file_is_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    Path("c.yaml").write_text("fit:\n  model: {lr: 0.5}\n  trainer: {fast_dev_run: true, accelerator: cpu}\n")
+    cli = LightningCLI(make_model(), args=["--config", "c.yaml"])
+    assert (cli.subcommand, cli.model.lr) == ("fit", 0.5)
+    Path("d.yaml").write_text("fit: {model: {lr: 0.5}}\ntest: {model: {lr: 0.5}}\n")
+    with pytest.raises(SystemExit):
+        LightningCLI(make_model(), args=["--config", "d.yaml"])
+    assert "Expected a subcommand" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_cli("--model.lr=fast", "--model.width=3", "--depth=4")
+    text = capsys.readouterr().err
+    assert "got 3 problems" in text
+    assert all(part in text for part in ("model.lr (command line): expected float", "'width'", "depth (command line)"))
+
+
+def test_help_shows_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, expected in ((["--help"], "model: "), (["--help", "model"], "model.lr: float (default 0.1)")):
+        with pytest.raises(SystemExit) as ended:
+            make_cli(*line)
+        assert ended.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_the_parser_reads_and_makes_objects_alone() -> None:
+    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(EarlyStopping, "stopping")
+    parser.add_argument("--x", nargs="+", type=int, default=[2])
+    parser.link_arguments("x", "stopping.patience", compute_fn=sum)
+    config = parser.parse_args(["--stopping.monitor=m", "--x", "4", "5"])
+    stopping = parser.instantiate_classes(config).stopping
+    assert (stopping.monitor, stopping.patience, parser.callback_keys) == ("m", 9, ["stopping"])
+    assert parser.parse_object({"stopping": {"monitor": "y"}}).stopping.monitor == "y"
+    parser.save(config, "c.yaml")
+    assert parse(Path("c.yaml").read_text(), "saved")["x"] == [4, 5]
+    assert "patience" not in Path("c.yaml").read_text()  # it follows from x
+    with pytest.raises(ConfigError, match=r"c.yaml is there already"):
+        parser.save(config, "c.yaml")
+    again = parser.parse_path("c.yaml")
+    assert (again.stopping, again.x) == (config.stopping, config.x)
+    with pytest.raises(ValueError, match=r"'x', which is declared already"):
+        parser.add_argument("--x")
+    with pytest.raises(ConfigError, match="'append'"):
+        parser.add_argument("--y", action="append")
+
+
+def test_namespaces() -> None:
+    from argparse import Namespace as Other
+
+    from lightning.pytorch.cli import Namespace
+
+    config = Namespace({"a": Namespace(b=1, c={"d": 2}), "e": 3})
+    assert (config["a.b"], config.get("a.x", 5), config.a.c["d"], "a.b" in config, "a.x" in config) == (
+        1,
+        5,
+        2,
+        True,
+        False,
+    )
+    assert list(config.keys()) == ["a.b", "a.c", "e"]
+    assert config == Other(a=Other(b=1, c={"d": 2}), e=3)
+    copied = config.clone()
+    copied["a.f.g"] = 4
+    assert (copied.a.f.g, "a.f" in config) == (4, False)
+    assert (copied.pop("a.b"), copied.pop("a.b", None)) == (1, None)
+    with pytest.raises(KeyError):
+        copied.pop("a.b")
+    assert config.update({"a.b": 7}).a.b == 7
+    assert config.as_dict() == {"a": {"b": 7, "c": {"d": 2}}, "e": 3}
+
+
+def test_constructors_have_types_that_libraries_can_read() -> None:
+    import inspect
+
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    for one in (Trainer, EarlyStopping, ModelCheckpoint, CSVLogger):
+        parameters = inspect.signature(one.__init__).parameters.values()
+        assert not [parameter.name for parameter in parameters if isinstance(parameter.annotation, str)]
+    assert inspect.signature(EarlyStopping).parameters["monitor"].annotation is str
+
+
+def test_a_class_may_stand_in_a_file_and_the_subcommand_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("encoder.yaml").write_text(f"class_path: {NAME}\ninit_args: {{width: 9}}\ndict_kwargs: {{q: 1}}\n")
+    cli = make_cli("--model.encoder=encoder.yaml")
+    assert (cli.model.encoder.width, cli.model.encoder.others) == (9, {"q": 1})
+
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setenv("PL_SUBCOMMAND", "fit")
+    monkeypatch.setenv("PL_FIT__TRAINER__FAST_DEV_RUN", "true")
+    monkeypatch.setenv("PL_FIT__TRAINER__ACCELERATOR", "cpu")
+    assert LightningCLI(make_model(), args=[], parser_kwargs={"default_env": True}).subcommand == "fit"
+
+
+def test_a_function_that_makes_the_model_leaves_its_hyperparameters() -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    kind = make_model()
+
+    def build(rate: float = 0.5) -> Any:
+        return kind(lr=2 * rate)
+
+    build.__annotations__["return"] = kind
+    model = LightningCLI(build, args=["--model.rate=0.25"], run=False).model
+    assert model.hparams.lr == 0.5
+    assert "_instantiator" not in model.hparams

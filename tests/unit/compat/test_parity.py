@@ -1,0 +1,174 @@
+"""Parity without Lightning: the table and its switches, and trainings that give the numbers recorded from Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loopwright import CSVLogger, Trainer
+from loopwright.cli.commands.run_lightning import run_lightning
+from loopwright.compat.lightning import install, uninstall
+from loopwright.compat.lightning.parity import switches
+from loopwright.compat.lightning.parity.process import exit_on_interrupt
+from loopwright.compat.lightning.parity.rank_logs import tell_all_ranks
+from loopwright.errors import ConfigError
+from loopwright.trainer.metrics.log_output import LogOutput
+
+FOLDER = Path(__file__).parents[2] / "fixtures" / "parity"
+EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
+IN_CHILDREN = {"augmentation_in_workers"}
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Whether two outcomes are the same; numbers as far as another processor gives the same."""
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(close(ours[key], value) for key, value in theirs.items())
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(close, ours, theirs))
+    if isinstance(theirs, str) and re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", theirs):
+        return float(ours) == pytest.approx(float(theirs), abs=1e-5)
+    return bool(ours == (pytest.approx(theirs, abs=1e-5) if isinstance(theirs, float) else theirs))
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - IN_CHILDREN))
+def test_a_training_gives_the_numbers_of_lightning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(variable, "0")  # the program's seed ends with the test
+    install(children=False, parity=True)
+    try:
+        runpy.run_path(str(FOLDER / "program.py"))["main"](str(tmp_path), name)
+    finally:
+        uninstall()
+    ours = json.loads(capsys.readouterr().out.strip().splitlines()[-1])[name]
+    for key, value in EXPECTED[name].items():
+        assert close(ours[key], value), key
+
+
+def test_the_guide_to_migration_names_every_switch() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    assert not [switch.name for switch in switches.SWITCHES if f"`{switch.name}`" not in guide]
+
+
+def test_an_interrupt_ends_the_process_with_code_1() -> None:
+    with pytest.raises(SystemExit) as ended, exit_on_interrupt(Trainer(logger=False), "fit"):
+        raise KeyboardInterrupt
+    assert ended.value.code == 1
+
+
+class _OwnLogger:
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, float], int]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((metrics, step))
+
+    def save(self) -> None:
+        pass
+
+
+def test_a_logger_of_the_program_is_told_on_every_rank(tmp_path: Path) -> None:
+    own, ours = _OwnLogger(), CSVLogger(str(tmp_path))
+    output = LogOutput([own, ours], root=str(tmp_path), is_trial=False)
+    output.set_rank(1)
+    tell_all_ranks(SimpleNamespace(output=output, has_ranks=True))  # type: ignore[arg-type]
+    output.write({"loss": 1.0}, 3)
+    assert own.rows == [({"loss": 1.0}, 3)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_chosen_in_each_form() -> None:
+    everything = {switch.name for switch in switches.SWITCHES}
+    assert switches.choose(True) == switches.choose("1") == everything
+    assert switches.choose(False) == switches.choose("0") == switches.choose("") == frozenset()
+    assert switches.choose("reading, random_numbers") == switches.choose(["random_numbers", "reading"])
+    assert switches.as_text(switches.choose("reading")) == "reading"
+    assert switches.choose(switches.as_text(frozenset(everything))) == everything
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'readin'.*did you mean 'reading'"):
+        install(children=False, parity=["readin"])
+    uninstall()
+
+
+def test_every_function_of_the_table_exists() -> None:
+    package = switches.__name__.rpartition(".")[0]
+    places = [change.partition(":")[2] for switch in switches.SWITCHES for change in switch.changes]
+    places += [name.partition("=")[2] for switch in switches.SWITCHES for name in switch.names]
+    for place in places:
+        module, _, function = place.partition(".")
+        assert callable(getattr(import_module(f"{package}.{module}"), function)), place
+
+
+def test_the_table_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_lightning(["--parity=list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(switch.name in printed for switch in switches.SWITCHES)
+
+
+def test_an_unknown_name_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_lightning(["--parity=readin", "train.py"]) == 2
+    assert "did you mean 'reading'" in capsys.readouterr().err
+
+
+def test_children_have_the_same_switches(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import subprocess, sys\n"
+        "code = 'from loopwright.compat.lightning.parity.switches import active; print(sorted(active()))'\n"
+        "exec(code)\nsys.stdout.flush()\nsubprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-m", "loopwright", "run-lightning", "--parity=reading", str(tmp_path / "program.py")],
+        env=dict(os.environ), text=True, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert found.stdout.splitlines() == ["['reading']", "['reading']"], found.stderr
+
+
+@pytest.mark.parametrize(
+    ("parity", "kept"),
+    [
+        # printed by the same program on Lightning 2.6.6
+        (["equal_scores"], [["epoch=1", "epoch=2"], ["epoch=2", "epoch=3"], ["epoch=3", "epoch=4"]]),
+        ([], [["epoch=0", "epoch=2"], ["epoch=2", "epoch=3"], ["epoch=2", "epoch=4"]]),
+    ],
+)
+def test_of_equal_scores_the_earliest_is_replaced(parity: list[str], kept: list[list[str]], tmp_path: Path) -> None:
+    install(children=False, parity=parity)
+    try:
+        import lightning as L
+        from lightning.pytorch.callbacks import ModelCheckpoint
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        seen: list[list[str]] = []
+
+        class Scored(BoringModel):
+            def on_validation_epoch_end(self) -> None:
+                self.log("score", [0.5, 0.5, 0.7, 0.7, 0.9][self.current_epoch])
+
+            def on_train_epoch_start(self) -> None:
+                seen.append(sorted(path.stem for path in tmp_path.iterdir()))
+
+            def on_train_end(self) -> None:
+                seen.append(sorted(path.stem for path in tmp_path.iterdir()))
+
+        saving = ModelCheckpoint(tmp_path, monitor="score", mode="max", save_top_k=2, filename="{epoch}")
+        trainer = L.Trainer(
+            max_epochs=5, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, accelerator="cpu",
+            logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[saving],
+        )  # fmt: skip
+        trainer.fit(Scored())
+    finally:
+        uninstall()
+    assert seen[3:] == kept
