@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,10 +55,15 @@ def measure_fsdp(*, num_steps: int, rounds: int, is_quick: bool = False) -> dict
 
 
 def run_program(*arguments: object, python: str = sys.executable, **variables: str) -> dict[str, Any]:
-    """Run a program of this folder and return the numbers of the one line of JSON that it prints."""
+    """Run a program and return the numbers of the one line of JSON that it prints.
+
+    The first argument is a file, or the name of a module in a folder below this one.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment |= {"OMP_NUM_THREADS": "1", **variables}
-    command = [python, *map(str, arguments)]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **variables}
+    is_file = str(arguments[0]).endswith(".py")
+    command = [python, *([] if is_file else ["-m"]), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} failed:\n{done.stderr}")

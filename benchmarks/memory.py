@@ -177,7 +177,7 @@ ON_FOUR = ("fsdp FULL_SHARD", "deepspeed 1", "deepspeed 2", "deepspeed 3")
 
 def measure_memory_of_strategies(*, is_quick: bool) -> dict[str, Any]:
     """Measure every case in processes of its own, on two ranks and on four."""
-    names = ("single", "fsdp FULL_SHARD", "deepspeed 2") if is_quick else tuple(CASES)
+    names = ("single", "fsdp FULL_SHARD", "deepspeed 2", "deepspeed 3") if is_quick else tuple(CASES)
     rows = []
     for ranks in (2,) if is_quick else (2, 4):
         chosen = [name for name in names if ranks == 2 or name in ON_FOUR]

@@ -1,6 +1,6 @@
 """Overhead of a trainer on two processes: of a step, against hand-written DDP, and of the launch; run.py prints them.
 
-This file is also the program that is measured: `python benchmarks/ranks.py 500 3` starts a second process itself.
+This file is also the program that is measured: `python benchmarks/ranks.py 500 3 2` starts a second process itself.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def time_launches(*, processes: int, folder: Path) -> list[dict[str, Any]]:
     return [{"name": name, "seconds": statistics.median(values)} for name, values in found.items()]
 
 
-def time_steps_of_ranks(*, num_batches: int, rounds: int) -> list[dict[str, Any]]:
+def time_steps_of_ranks(*, num_batches: int, rounds: int, ranks: int = RANKS) -> list[dict[str, Any]]:
     """Return microseconds per step hand-written, with Fabric and with the Trainer: wall and CPU time of rank 0."""
-    numbers = _run([__file__, str(num_batches), str(rounds)])
+    numbers = _run([__file__, str(num_batches), str(rounds), str(ranks)])
     return [
         {"name": name, **numbers[mode]}
         for mode, name in zip(MODES, ("hand-written DDP", "Fabric", "Trainer"), strict=True)
@@ -119,18 +119,18 @@ def _run(arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train in a hand-written loop, with Fabric and with the Trainer in turns, on the same two processes."""
+    """Train in a hand-written loop, with Fabric and with the Trainer in turns, on the same processes."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from toy import Toy, batches, make
 
     import loopwright as lw
 
-    num_batches, rounds = int(sys.argv[1]), int(sys.argv[2])
-    fabric = lw.Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
+    num_batches, rounds, ranks = (int(argument) for argument in sys.argv[1:4])
+    fabric = lw.Fabric(accelerator="cpu", devices=ranks, strategy="ddp")
     fabric.launch()
-    data = batches(num_batches * RANKS)
-    own = data[fabric.global_rank :: RANKS]
+    data = batches(num_batches * ranks)
+    own = data[fabric.global_rank :: ranks]
     marks: list[tuple[float, float]] = []
 
     class Timed(Toy):
@@ -171,7 +171,7 @@ def main() -> None:
         toy = make(Timed)
         options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = lw.Trainer(
-            max_epochs=1, accelerator="cpu", devices=RANKS, strategy="ddp", enable_model_summary=False, **options
+            max_epochs=1, accelerator="cpu", devices=ranks, strategy="ddp", enable_model_summary=False, **options
         )  # fmt: skip
         trainer.fit(toy, data)
         return toy

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp import MODES, NAMES
+from growth import describe_growth
+from language_models.memory import describe_recipes_memory
+from language_models.report import describe_recipes
 from memory import expected
-from mesh_report import describe_mesh
+from model_parallel.report import describe_mesh
+from peers_steps import describe_peers
 from steps import per_value
 from tables import table
 from xla import NAMES as XLA_NAMES
@@ -20,7 +24,7 @@ def describe(results: dict[str, Any]) -> str:
         "# Benchmark results",
         "Written by `make bench`; the measured numbers are in [results/latest.json](results/latest.json). "
         f"{where['cpu']}, {where['cores']} cores, {where['system']}, Python {where['python']}, torch {where['torch']}, "
-        f"one thread, load {where['load']} at the start, {where['date']}."
+        f"one thread. {_dates(results)}"
         + (" **A quick run: the numbers are not meaningful.**" if results["is_quick"] else ""),
     ]
     for part, section in SECTIONS.items():
@@ -29,21 +33,42 @@ def describe(results: dict[str, Any]) -> str:
     return "\n\n".join(text) + "\n"
 
 
+def _dates(results: dict[str, Any]) -> str:
+    """Return on which days, and beside how much else, the parts were measured."""
+    of_day: dict[str, list[str]] = {}
+    for part in SECTIONS:
+        if part in results:
+            of_day.setdefault(results["when"][part]["date"], []).append(part)
+    loads = [results["when"][part]["load"] for part in SECTIONS if part in results]
+    days = "; ".join(f"{day}: {', '.join(parts)}" for day, parts in sorted(of_day.items()))
+    return f"Measured {days}; load of the machine when a part began at most {max(loads)}."
+
+
 def _steps(rows: list[dict[str, Any]]) -> list[str]:
     different = [row["name"] for row in rows if not row["weights_equal"]]
+    has_earlier = all("earlier_added_us" in row for row in rows)  # put there where a change is to be shown
     return [
         "## Overhead per step",
         "Microseconds of CPU time (all threads) per batch in a hand-written loop, and what the Trainer adds: the 10th "
         "percentile over single batches, and the mean over a run (median of the runs). The mean includes occasional "
         "work such as a log interval. A network of two layers, batches of 8 from memory. The hand-written loop shows, "
-        "logs and saves nothing.",
+        "logs and saves nothing." + (f" Earlier: {rows[0]['earlier']}" if has_earlier else ""),
         table(
-            ("", "hand-written", "added", "target", "hand-written, mean", "added, mean"),
+            (
+                "",
+                "hand-written",
+                "added",
+                *(["added, earlier"] if has_earlier else []),
+                "target",
+                "hand-written, mean",
+                "added, mean",
+            ),
             (
                 (
                     row["name"],
                     f"{row['hand_us']:.0f}",
                     f"**{row['added_us']:+.1f}**",
+                    *([f"{row['earlier_added_us']:+.1f}"] if has_earlier else []),
                     row["aim"],
                     f"{row['hand_mean_us']:.0f}",
                     f"{row['added_mean_us']:+.1f}",
@@ -135,6 +160,28 @@ def _first_steps(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _loading(rows: list[dict[str, Any]]) -> list[str]:
+    equal = all(row["equal"] for row in rows)
+    return [
+        "## Tensors in memory",
+        "Microseconds of CPU time per batch of a shuffled DataLoader over a `TensorDataset` of inputs and classes, "
+        "without workers: torch's own iteration, and what training reads in its place. "
+        + ("The batches are equal, bit for bit." if equal else "**The batches differ.**"),
+        table(
+            ("", "torch's DataLoader", "Trainer", "ratio"),
+            (
+                (
+                    row["name"],
+                    f"{row['torch_us']:.0f}",
+                    f"{row['run_us']:.0f}",
+                    f"**{row['run_us'] / row['torch_us']:.2f}**",
+                )
+                for row in rows
+            ),
+        ),
+    ]
+
+
 def _saving(numbers: dict[str, Any]) -> list[str]:
     return [
         "## Saving a checkpoint",
@@ -151,6 +198,14 @@ def _saving(numbers: dict[str, Any]) -> list[str]:
                 )
             ),
         ),
+    ]
+
+
+def _small_saves(numbers: dict[str, Any]) -> list[str]:
+    return [
+        f"A checkpoint of {numbers['num_tensors']:,} tensors of four elements takes {numbers['ours_s']:.2f} s of CPU "
+        f"time, with torch.save and fsync {numbers['torch_s']:.2f} s; the ratio is **{numbers['ratio']:.2f}** (median "
+        "of alternating saves). Target: 1.0.",
     ]
 
 
@@ -433,21 +488,25 @@ def _xla(numbers: dict[str, Any]) -> list[str]:
 def _compiling(numbers: dict[str, Any]) -> list[str]:
     return [
         "## Compiling",
-        f"examples/gpt on {numbers['device']} with `Trainer(compile=True)`: batches of 16 x 128 bytes, width 128, "
-        "AdamW. Seconds of CPU time including compilers, in one thread (on a GPU: wall time); variants take turns of "
-        "eight steps. The first step includes the compilation, without caches. Speedup: the median step of eager "
-        f"divided by that of the variant, median over turns. Losses after {numbers['steps']} steps. "
+        f"`Trainer(compile=True)` on {numbers['device']}: examples/gpt (batches of 16 x 128 bytes, width 128), and a "
+        "residual network for images (batches of 16 x 3 x 32 x 32, width 32), both with AdamW. Seconds of CPU time "
+        "including compilers, in one thread (on a GPU: wall time); variants take turns of eight steps. The first step "
+        "includes the compilation, with an empty cache and with the one that an earlier run left. Speedup: the median "
+        "step of eager divided by that of the variant, median over turns. Losses, and the largest distance of a weight "
+        f"tensor from eager's relative to its norm, after {numbers['steps']} steps. "
         f"Load of the machine at the end: {numbers['load']}.",
         table(
-            ("", "layers", "first step s", "step ms", "speedup", "loss"),
+            ("", "layers", "first step s", "with cache s", "step ms", "speedup", "loss", "weights differ by"),
             (
                 (
-                    row["variant"],
+                    f"{row['model']}, {row['variant']}",
                     row["layers"],
                     f"{row['first_s']:.1f}",
+                    f"{row['cached_first_s']:.1f}",
                     f"{1e3 * row['step_s']:.1f}",
                     f"**{row['ratio']:.2f}**",
                     f"{row['loss']:.5f}",
+                    f"{row['difference']:.0e}" if row["difference"] else "0",
                 )
                 for row in numbers["rows"]
             ),
@@ -512,10 +571,14 @@ def _memory_of_strategies(numbers: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "steps": _steps,
     "calls": _calls,
+    "peers": describe_peers,
+    "growth": describe_growth,
     "reads": _reads,
     "imports": _imports,
     "first-step": _first_steps,
+    "loading": _loading,
     "saving": _saving,
+    "small-saves": _small_saves,
     "logging": _logging,
     "ranks": _ranks,
     "launch": _launch,
@@ -526,4 +589,6 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "memory": _memory_of_strategies,
     "xla": _xla,
     "compiling": _compiling,
+    "recipes-memory": describe_recipes_memory,
+    "recipes": describe_recipes,
 }

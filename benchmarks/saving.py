@@ -123,5 +123,38 @@ def time_saves(*, num_parameters: int, rounds: int) -> dict[str, Any]:
     return numbers
 
 
+def time_small_saves(*, num_tensors: int, rounds: int) -> dict[str, Any]:
+    """Save a state of many tensors of four elements with torch.save and fsync, and with Loopwright, in turns.
+
+    Returns:
+        CPU seconds of both, and their ratio: medians over the rounds.
+    """
+    from loopwright.checkpoint import storage
+
+    state = {"state_dict": {f"layers.{number}.weight": torch.zeros(4) for number in range(num_tensors)}}
+    found: dict[str, list[float]] = {"torch_s": [], "ours_s": []}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def save_by_torch() -> None:
+            with open(Path(folder, "torch.ckpt"), "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        ways: dict[str, Callable[[], object]] = {
+            "torch_s": save_by_torch,
+            "ours_s": lambda: storage.save(state, Path(folder, "ours.ckpt")),
+        }
+        for number in range(rounds + 1):
+            for name, save in ways.items():
+                began_s = time.process_time()
+                save()
+                if number:  # the first of each is cold
+                    found[name].append(time.process_time() - began_s)
+    ratios = [ours / by_torch for ours, by_torch in zip(found["ours_s"], found["torch_s"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {"num_tensors": num_tensors, **medians, "ratio": statistics.median(ratios)}
+
+
 if __name__ == "__main__":
     main()

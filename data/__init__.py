@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .distributed.fingerprint import fingerprint_batch
     from .distributed.shard import NO_BATCH, Shard, is_rank_aware, merge_states
     from .sharded_iterable import ShardedIterable
+    from .thread_loader import ThreadDataLoader
 
 __all__ = [
     "NO_BATCH",
@@ -33,6 +34,7 @@ __all__ = [
     "HyperParameters",
     "Shard",
     "ShardedIterable",
+    "ThreadDataLoader",
     "apply_to_collection",
     "capture_rng",
     "count_eval_rounds",
@@ -58,6 +60,7 @@ __getattr__, __dir__ = attach(
         "EvalShard": "distributed.evaluation",
         "Shard": "distributed.shard",
         "ShardedIterable": "sharded_iterable",
+        "ThreadDataLoader": "thread_loader",
         "count_eval_rounds": "distributed.evaluation",
         "fingerprint_batch": "distributed.fingerprint",
         "in_loader_order": "distributed.evaluation",

@@ -4,7 +4,6 @@ batch size of the loader.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
+from ..messages import warn
 from ..protocols import Batch, Loaders
 from .limit import find_length
 from .move import find_batch_size, find_tensors
@@ -113,10 +113,9 @@ class BatchSizes:
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"the size of batches is not certain: {what}. Means over an epoch weigh by it: pass batch_size= to "
                 "self.log, or log lw.Loss(sum, weight)",
-                stacklevel=3,
             )
 
 

@@ -130,7 +130,10 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         self._is_begun = True
-        return self._sequential() if self.mode == "sequential" else self._parallel()
+        if self.mode == "sequential":
+            return self._sequential()
+        self._iterators = [_batches(loader) for loader in self._flattened]  # now, as a DataLoader draws when it begins
+        return self._parallel(self._iterators)
 
     def _sequential(self) -> Iterator[tuple[object, int, int]]:
         for dataloader_idx, (loader, limit) in enumerate(zip(self._flattened, self._all_limits(), strict=True)):
@@ -143,9 +146,8 @@ class CombinedLoader:
                 if batch_idx + 1 >= limit:
                     break
 
-    def _parallel(self) -> Iterator[tuple[object, int, int]]:
+    def _parallel(self, iterators: list[Iterator[Batch]]) -> Iterator[tuple[object, int, int]]:
         loaders, limits = self._flattened, self._all_limits()
-        iterators = self._iterators = [_batches(loader) for loader in loaders]
         taken = [0] * len(loaders)
         has_ended = [False] * len(loaders)
         batch_idx = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, nearest
+from ..messages import warn
 
-__all__ = ["AttributeDict", "HyperParameters", "save_hyperparameters", "without_omegaconf"]
+__all__ = ["AttributeDict", "HyperParameters", "given_to", "save_hyperparameters", "without_omegaconf"]
 
 
 class AttributeDict(dict[str, Any]):
@@ -61,7 +63,7 @@ def save_hyperparameters(
 
     Also sets `_hparams_initial` (a copy made by this call), `_hparams_name` (the name of the argument if one object
     holds all hyperparameters, otherwise "kwargs") and `_log_hyperparams`. Values are not copied or converted. A second
-    call adds to the hyperparameters of the first.
+    call adds to the hyperparameters of the first, and removes from them what it ignores.
 
     Args:
         obj: The module or data module.
@@ -76,6 +78,8 @@ def save_hyperparameters(
     Raises:
         ConfigError: A name is not an argument, or an object has another type.
     """
+    if given_hparams is None:
+        given_hparams = _given_to(obj)
     if frame is None and given_hparams is None:
         current = inspect.currentframe()
         frame = current.f_back if current is not None else None
@@ -85,13 +89,38 @@ def save_hyperparameters(
     hparams, name = _choose(obj, args, arguments, ignored)
     if isinstance(hparams, dict):
         _warn_of_modules(hparams)
-    _store(obj, hparams, name, logger=logger)
+    _store(obj, hparams, name, ignored, logger=logger)
+
+
+@contextmanager
+def given_to(target: type[object], hparams: Mapping[str, Any]) -> Iterator[None]:
+    """Let `save_hyperparameters` of an object of a class keep these instead of the arguments of its constructor.
+
+    A command line keeps the settings that it makes an object of: they can be written, and the object made again.
+
+    Args:
+        target: The class.
+        hparams: What is kept.
+    """
+    token = _GIVEN.set((target, hparams))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+_GIVEN: ContextVar[tuple[type[object], Mapping[str, Any]] | None] = ContextVar("_GIVEN", default=None)
+
+
+def _given_to(obj: object) -> Mapping[str, Any] | None:
+    given = _GIVEN.get()
+    return given[1] if given is not None and isinstance(obj, given[0]) else None
 
 
 def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignored: set[str]) -> tuple[object, str]:
     """Return the hyperparameters and the name of the argument that holds them."""
     if not args:
-        return without_omegaconf(arguments), "kwargs"
+        return arguments, "kwargs"
     objects = [arg for arg in args if not isinstance(arg, str)]
     if len(args) == 1 and objects:
         name = next((name for name, value in arguments.items() if value is objects[0]), "kwargs")
@@ -111,7 +140,7 @@ def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignor
             f"{', '.join(arguments) or 'none'}.",
             fix="pass names of arguments of __init__ to save_hyperparameters, or none to keep all.",
         )
-    return without_omegaconf({name: arguments[name] for name in wanted}), "kwargs"
+    return {name: arguments[name] for name in wanted}, "kwargs"
 
 
 def _entries(container: Any, ignored: set[str]) -> Any:
@@ -177,18 +206,19 @@ def _is_method_of(obj: object, frame: FrameType) -> bool:
 def _warn_of_modules(hparams: dict[str, object]) -> None:
     for name, value in hparams.items():
         if isinstance(value, nn.Module):
-            warnings.warn(
+            warn(
                 f"The argument {name!r} is an nn.Module, whose weights are already in the checkpoint. Exclude it: "
                 f"save_hyperparameters(ignore=[{name!r}]).",
-                stacklevel=4,
             )
 
 
-def _store(obj: Any, hparams: object, name: str, *, logger: bool) -> None:
+def _store(obj: Any, hparams: object, name: str, ignored: set[str], *, logger: bool) -> None:
     kept = getattr(obj, "_hparams", None)
     if isinstance(hparams, dict) and not isinstance(hparams, AttributeDict):
         hparams = AttributeDict(hparams)
     if isinstance(kept, AttributeDict) and isinstance(hparams, AttributeDict):
+        for left_out in ignored:
+            kept.pop(left_out, None)
         kept.update(hparams)
         hparams = kept
     obj._hparams = hparams

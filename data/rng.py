@@ -24,10 +24,13 @@ __all__ = [
     "find_generators",
     "kinds_that_moved",
     "moved_numpy",
+    "native",
     "restore_generators",
+    "restore_kinds",
     "restore_rng",
     "seed_generators",
     "seed_global_generators",
+    "to_plain",
 ]
 
 # The global CPU generators.
@@ -87,6 +90,12 @@ def restore_rng(state: StateDict) -> None:
         xla.set_rng_state(state["xla"])
 
 
+def restore_kinds(states: StateDict) -> None:
+    """Put back those global CPU generators that are in the state: a part of what `capture_rng` returns."""
+    for kind, state in states.items():
+        native(kind)[1](_from_plain(kind, state))
+
+
 def _started_xla() -> Any:  # Any: a module of torch_xla, which is not annotated
     """Return where XLA's generator is, if its runtime is started: asking for its state would start it."""
     package = sys.modules.get("torch_xla")
@@ -114,8 +123,8 @@ class RngStream:
         numpy = sys.modules.get("numpy")
         wanted = [kind for kind in KINDS if kind in set(kinds) and (kind != "numpy" or numpy is not None)]
         self._kinds = wanted
-        self._get = [_native(kind)[0] for kind in wanted]
-        self._set = [_native(kind)[1] for kind in wanted]
+        self._get = [native(kind)[0] for kind in wanted]
+        self._set = [native(kind)[1] for kind in wanted]
         self._outside: list[Tree] = []
         before = [get() for get in self._get]
         for kind in wanted:
@@ -134,7 +143,7 @@ class RngStream:
 
     def state_dict(self) -> StateDict:
         """Return where the stream is, as plain values and tensors."""
-        return {kind: _to_plain(kind, state) for kind, state in zip(self._kinds, self._own, strict=True)}
+        return {kind: to_plain(kind, state) for kind, state in zip(self._kinds, self._own, strict=True)}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go to where `state_dict` was taken; a kind that is not in the state stays where it is."""
@@ -163,7 +172,7 @@ def moved_numpy() -> Callable[[], bool]:
     return lambda: ctypes.string_at(address, size) != before
 
 
-def _native(kind: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:  # Any: a form of the generator's own
+def native(kind: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:  # Any: a form of the generator's own
     """Return how to read and write a generator in its own form, which is quicker than plain values."""
     if kind == "python":
         return random.getstate, random.setstate
@@ -173,7 +182,8 @@ def _native(kind: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:  # 
     return partial(numpy_random.get_state, legacy=False), numpy_random.set_state
 
 
-def _to_plain(kind: str, state: Any) -> Tree:
+def to_plain(kind: str, state: Any) -> Tree:
+    """Return a generator's state, in its own form, as `capture_rng` does."""
     if kind == "python":
         return _python_to_plain(state)
     return state if kind == "torch" else _numpy_to_plain(state)

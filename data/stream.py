@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import DataError
+from ..messages import warn
 from ..protocols import Loaders, StateDict
 from .limit import resolve_limit
 
@@ -96,7 +98,7 @@ class BatchStream:
         """The epoch of the state that was loaded and not yet entered; None when there is none."""
         return self._loaded_epoch
 
-    def open(self, epoch: int, shared_rng: StateDict | None = None) -> None:
+    def open(self, epoch: int, shared_rng: StateDict | None = None, *, may_be_empty: bool = False) -> None:
         """Begin an epoch: tell samplers and data sets its number, and begin to iterate.
 
         Args:
@@ -104,6 +106,7 @@ class BatchStream:
             shared_rng: Where data is distributed: the `capture_rng` of rank 0, taken right before this call. Samplers
                 then draw the same on all ranks; the global generators of ranks other than 0 stay as they are. None:
                 those of all ranks are equal anyway.
+            may_be_empty: Whether a loader without a length, on one process, may give nothing, with a warning.
 
         Raises:
             DataError: The epoch has no batches.
@@ -116,8 +119,15 @@ class BatchStream:
             self._source.begin_shared(epoch, shared_rng)
         self.num_batches = self._source.apply_limit(self._limit, self._name)  # it may differ by epoch
         if self._limit != 0 and not (self.num_batches and self._source.has_next()):
-            fix = _advice(self.loader, self._shard)
-            raise DataError(f"The training data gave no batches in epoch {epoch}.", fix=fix)
+            fix, what = _advice(self.loader, self._shard), f"The training data gave no batches in epoch {epoch}."
+            if not may_be_empty or self._shard is not None or not math.isinf(self.num_batches):
+                raise DataError(what, fix=fix)
+            warn(f"{what} The epoch is skipped. If that is a mistake, {fix}")
+
+    @property
+    def knows_position(self) -> bool:
+        """Whether a state of an open epoch was loaded, for `reopen`."""
+        return self._loaded_epoch is not None
 
     def reopen(self) -> None:
         """Go back to where the loaded state was taken; the caller then restores the global generators, which move.
@@ -166,6 +176,10 @@ class BatchStream:
         at least one global batch is known; None where nothing is distributed.
         """
         return self._source.describe_order()
+
+    def pin_batches(self) -> None:
+        """Let loaders make batches in pinned memory where that costs the main thread nothing. For CUDA devices."""
+        self._source.pin_batches()
 
     def close(self) -> None:
         """End the epoch: let go of workers that do not persist and of what was read ahead."""

@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import ConfigError, nearest
 from ..strategies import Strategy
 from ..strategies.construction.wrap_policy import repeated_blocks, select_modules
+from .compile_options import OWN_OPTIONS, compiler_with, own_problems, split_options, use_cache_dir
 
 __all__ = [
     "CompiledForward", "CompiledMethod", "Compiler", "check_strategy", "compile_for_fabric", "compile_in_place",
@@ -50,16 +51,17 @@ def compile_problems(value: object) -> list[ConfigError]:
                 fix="pass True, or keyword arguments of torch.compile, such as compile={'mode': 'max-autotune'}.",
             )
         ]
-    problems = []
+    problems: list[ConfigError] = []
     for name in value:
-        if name not in _OPTIONS:
-            hint = nearest(str(name), _OPTIONS)
+        if name not in (*_OPTIONS, *OWN_OPTIONS):
+            hint = nearest(str(name), (*_OPTIONS, *OWN_OPTIONS))
             problems.append(
                 ConfigError(
                     f"Expected arguments of torch.compile, got compile={{{name!r}: ...}}{hint}.",
-                    fix=f"use {', '.join(_OPTIONS)}.",
+                    fix=f"use {', '.join(_OPTIONS)}; or {', '.join(OWN_OPTIONS)}, which are Loopwright's own.",
                 )
             )
+    problems += own_problems(value)
     backend, mode = value.get("backend", "inductor"), value.get("mode")
     if isinstance(backend, str):
         known = torch._dynamo.list_backends(exclude_tags=())
@@ -235,12 +237,18 @@ def compile_for_fabric(module: nn.Module, strategy: Strategy, value: object, ste
     Raises:
         ConfigError: `value` is invalid, or the strategy cannot run compiled code.
     """
-    options = read_compile(value) or {}
+    own, options = split_options(read_compile(value) or {})
+    if own.compare:
+        raise ConfigError(
+            "Expected compile= without 'compare' in Fabric, which does not know where a step of your loop ends.",
+            fix="leave it out, or use a Trainer.",
+        )
     original, given = without_wrapper(module)
     check_strategy(strategy, given, options)
-    compiler = given if given is not None else compiler_of(options)
+    compiler = given if given is not None else compiler_with(compiler_of(options), own.dynamic_dims)
     blocks = find_blocks(original) if strategy.has_module_hooks or given is None else []
     for_good = ExitStack()
+    use_cache_dir(own.cache_dir, for_good)
     if strategy.has_module_hooks or blocks:
         compile_in_place([*blocks, *find_parts(original, blocks)], compiler, for_good)
     else:

@@ -54,6 +54,12 @@ class RecompileWatch:
 
     Args:
         is_rank_zero: Whether to log the warning. Other ranks recompile for the same reasons.
+
+    Attributes:
+        num_compiled: Number of compilations since `start`.
+        num_recompiled: How many of them were of functions that had been compiled before.
+        last_cause: Why the last of these was necessary; "" without any.
+        seconds: Seconds of all of them.
     """
 
     def __init__(self, *, is_rank_zero: bool = True) -> None:
@@ -61,6 +67,10 @@ class RecompileWatch:
         self._last: Any = None
         self._causes: dict[tuple[Any, ...], list[str]] = {}
         self._said: set[tuple[Any, ...]] = set()
+        self._cache_before = (0, 0)
+        self.num_compiled = self.num_recompiled = 0
+        self.last_cause = ""
+        self.seconds = 0.0
 
     def start(self, stack: ExitStack) -> None:
         """Watch until the stack is closed."""
@@ -69,9 +79,24 @@ class RecompileWatch:
 
         records = get_compilation_metrics()
         self._last = records[-1] if records else None
+        self._cache_before = _cache_counts()
         callback_handler.register_start_callback(self._look)
         stack.callback(self._look)
         stack.callback(callback_handler.remove_start_callback, self._look)
+
+    @property
+    def num_cached(self) -> int:
+        """How many parts of graphs (forward, backward) inductor has read from its cache."""
+        return _cache_counts()[0] - self._cache_before[0]
+
+    @property
+    def num_uncached(self) -> int:
+        """How many parts of graphs inductor has compiled."""
+        return _cache_counts()[1] - self._cache_before[1]
+
+    def look(self) -> None:
+        """Count what has been compiled until now; otherwise this is done when the next compilation begins."""
+        self._look()
 
     def _look(self, _: object = None) -> None:
         from torch._dynamo.utils import get_compilation_metrics
@@ -84,7 +109,11 @@ class RecompileWatch:
             fresh.append(record)
         self._last = records[-1] if records else None
         for record in reversed(fresh):
+            self.seconds += (getattr(record, "duration_us", None) or 0) / 1e6
+            # A backward pass that is compiled when it is first needed is a part of a graph that was counted.
+            self.num_compiled += record.is_forward is not False
             if record.recompile_reason:
+                self.num_recompiled += 1
                 self._judge(record)
 
     def _judge(self, record: Any) -> None:
@@ -95,6 +124,7 @@ class RecompileWatch:
         cause = _cause(record.recompile_reason, entry[1] if entry is not None else [])
         causes = self._causes.setdefault(key, [])
         causes.append(cause)
+        self.last_cause = cause
         # Recompilations that depend on the mode end once each mode has run, so they count only above a higher limit.
         changing = [one for one in causes if not any(sign in one for sign in _MODES)]
         is_storm = len(changing) > MOST or len(causes) > MOST_WITH_MODES
@@ -112,6 +142,13 @@ class RecompileWatch:
             cause,
             advice,
         )
+
+
+def _cache_counts() -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 
 def _cause(reason: str, arguments: list[str]) -> str:

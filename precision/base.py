@@ -12,11 +12,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.overrides import has_torch_function_unary
 
 from ..protocols import AnyBatch, StateDict
 
-__all__ = ["DefaultDtype", "Precision", "PrecisionPolicy", "cast_floats"]
+__all__ = [
+    "DefaultDtype",
+    "Precision",
+    "PrecisionPolicy",
+    "cast_floats",
+    "clear_gradients",
+    "compute_gradients",
+    "take_step",
+]
+
+# Of the function that torch puts around `step` of each class.
+_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+_is_profiled = torch._C._autograd._profiler_enabled
+# Hooks of all optimizers; torch changes these dictionaries in place.
+_before_all = torch_optimizer._global_optimizer_pre_hooks
+_after_all = torch_optimizer._global_optimizer_post_hooks
+# torch's own function around its engine, which `Tensor.backward` ends in: it logs, and keeps the context of threads.
+_run: Any = getattr(graph, "_engine_run_backward", None)  # Any: private, so perhaps not there
+_of_tensor = Tensor.backward
+_of_autograd = torch.autograd.backward
+_is_transformed = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,9 @@ class Precision:
     """Whether `forward_context` does something."""
     has_scaler: bool = False
     """Whether losses are scaled, so that an optimizer step can be skipped."""
+    reduce_overflow: Callable[[Tensor], object] | None = None
+    """Takes the maximum over ranks, in place, of what tells that a scaled gradient overflowed: shape (). Set by
+    strategies where ranks may hold other gradients; None: all find the same."""
     converts_input: bool = False
     """Whether `convert_input` does something."""
     converts_output: bool = False
@@ -103,7 +129,7 @@ class Precision:
             Whether the step was made: False if it was skipped because a gradient is infinite or NaN.
         """
         if closure is None:
-            optimizer.step()
+            take_step(optimizer)
         else:
             optimizer.step(closure)
         return True
@@ -194,3 +220,82 @@ def _cast_dataclass(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
     for name, value in changed.items():
         object.__setattr__(result, name, value)  # also for frozen ones; __post_init__ has already run
     return result
+
+
+# -- calls of torch ----------------------------------------------------------------------------------------------------
+#
+# torch wraps `step` and `zero_grad` of optimizers in a region of its profiler, and `backward` checks all that it might
+# be given: more than anything else that a small step adds. They are called without that where nothing listens and
+# nothing else can be meant: no profiler, no hook, and no method that somebody has replaced.
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Call `optimizer.step()`, or the class's own function within torch's wrapper where nothing listens."""
+    wrapped: Any = getattr(optimizer.__class__, "step", None)  # Any: a function with attributes
+    if getattr(wrapped, "__code__", None) is not _WRAPPER:
+        optimizer.step()
+        return
+    attributes = optimizer.__dict__
+    own = attributes.get("step")
+    if own is not None and _counts_calls_of(own, wrapped):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what the schedule's wrapper would set
+        own = None
+    if (
+        own is None
+        and not (attributes["_optimizer_step_pre_hooks"] or attributes["_optimizer_step_post_hooks"])
+        and not (_before_all or _after_all or _is_profiled())
+    ):
+        wrapped.__wrapped__(optimizer)
+    else:
+        optimizer.step()
+
+
+def _counts_calls_of(own: Any, wrapped: Any) -> bool:
+    """Return whether an optimizer's own `step` is the class's, wrapped by a schedule that notes its calls."""
+    return hasattr(own, "_wrapped_by_lr_sched") and own.__wrapped__ is wrapped
+
+
+def clear_gradients(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that does what `optimizer.zero_grad()` does."""
+    is_plain = optimizer.__class__.zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+    if not is_plain:
+        return optimizer.zero_grad
+
+    def clear() -> None:
+        if _is_profiled():
+            optimizer.zero_grad()
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return clear
+
+
+def compute_gradients(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Call `loss.backward(*args, **kwargs)`, for a plain loss without what its arguments would need.
+
+    `Tensor.backward` spends 20 microseconds on checks of what it may be given: several tensors, gradients, nested
+    tensors, subclasses. A scalar loss without arguments goes to the engine directly, with the same gradient of 1. Where
+    anything else could be meant (a subclass, a mode, a transform, a method that somebody replaced), torch decides.
+
+    Args:
+        loss: Of shape ().
+        args: Positional arguments of `Tensor.backward`.
+        kwargs: Its keyword arguments.
+    """
+    if (
+        loss.__class__ is Tensor
+        and not (args or kwargs)
+        and loss.requires_grad
+        and not loss.ndim
+        and loss.dtype.is_floating_point
+        and Tensor.backward is _of_tensor
+        and torch.autograd.backward is _of_autograd
+        and _run is not None
+        and _is_transformed is not None
+        and not (has_torch_function_unary(loss) or _is_transformed())
+    ):
+        _run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        loss.backward(*args, **kwargs)

@@ -68,6 +68,13 @@ class MixedPrecision(Precision):
         self._has_stepped = False
         self._found_inf: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        # Optimizers stay in their process, and weak references cannot be pickled.
+        return {**self.__dict__, "_hooked": None, "_unscaled": set(), "_stepped": set(), "reduce_overflow": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _hooked=WeakSet())
+
     def forward_context(self) -> AbstractContextManager[object]:
         """Return a new autocast context."""
         return torch.autocast(self.device, dtype=self._dtype)
@@ -103,6 +110,9 @@ class MixedPrecision(Precision):
         if not _has_gradient(optimizer):
             return
         self.scaler.unscale_(optimizer)
+        if self.reduce_overflow is not None:
+            for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                self.reduce_overflow(found)
         self._unscaled.add(id(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], StepOutput] | None = None) -> bool:
@@ -131,6 +141,8 @@ class MixedPrecision(Precision):
         if not _has_gradient(optimizer):  # the scaler refuses this; without a scale it is a step that does nothing
             optimizer.step()
             return True
+        if self.reduce_overflow is not None:
+            self.unscale_gradients(optimizer)
         self._has_stepped = False
         self._found_inf = None
         scaler.step(optimizer)

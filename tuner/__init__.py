@@ -1,4 +1,4 @@
-"""The tuner: searches for the batch size and the learning rate by trial runs, and plots of schedules.
+"""The tuner: searches for batch size, learning rate and faster settings by trial runs, and plots of schedules.
 
 Each trial is a separate run with a copy of the module, and leaves no trace.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from .batch_size import BatchSize
 from .lr_curve import LearningRateCurve
 from .schedule_preview import SchedulePreview, preview_schedule
+from .speed_table import SpeedRow, SpeedTable
 from .tuner import Tuner
 
-__all__ = ["BatchSize", "LearningRateCurve", "SchedulePreview", "Tuner", "preview_schedule"]
+__all__ = ["BatchSize", "LearningRateCurve", "SchedulePreview", "SpeedRow", "SpeedTable", "Tuner", "preview_schedule"]

@@ -25,7 +25,7 @@ from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, s
 if TYPE_CHECKING:
     from ..fabric import Fabric
 
-__all__ = ["BatchSize", "Search", "find_batch_size_that_fits", "set_batch_size"]
+__all__ = ["BatchSize", "Search", "Trials", "find_batch_size_that_fits", "search_sizes", "set_batch_size"]
 
 _log = logging.getLogger(__name__)
 _STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
@@ -108,8 +108,8 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
     if global_batch is not None:
         most = min(most, global_batch)
     with isolated(subject):
-        trials = Trials(subject, method, search)
-        size = _search(search, most, trials)
+        trials = Trials(subject, method, search, before=int(before))
+        size = (subject.trainer.batch_size_rule or search_sizes)(search, most, trials)
     if global_batch is None:
         return BatchSize(size)
     size = max(divisor for divisor in range(1, size + 1) if global_batch % divisor == 0)
@@ -140,8 +140,17 @@ def _refuse(subject: Subject, method: str, search: Search) -> None:
             raise ConfigError(f"keep_global_batch=True, and {reason}.", fix="leave out one of the two.")
 
 
-def _search(search: Search, most: int, trials: Trials) -> int:
-    """Return the largest size that was tried and fits, less the margin."""
+def search_sizes(search: Search, most: int, trials: Trials) -> int:
+    """Return the largest size that was tried and fits, less the margin.
+
+    Args:
+        search: How to search.
+        most: The largest size to try.
+        trials: Tries sizes.
+
+    Raises:
+        ConfigError: Not even the smallest size fits.
+    """
     size, fits, fails = min(search.init_val, most), 0, 0
     for _ in range(search.max_trials):
         most = min(most, trials.most_samples or most)
@@ -176,11 +185,13 @@ class Trials:
     """Tries sizes.
 
     Attributes:
+        before: The size before the search.
         most_samples: Samples that each rank has at most in a batch, once a loader is known; None before, and if no
             loader has a length.
     """
 
-    def __init__(self, subject: Subject, method: str, search: Search) -> None:
+    def __init__(self, subject: Subject, method: str, search: Search, *, before: int) -> None:
+        self.before = before
         self._subject = subject
         self._method = method
         self._search = search

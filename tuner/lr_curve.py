@@ -43,6 +43,8 @@ class LearningRateCurve:
     num_training: int
     results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
     raw_losses: list[float] = field(default_factory=list)
+    _average: float = field(default=0.0, repr=False, compare=False)
+    _best: float = field(default=math.inf, repr=False, compare=False)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, from 0."""
@@ -50,6 +52,30 @@ class LearningRateCurve:
         if self.mode == "linear":
             return self.lr_min + (self.lr_max - self.lr_min) * share
         return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
+
+    def add(self, loss: float, threshold: float | None) -> bool:
+        """Add the loss of the next step, and return whether the search is over.
+
+        A subclass may smooth losses, choose rates (`lr_at`) and end the search by other rules.
+
+        Args:
+            loss: The loss as it is.
+            threshold: End the search when the smoothed loss is above this factor times the lowest; None: never.
+        """
+        self.results["lr"].append(self.lr_at(len(self.raw_losses)))
+        self.raw_losses.append(loss)
+        count = len(self.raw_losses)
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        smoothed = self._average / (1 - SMOOTHING**count)
+        self.results["loss"].append(smoothed)
+        # The first losses of small batches scatter: an average of so few neither is the lowest nor ends the search.
+        is_settled = count >= min(10, self.num_training // 5)
+        has_exploded = threshold is not None and is_settled and smoothed > threshold * self._best
+        if not math.isfinite(loss) or has_exploded or count >= self.num_training:
+            return True
+        if is_settled:
+            self._best = min(self._best, smoothed)
+        return False
 
     def suggestion(
         self, skip_begin: int = 10, skip_end: int = 1, *, method: Literal["steepest", "minimum"] = "steepest"

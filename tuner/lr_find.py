@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..callbacks import Callback
 from ..errors import ConfigError, DataError
 from ..trainer.setup.begin import build_optimizers
-from .lr_curve import SMOOTHING, LearningRateCurve
+from .lr_curve import LearningRateCurve
 from .setting import find_setting, write_setting
 from .trial import Subject, accumulation_of, isolated, make_trainer
 
@@ -44,8 +43,8 @@ def check_search(
         wrong.append(f"mode={mode!r}, expected 'exponential' or 'linear'")
     if not 0 < min_lr < max_lr:
         wrong.append(f"min_lr={min_lr!r} and max_lr={max_lr!r}, expected 0 < min_lr < max_lr")
-    if not isinstance(num_training, int) or num_training < 2:
-        wrong.append(f"num_training={num_training!r}, expected at least 2 steps")
+    if not isinstance(num_training, int) or num_training < 1:
+        wrong.append(f"num_training={num_training!r}, expected at least 1 step")
     if early_stop_threshold is not None and not early_stop_threshold > 1:
         wrong.append(f"early_stop_threshold={early_stop_threshold!r}, expected None or a factor above 1")
     if wrong:
@@ -71,8 +70,6 @@ class RisingRate(Callback):
         self._check = check
         self.threshold = threshold
         self._ratios: list[float] = []
-        self._average = 0.0
-        self._best = math.inf
         self._is_over = False
         self._total: Tensor | None = None
 
@@ -121,21 +118,9 @@ class RisingRate(Callback):
             self._note(trainer, total / count)
 
     def _note(self, trainer: Trainer, loss: float) -> None:
-        curve = self.curve
-        curve.results["lr"].append(curve.lr_at(len(curve.raw_losses)))
-        curve.raw_losses.append(loss)
-        count = len(curve.raw_losses)
-        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
-        smoothed = self._average / (1 - SMOOTHING**count)
-        curve.results["loss"].append(smoothed)
-        # The first losses of small batches scatter: an average of so few neither is the lowest nor ends the search.
-        is_settled = count >= min(10, curve.num_training // 5)
-        has_exploded = self.threshold is not None and is_settled and smoothed > self.threshold * self._best
-        if not math.isfinite(loss) or has_exploded or count >= curve.num_training:
+        if self.curve.add(loss, self.threshold):
             self._is_over = trainer.should_stop = True
             return
-        if is_settled:
-            self._best = min(self._best, smoothed)
         self._set_rate(trainer)
 
 
@@ -161,7 +146,8 @@ def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: fl
             max_steps=curve.num_training,
             **accumulation,
         )
-        trial.fit(module, subject.given.get("train"), datamodule=datamodule)
+        val_loaders = subject.given.get("validation") if trial.limit_val_batches else None
+        trial.fit(module, subject.given.get("train"), val_loaders, datamodule=datamodule)
         del trial, module, datamodule
     if not sweep.curve.raw_losses:
         raise DataError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..messages import warn
 
 __all__ = ["find_setting", "write_setting"]
 
@@ -28,10 +28,9 @@ def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, requested_b
         values = [value for _, value in _places(owners, name)]
         if values:
             if any(value != values[0] for value in values[1:]):
-                warnings.warn(
+                warn(
                     f"{requested_by}: {name} has several values, {values}, as attribute and as hyperparameter; all of "
                     "them will be set",
-                    stacklevel=4,
                 )
             return name, values[0]
     known = {name for owner in owners if owner is not None for name in _names(owner)}

@@ -59,6 +59,7 @@ class Subject:
         given: Stage -> loaders that were passed directly.
         run: The run within which the search happens; None outside of one.
         is_set_up: Whether module and data module have been set up, so that copies of them are.
+        trial: The trainer of the latest trial; None before it.
     """
 
     trainer: Trainer
@@ -67,6 +68,7 @@ class Subject:
     given: dict[str, Loaders] = field(default_factory=dict)
     run: Run | None = None
     is_set_up: bool = False
+    trial: Trainer | None = None
 
     @classmethod
     def of_run(cls, trainer: Trainer, *, is_set_up: bool) -> Subject:
@@ -257,6 +259,9 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
     }
     trial = _TrialTrainer(fabric, **plan)
     trial.is_in_child = trainer.is_in_child
+    if trainer.prepare_trial is not None:
+        trainer.prepare_trial(trial)
+    subject.trial = trial
     return trial
 
 

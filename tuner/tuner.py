@@ -1,17 +1,21 @@
-"""`lw.Tuner`: finds a learning rate or a batch size before training."""
+"""`lw.Tuner`: finds a learning rate, a batch size or faster settings before training."""
 
 from __future__ import annotations
 
-import warnings
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..callbacks import BatchSizeFinder, LearningRateFinder
 from ..errors import ConfigError, nearest
+from ..messages import warn
 from ..trainer.setup.begin import split_datamodule, unwrapped
 from .batch_size import Search, find_batch_size_that_fits, set_batch_size
 from .lr_curve import LearningRateCurve
 from .lr_find import check_search, find_learning_rate, name_of_rate, set_learning_rate
 from .schedule_preview import SchedulePreview, preview_schedule
+from .speed import apply_settings, find_fastest, read_settings
+from .speed_table import SpeedTable
 from .trial import Subject
 
 if TYPE_CHECKING:
@@ -91,11 +95,13 @@ class Tuner:
         if subject is None:
             return None
         name = name_of_rate(subject, attr_name) if update_attr else None
-        curve = LearningRateCurve(mode, min_lr, max_lr, num_training)
+        make = subject.trainer.learning_rate_curve or LearningRateCurve
+        curve = make(mode, min_lr, max_lr, num_training)
         find_learning_rate(subject, curve, early_stop_threshold)
         lr = curve.suggestion()
         if name is not None and lr is not None:
             set_learning_rate(subject, name, lr)
+        self._adopt(subject)
         return curve
 
     def scale_batch_size(
@@ -159,7 +165,63 @@ class Tuner:
             self._trainer.fabric.launch()  # the ranks synchronize results
         found = find_batch_size_that_fits(subject, method, search)
         set_batch_size(subject, method, batch_arg_name, found)
+        self._adopt(subject)
         return found.size
+
+    def speed(
+        self,
+        model: nn.Module,
+        train_dataloaders: Loaders = None,
+        datamodule: DataModule | None = None,
+        *,
+        settings: Sequence[str] | None = None,
+        seconds: float = 2.0,
+        apply: bool = False,
+        show: bool = True,
+    ) -> SpeedTable | None:
+        """Try settings that change how fast a step is, each for a few seconds; set the fastest ones with `apply=True`.
+
+        Each trial trains a copy as `fit` does, without logging, validation and checkpoints. The time of a step includes
+        waiting for its batch. The run as it is is measured first and last. A setting counts as faster from 3 % on, and
+        only if the measured times spread less than that; the winners are then measured together.
+
+        Args:
+            model: The module.
+            train_dataloaders: Loaders to train with, or a DataModule.
+            datamodule: Brings the loaders instead.
+            settings: Which to try: "fused" (optimizer), "compile", "channels_last", "matmul_precision", "pin_memory",
+                "num_workers", "prefetch_factor"; None: all of them.
+            seconds: Seconds of measured steps per trial; starting workers and compiling come on top.
+            apply: Whether to set the fastest: on the trainer, the module, and the loader, or the attribute of module or
+                data module that has the setting's name. What cannot be set is named in the table.
+            show: Whether to print the table, on rank 0.
+
+        Returns:
+            The table; None with `fast_dev_run`.
+
+        Raises:
+            ConfigError: An argument is invalid, or the trainer uses several devices.
+        """
+        names = read_settings(settings)
+        if not 0 < seconds < math.inf:
+            raise ConfigError(
+                f"Tuner.speed: Expected a positive number of seconds, got seconds={seconds!r}.", fix="pass 2."
+            )
+        if self._trainer.world_size > 1:
+            raise ConfigError(
+                f"Tuner.speed: Expected a trainer on one device, got one on {self._trainer.world_size}.",
+                fix="search with devices=1, and use what was found with several devices.",
+            )
+        subject = self._subject("speed", type(None), "fit", model, train_dataloaders, None, None, datamodule)
+        if subject is None:
+            return None
+        table, chosen = find_fastest(subject, names, seconds)
+        if apply:
+            table = apply_settings(subject, table, chosen)
+        self._adopt(subject)
+        if show:
+            self._trainer.print(table)
+        return table
 
     def preview_schedule(
         self,
@@ -170,6 +232,12 @@ class Tuner:
     ) -> SchedulePreview:
         """Return the learning rates that training will have, without training; see `preview_schedule`."""
         return preview_schedule(self._trainer, model, train_dataloaders, datamodule, num_steps)
+
+    def _adopt(self, subject: Subject) -> None:
+        """Let the trainer show module and data of the search."""
+        loaders = None if subject.trial is None else subject.trial.loaders.train
+        subject.trial = None
+        self._trainer.adopt(subject.module, subject.datamodule, loaders)
 
     def _subject(
         self,
@@ -185,9 +253,9 @@ class Tuner:
         """Check what was passed to every search; None where it is left out, with `fast_dev_run`."""
         trainer = self._trainer
         if trainer.state.status == "running":
+            others = "" if callback is type(None) else f", or add {callback.__name__} to the trainer's callbacks"
             raise ConfigError(
-                f"Tuner.{what} was called while trainer.{trainer.state.fn} is running.",
-                fix=f"call it before, or add {callback.__name__} to the trainer's callbacks.",
+                f"Tuner.{what} was called while trainer.{trainer.state.fn} is running.", fix=f"call it before{others}."
             )
         if any(isinstance(one, callback) for one in trainer.callbacks):
             raise ConfigError(
@@ -207,7 +275,9 @@ class Tuner:
         if given is not None and datamodule is not None:
             raise ConfigError(f"Tuner.{what}: both {name} and datamodule are given.", fix="pass one of them.")
         if trainer.fast_dev_run:
-            warnings.warn(f"Tuner.{what} does nothing with fast_dev_run", stacklevel=3)
+            warn(f"Tuner.{what} does nothing with fast_dev_run")
             return None
         stage = {"fit": "train", "validate": "validation"}.get(method, method)
-        return Subject(trainer, unwrapped(model), datamodule, {stage: given} if given is not None else {})
+        loaders = {stage: given, **({"validation": val_dataloaders} if method == "fit" else {})}
+        present = {stage: one for stage, one in loaders.items() if one is not None}
+        return Subject(trainer, unwrapped(model), datamodule, present)

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ...protocols import Batch, Loaders, StateDict
 from ..combined import CombinedLoader
+from ..gather import gathering_parts
 from ..limit import find_length
 from ..persistent_workers import PersistentWorkersLoader, with_persistent_workers
 from ..rng import KINDS, capture_rng, derive_key, restore_rng, seed_global_generators
@@ -168,6 +169,7 @@ class EvalShard:
         if self._has_persistent_workers:
             changes["dataset"] = SeedingDataset(loader.dataset)
             changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        changes.update(gathering_parts(loader))
         for attribute, value in changes.items():
             object.__setattr__(self._copy, attribute, value)  # DataLoader refuses plain assignment
 

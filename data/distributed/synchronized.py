@@ -208,6 +208,10 @@ class SynchronizedSource(Source):
         self._until, self._is_final, self.ends_at_length = self.position, True, False
 
     @override
+    def pin_batches(self) -> None:
+        self._inner.pin_batches()
+
+    @override
     def shut_down(self) -> None:
         self.close()
         self._inner.shut_down()

@@ -146,6 +146,9 @@ class Source(ABC):
     def close(self) -> None:
         """End the pass: stop workers that do not outlive it, drop what was read ahead."""
 
+    def pin_batches(self) -> None:  # noqa: B027  # most sources do not make batches themselves
+        """Put batches into pinned memory where that costs the main thread nothing. Called before the first pass."""
+
     def shut_down(self) -> None:
         """Close, and stop workers that outlive a pass too."""
         self.close()
@@ -157,6 +160,7 @@ _DESCRIPTION = {
     "replay": "an iterable that can only be read from its start",
     "combined": "a collection of loaders",
     "iterable": "a DataLoader with a ShardedIterable",
+    "fetched": "a loader that was read as Lightning reads it",
 }
 
 

@@ -171,6 +171,11 @@ class CombinedSource(Source):
         self._is_open = False
 
     @override
+    def pin_batches(self) -> None:
+        for source in self._sources:
+            source.pin_batches()
+
+    @override
     def shut_down(self) -> None:
         for source in self._sources:
             source.shut_down()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TypeVar
 
 from torch.utils.data import DataLoader
+
+from ...messages import warn
 
 __all__ = ["gives_any_order", "in_order"]
 
@@ -23,11 +24,10 @@ def in_order(loader: L) -> L:
     """Return the loader; of one that yields batches in any order, a copy that yields them in order, with a warning."""
     if not gives_any_order(loader):
         return loader
-    warnings.warn(
+    warn(
         "DataLoader(in_order=False) is read in order: as its workers finish them, batches would come in another order "
         "each time, and a resumed run would lose samples and repeat others. Leave the argument out; if samples take "
         "unequally long, more workers or a larger prefetch_factor keep them busy.",
-        stacklevel=2,
     )
     twin = copy.copy(loader)
     object.__setattr__(twin, "in_order", True)  # DataLoader refuses plain assignment

@@ -28,7 +28,10 @@ def is_indexed(loader: object) -> TypeGuard[DataLoader[Batch]]:
         and not isinstance(loader.dataset, MapDataPipe)
         # A subclass that iterates in its own way may merge, drop or repeat batches.
         and type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
+        and (
+            type(loader)._get_iterator is DataLoader._get_iterator
+            or getattr(type(loader)._get_iterator, "follows_indices", False)  # a ThreadDataLoader
+        )
     )
 
 
@@ -47,19 +50,20 @@ class IndexedSource(Source):
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         super().__init__(loader)
+        from ..gather import gathering_parts
         from .in_order import in_order  # a program that only makes a Trainer reads no data
 
         self._has_workers = loader.num_workers > 0
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        most_in_flight = (loader.prefetch_factor or 0) * loader.num_workers + 1
+        most_in_flight = (loader.prefetch_factor or 0) * loader.num_workers + getattr(loader, "prefetch_batches", 0) + 1
         self._index = self._make_index(getattr(loader, name), most_in_flight)
         self._copy = copy.copy(in_order(loader))
         changes: StateDict = {name: self._index, "_iterator": None}
         if self._has_workers:
             changes["dataset"] = SeedingDataset(loader.dataset)
             changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
-        for attribute, value in changes.items():
-            object.__setattr__(self._copy, attribute, value)  # DataLoader refuses plain assignment
+        changes.update(gathering_parts(loader))
+        self._change(changes)
         self._fetch: Callable[[], Any] = iter(()).__next__
         self._is_open = False
         self._is_at_end = False
@@ -70,6 +74,16 @@ class IndexedSource(Source):
 
     def _make_index(self, sampler: object, most_in_flight: int) -> IndexStream:
         return IndexStream(sampler, most_in_flight)
+
+    def _change(self, attributes: StateDict) -> None:
+        for name, value in attributes.items():
+            object.__setattr__(self._copy, name, value)  # DataLoader refuses plain assignment
+
+    @override
+    def pin_batches(self) -> None:
+        from ..gather import gathering_parts, pinned_parts
+
+        self._change(pinned_parts(self.loader) or gathering_parts(self.loader, pins=True))
 
     @override
     def begin(self, epoch: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import GeneratorType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -16,18 +16,22 @@ from ...errors import DataError
 from ...protocols import Batch, Loader, Loaders, StateDict
 from ..limit import find_length
 from ..rng import (
+    KINDS,
     RngStream,
     capture_generators,
     capture_rng,
     derive_key,
     find_generators,
     kinds_that_moved,
-    moved_numpy,
     restore_generators,
+    restore_kinds,
     restore_rng,
 )
 from .base import Source, position_of
 from .stateful import is_stateful
+
+if TYPE_CHECKING:
+    from ..rng_watch import RngWatch
 
 __all__ = ["RereadSource"]
 
@@ -40,11 +44,13 @@ L = TypeVar("L")
 class RereadSource(Source):
     """An iterable without indices and without a state of its own: generators, iterable data sets, lists of batches.
 
-    Iteration begins and the first batch is fetched with the global generators, as in a hand-written loop; an iterable
-    that draws in the main process after that draws from a stream of its own. So the same batches come when it is
+    Iteration begins and the first batch is fetched with the global generators, as in a hand-written loop; the
+    generators that this moved are a stream of the iterable's own after that. So the same batches come when it is
     iterated again from the same start, whatever training draws in between, and a batch may be fetched before it is
-    asked for (which shows the end of an epoch of unknown length). Lists and tuples of batches, and loaders
-    that draw in worker processes, need no such stream.
+    asked for (which shows the end of an epoch of unknown length). The other generators are watched, which is quicker
+    than keeping them apart. One that a later batch draws from first is put back after that batch, which the state notes
+    for the second reading, and joins the stream. Lists and tuples of batches, and loaders that draw in worker
+    processes, need none of this.
     """
 
     kind = "replay"
@@ -60,7 +66,10 @@ class RereadSource(Source):
         self._iterator: Iterator[Batch] = iter(())
         self._ahead: Any = _NOTHING
         self._stream: RngStream | None = None
-        self._watches_numpy = False
+        self._watch: RngWatch | None = None
+        self._kinds: frozenset[str] = frozenset()
+        self._fetched = 0  # batches of this epoch, read ahead or given
+        self._late: dict[int, StateDict] = {}  # batch that drew first from a generator -> where that one was
         self._first_batches: list[Any] | None = [] if self._num_workers > 1 else None  # of the first epoch, to compare
         self._is_open = False
         self._has_ended = False
@@ -109,11 +118,11 @@ class RereadSource(Source):
         else:
             restore_rng(self._opening["rng"])
             restore_generators(self._find_generators(), self._opening["generators"])
-            self._start(epoch)
+            self._start(epoch, dict(state.get("late", {})))
             self._read_again(state["position"])
             self.position = state["position"]
 
-    def _start(self, epoch: int) -> None:
+    def _start(self, epoch: int, late: dict[int, StateDict] | None = None) -> None:
         if self._was_read and is_one_shot(self.loader):
             raise self._is_spent(f"so epoch {epoch} has no data")
         self._was_read = True
@@ -121,23 +130,34 @@ class RereadSource(Source):
         self._epoch = epoch
         self.position, self._is_open, self._has_ended = 0, True, False
         self.first = self.shift = 0
-        self._stream = None
+        self._stream = self._watch = None
+        self._fetched, self._late = 0, {} if late is None else late
         self._ahead = _NOTHING
         self._iterator = iter(())  # ends the workers of an epoch that was cut short
         if self._is_sequence or self._num_workers:
             self._iterator = iter(self._iterable)
             self.ends_at_length = self._is_sequence
             return
+        from ..rng_watch import RngWatch  # a program that only makes a Trainer reads no data
+
         self._iterator = iter(self._iterable)
+        watch = RngWatch(("python", "torch"))
+        watch.begin()
         self._ahead = next(self._iterator, _NOTHING)
         self._has_ended = self._ahead is _NOTHING
-        self._make_stream(with_numpy="numpy" in kinds_that_moved(self._opening["rng"], capture_rng()))
+        # NumPy keeps the second of two normal numbers elsewhere than where it is watched.
+        of_numpy = kinds_that_moved(self._opening["rng"], capture_rng()) & {"numpy"}
+        self._keep_apart([*watch.moved(), *of_numpy])
+        self._fetched = 1
 
-    def _make_stream(self, *, with_numpy: bool) -> None:
-        # NumPy's state takes ten times as long to swap as the others: it is left out where it is not used.
-        kinds = ("python", "torch", "numpy") if with_numpy else ("python", "torch")
-        self._stream = RngStream(derive_key(self._opening["rng"], self._epoch, "replay", self.position), kinds)
-        self._watches_numpy = not with_numpy
+    def _keep_apart(self, kinds: Collection[str]) -> None:
+        """Let the iterable draw from a stream of its own for these generators, and watch the others."""
+        from ..rng_watch import RngWatch
+
+        self._watch = RngWatch(kind for kind in KINDS if kind not in kinds)
+        self._kinds = frozenset(kinds)
+        if kinds:
+            self._stream = RngStream(derive_key(self._opening["rng"], self._epoch, "replay", self._fetched), kinds)
 
     def _is_spent(self, so: str) -> DataError:
         return DataError(
@@ -167,22 +187,40 @@ class RereadSource(Source):
         """Read one batch ahead; return whether there was one."""
         if self._has_ended:
             return False
-        if self._stream is None:
+        watch = self._watch
+        if watch is None:  # it does not draw in this process
             self._ahead = next(self._iterator, _NOTHING)
         else:
-            has_moved = moved_numpy() if self._watches_numpy else None
-            with self._stream:
+            watch.begin()
+            before = self._late.get(self._fetched)
+            if before is not None:
+                restore_kinds(before)
+            if self._stream is None:
                 self._ahead = next(self._iterator, _NOTHING)
-            if has_moved is not None and has_moved():
-                log.warning(
-                    "%s began to draw from NumPy's global generator in the middle of an epoch (batch %d): a resume "
-                    "within this epoch will not give the same batches. Draw from a generator in an attribute instead.",
-                    type(self.loader).__name__,
-                    self.position,
-                )
-                self._make_stream(with_numpy=True)
+            else:
+                with self._stream:
+                    self._ahead = next(self._iterator, _NOTHING)
+            moved = watch.moved()
+            if moved or before is not None:
+                self._note_late(watch, moved)
+        self._fetched += 1
         self._has_ended = self._ahead is _NOTHING
         return not self._has_ended
+
+    def _note_late(self, watch: RngWatch, moved: Collection[str]) -> None:
+        """Put back the generators that this batch is the first to draw from, and keep them apart from now on."""
+        before = self._late.get(self._fetched, {})
+        if "numpy" in moved:  # whose state would take longer to note than all else
+            log.warning(
+                "%s began to draw from NumPy's global generator in the middle of an epoch (batch %d): a resume "
+                "within this epoch will not give the same batches. Draw from a generator in an attribute instead.",
+                type(self.loader).__name__,
+                self.position,
+            )
+        states = {kind: watch.put_back(kind) for kind in {*moved, *before} - {"numpy"}}
+        if states:
+            self._late[self._fetched] = before or states
+        self._keep_apart([kind for kind in KINDS if kind in {*self._kinds, *moved, *before}])
 
     @override
     def has_next(self) -> bool:
@@ -238,6 +276,7 @@ class RereadSource(Source):
             "num_workers": self._num_workers,
             "opening": self._opening,
             "current": self._capture_current(),
+            "late": dict(self._late),
         }
 
     def _capture_current(self) -> StateDict:

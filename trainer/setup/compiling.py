@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...fabric.compile_options import compiler_with, split_options, use_cache_dir
+from ...fabric.compile_order import order_ranks
 from ...fabric.compiling import (
     CompiledMethod,
     Compiler,
@@ -22,8 +23,10 @@ from ...fabric.compiling import (
     find_parts,
 )
 from ...fabric.recompiles import RecompileWatch
+from ...messages import warn
 from ..hooks import find_override
 from ..module import Module
+from .compile_report import CompileReport
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -44,28 +47,34 @@ def begin_compiling(run: Run, given: Compiler | None, options: dict[str, object]
         options: Of `Trainer(compile=)`.
 
     Raises:
-        ConfigError: The strategy cannot run compiled code.
+        ConfigError: The strategy cannot run compiled code, or the folder for compiled code cannot be made.
     """
-    strategy, module = run.fabric.strategy, run.module
+    strategy, module, trainer = run.fabric.strategy, run.module, run.trainer
+    own, options = split_options(options)
     check_strategy(strategy, given, options)
-    compiler = given if given is not None else compiler_of(options)
+    compiler = given if given is not None else compiler_with(compiler_of(options), own.dynamic_dims)
     # torch.compile(module) asks for one graph of the whole step; hooks that communicate cannot be a part of one.
     is_by_parts = strategy.has_module_hooks or not run.is_automatic
     blocks = find_blocks(module) if is_by_parts or given is None else []
     stack = ExitStack()
     try:
         configure_dynamo(stack)
-        RecompileWatch(is_rank_zero=run.trainer.is_global_zero).start(stack)
+        use_cache_dir(own.cache_dir, stack)
+        watch = RecompileWatch(is_rank_zero=trainer.is_global_zero)
+        if trainer.state.fn == "fit" and trainer.timeline.is_enabled:
+            report = CompileReport(watch, trainer.timeline, compare=own.compare, is_rank_zero=trainer.is_global_zero)
+            report.start(stack)
+        watch.start(stack)
+        order_ranks(strategy, options.get("backend", "inductor") if given is None else None, stack)
         if is_by_parts or blocks:
             parts = [*blocks, *find_parts(module, blocks)]
             if not parts and not strategy.has_module_hooks:
                 parts = [module]  # its forward computes with parameters of its own
             if not parts and not compiled_parts(module) and run.trainer.is_global_zero:
-                warnings.warn(
+                warn(
                     f"compile= compiles nothing: {type(module).__name__} has only single layers, and under "
                     f"{type(strategy).__name__} submodules are compiled one by one; put layers that work together into "
                     "a submodule with a forward, and call that in the step",
-                    stacklevel=6,
                 )
             compile_in_place(parts, compiler, stack)
         else:

@@ -10,7 +10,7 @@ from .phases import STEP_PHASES
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["TimelineReport", "make_report"]
+__all__ = ["TimelineReport", "make_report", "readable_time"]
 
 _GROUPS = {
     "data": ("data", "transfer"),
@@ -22,7 +22,7 @@ _GROUPS = {
 }
 _ADVICE = {
     "data": "the device waits for data: raise num_workers and prefetch_factor of the DataLoader, set pin_memory=True "
-    "and persistent_workers=True, or prepare samples beforehand",
+    "and persistent_workers=True (lw.Tuner(trainer).speed(model, loader) tries them), or prepare samples beforehand",
     "transfer": "moving batches takes long: set pin_memory=True, send smaller dtypes, and convert on the device",
     "compute": "the device computes: use precision='bf16-mixed' or torch.compile, a faster attention, or more devices; "
     "raise the batch size if the device is not full (trainer.timeline.counts_operations = True tells whether operators "
@@ -43,7 +43,16 @@ _ADVICE = {
     "checkpoint": "checkpoints take a large part: save less often (every_n_train_steps, train_time_interval)",
     "first step": "the first step takes a large part of this short fit (compilation, tuning): measure a longer one",
 }
+_FUSED_ALREADY = (
+    "the optimizer takes {share:.0%} of a step: accumulate_grad_batches steps less often; with several devices its "
+    "state can be sharded (strategy='fsdp')"
+)
+_FUSED_IS_FASTER = (
+    "the optimizer takes {share:.0%} of a step: a step of {name}(fused=True), which lw.optim.{function} chooses, took "
+    "{fused} in a trial here, not {present}; accumulate_grad_batches steps less often"
+)
 _WORTH_SAYING = 0.1
+_WORTH_FUSING = 1.1
 _BAR = 30
 
 
@@ -63,6 +72,7 @@ class TimelineReport:
         advice: What to do about each part of a tenth or more, the largest first.
         intensity: Floating-point operations per byte; None unless operations were counted.
         idle_fraction: In how many steps the device had run dry when the host was done; None on a CPU.
+        compiled: What torch.compile cost and gains, as text; None where nothing was compiled.
     """
 
     seconds: dict[str, float]
@@ -76,6 +86,7 @@ class TimelineReport:
     advice: tuple[str, ...]
     intensity: float | None = None
     idle_fraction: float | None = None
+    compiled: str | None = None
 
     @property
     def fractions(self) -> dict[str, float]:
@@ -107,6 +118,8 @@ class TimelineReport:
             lines.append(f"The device had run dry at the end of {self.idle_fraction:.0%} of the measured steps.")
         if self.intensity is not None:
             lines.append(f"Floating-point operations per byte: {self.intensity:.3g}.")
+        if self.compiled is not None:
+            lines.append(f"{self.compiled}.")
         return "\n".join([*lines, *(f"- {text}" for text in self.advice)])
 
 
@@ -133,16 +146,23 @@ def make_report(timeline: Timeline) -> TimelineReport:
         bottleneck=max(seconds, key=lambda phase: seconds[phase]),
         bound=bound,
         advice=_advice(
-            seconds, groups, total, is_memory_bound=counted is not None and counted.is_memory_bound,
+            timeline, seconds, groups, total, is_memory_bound=counted is not None and counted.is_memory_bound,
             is_starved=is_starved,
         ),
         intensity=counted.intensity if counted is not None else None,
         idle_fraction=timeline.idle_fraction,
+        compiled=timeline.compiled,
     )  # fmt: skip
 
 
 def _advice(
-    seconds: dict[str, float], groups: dict[str, float], total: float, *, is_memory_bound: bool, is_starved: bool
+    timeline: Timeline,
+    seconds: dict[str, float],
+    groups: dict[str, float],
+    total: float,
+    *,
+    is_memory_bound: bool,
+    is_starved: bool,
 ) -> tuple[str, ...]:
     parts = {**groups, **{phase: seconds[phase] for phase in ("validation", "checkpoint", "first step")}}
     texts = []
@@ -154,8 +174,28 @@ def _advice(
             key = "transfer"
         elif name == "compute":
             key = "launching" if is_starved else "memory-bound" if is_memory_bound else "compute"
-        texts.append(_ADVICE[key])
+        texts.append(_advice_on_optimizer(timeline, seconds) if key == "memory" else _ADVICE[key])
     return tuple(texts)
+
+
+def _advice_on_optimizer(timeline: Timeline, seconds: dict[str, float]) -> str:
+    is_known, trial = timeline.try_optimizer()
+    in_steps = sum(seconds[phase] for phase in STEP_PHASES)
+    share = sum(seconds[phase] for phase in _GROUPS["memory"]) / in_steps
+    if trial is not None and trial.speedup >= _WORTH_FUSING:
+        return _FUSED_IS_FASTER.format(
+            share=share, name=trial.name, function=trial.name.lower(), fused=readable_time(trial.fused_s),
+            present=readable_time(trial.present_s),
+        )  # fmt: skip
+    return _FUSED_ALREADY.format(share=share) if is_known else _ADVICE["memory"]
+
+
+def readable_time(seconds: float) -> str:
+    """Return seconds as text with a unit and three digits: "93 us", "1.25 ms", "2.5 s"."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 assert set(STEP_PHASES) <= {phase for phases in _GROUPS.values() for phase in phases}

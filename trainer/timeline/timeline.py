@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
+from .optimizer_trial import OptimizerTrial, try_fused
 from .phases import STEP_PHASES, WHOLE_PHASES, StepRecord
 from .report import TimelineReport, make_report
 from .roofline import OperationCounter, OperationCounts
@@ -51,6 +54,7 @@ _IN_A_ROW = 3  # measured right after the first step
 # Measuring a step costs about 25 us on the host, and 100 us more with device events. Each pair: minimum duration of the
 # shortest step, and steps per measured step. Measuring then adds below 0.3 %, or 0.3 us per step.
 _EVERY_BY_NS = ((10_000_000, 1), (3_000_000, 10), (0, 100))
+_COMMUNICATION_NS = 4_000  # what measuring costs for each method in which a sharded model communicates
 _DEVICE_FACTOR = 5
 _NS_PER_S = 1e9
 
@@ -71,6 +75,10 @@ class Timeline:
         records: The last `MAX_RECORDS` measured steps, oldest first, without the first step of the fit.
         due: Batches ever seen at which the next measured step is due; read by the fit loop.
         is_open: Whether a step is being measured.
+        follower: Called with each measured step, the first one too; None: nothing is called.
+        in_a_row: Number of steps to measure at the beginning; None: a few.
+        is_next_apart: Whether the next step is not like those that follow, as the first one.
+        compiled: What compiling cost and gains; None where nothing was compiled.
     """
 
     MAX_RECORDS = 1000
@@ -80,6 +88,8 @@ class Timeline:
         self.every: int | None = None
         self.synchronize = False
         self.counts_operations = False
+        self.follower: Callable[[StepRecord], None] | None = None
+        self.in_a_row: int | None = None
         self._clock: Callable[[], int] = perf_counter_ns
         # What notes the time in a device's stream; None where the host's clock is the one that counts.
         self._make_event: Callable[[], torch.Event] | None = None
@@ -88,7 +98,8 @@ class Timeline:
     def _reset(self) -> None:
         self.records: deque[StepRecord] = deque(maxlen=self.MAX_RECORDS)
         self.due: int | float = math.inf
-        self.is_open = False
+        self.is_open = self.is_next_apart = False
+        self.compiled: str | None = None
         self.operations: OperationCounts | None = None
         self._counter: OperationCounter | None = None
         self._spent = dict.fromkeys(("steps", *STEP_PHASES, *WHOLE_PHASES), 0)
@@ -113,14 +124,18 @@ class Timeline:
         self._rest = "loop"
         self._next_batch: Callable[[], Batch] | None = None
         self._communication: list[tuple[object, str]] = []  # methods of a sharded model that are measured
+        self._num_communicating = 0
         self._plan: StepPlan | None = None
         self._bare: tuple[StepPlan, Lifecycle] | None = None
         self._timed: tuple[StepPlan, Lifecycle] | None = None
+        # Of the fit that is over. They are tried when a report asks, once.
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._trial: OptimizerTrial | None = None
         self._random = random.Random(0)  # the global generators are training's
 
     def __getstate__(self) -> dict[str, object]:
         state = {**self.__dict__, "_bare": None, "_timed": None, "_plan": None, "_marks": None, "_counter": None}
-        state["_communication"] = []
+        state["_communication"], state["_optimizers"], state["follower"] = [], [], None
         return {**state, "_pending": deque(maxlen=64), "_make_event": None}
 
     # --- called by the fit loop and the trainer ----------------------------------------------------------------------
@@ -162,6 +177,7 @@ class Timeline:
             self._pending[-1][2][-1][1].synchronize()  # the fit is over: waiting costs nothing
             self._read_events()
         self._exposed_s = exposed_communication(run.model)
+        self._optimizers = [weakref.ref(one) for one in run.optimizers if isinstance(one, Optimizer)]
 
     def enter(self, phase: str) -> None:
         """Note that a phase begins, within the one that is under way."""
@@ -215,8 +231,9 @@ class Timeline:
         record = StepRecord(
             max(run.progress.steps - run.has_stepped, 0), (self._opened_ns - self._began_ns) / _NS_PER_S, phases
         )
-        if self._first is None or is_counted:
-            # Not like the steps that follow: the first of a fit, or one that was slowed down by counting.
+        if self._first is None or is_counted or self.is_next_apart:
+            # Not like the steps that follow: the first of a fit, one that compiles, or one slowed down by counting.
+            self.is_next_apart = False
             self._first = self._first or record
             spent["first step"] += total
         else:
@@ -230,6 +247,8 @@ class Timeline:
             else:
                 self._keep(record)
         self._plan_next(run)
+        if self.follower is not None:
+            self.follower(record)
 
     def drop(self, run: Run) -> None:
         """End the measured step without keeping it: the epoch was over, or the step failed."""
@@ -294,16 +313,22 @@ class Timeline:
 
     def _plan_next(self, run: Run) -> None:
         now = run.progress.total_batches
-        if self._windows_opened <= _IN_A_ROW:
+        if self._windows_opened <= (self.in_a_row or _IN_A_ROW):
             self.due = now
             return
         every = self.every
         if every is None:
             shortest = self._shortest_ns // (1 if self._make_event is None else _DEVICE_FACTOR)
-            every = next(count for least, count in _EVERY_BY_NS if shortest >= least)
+            cost = self._num_communicating * _COMMUNICATION_NS
+            fits = [count for least, count in _EVERY_BY_NS if shortest >= least and cost <= 0.003 * count * shortest]
+            every = fits[0] if fits else _EVERY_BY_NS[-1][1]
         windows = self._random.randrange(0, 2 * every - 1)  # to leave out
         size = max(run.trainer.accumulate_grad_batches, 1)
         self.due = now + windows * size
+
+    def rebind(self) -> None:
+        """Take the functions of a step again: they have been replaced."""
+        self._timed = None
 
     # --- the functions of a measured step ----------------------------------------------------------------------------
 
@@ -351,6 +376,7 @@ class Timeline:
     def _swap_communication(self, model: object) -> None:
         calls = getattr(model, "communication_calls", None)
         self._communication = [] if calls is None else calls()
+        self._num_communicating = len(self._communication)
         for owner, name in self._communication:
             vars(owner)[name] = self.timed("communication", getattr(owner, name))
 
@@ -403,6 +429,16 @@ class Timeline:
     def idle_fraction(self) -> float | None:
         """In how many of the measured steps the device had nothing left to do when the host was done; None: unknown."""
         return self._num_idle / self._num_asked if self._num_asked else None
+
+    def try_optimizer(self) -> tuple[bool, OptimizerTrial | None]:
+        """Return whether the optimizers of the fit are known, and what the largest takes with fused steps.
+
+        They are known when the fit is over. The trial takes some milliseconds, once; None where nothing can be fused.
+        """
+        optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
+        if optimizers and self._trial is None:
+            self._trial = try_fused(optimizers)
+        return bool(optimizers), self._trial
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase over the whole fit; their sum is the time that the fit's loop took.

@@ -184,3 +184,12 @@ def test_load_from_checkpoint_names_a_missing_argument(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(ConfigError, match="root"):
         Saved.load_from_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_subclass_removes_what_it_ignores() -> None:
+    class Less(Base):
+        def __init__(self, root: str, extra: int = 1) -> None:
+            super().__init__(root)
+            self.save_hyperparameters(ignore="size")
+
+    assert dict(Less("here").hparams) == {"root": "here", "extra": 1}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._tensor_str import PRINT_OPTS
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -307,8 +310,12 @@ WORKERS: dict[str, Callable[[], Any]] = {
 
 
 def text(batch: Any) -> str:
+    options = copy.copy(PRINT_OPTS)
     torch.set_printoptions(precision=17)
-    return repr(batch)
+    try:
+        return repr(batch)
+    finally:
+        torch.set_printoptions(**vars(options))
 
 
 def train_on() -> float:
@@ -588,6 +595,54 @@ class BeginsLate:
         yield 0
         yield np.random.rand()
         yield np.random.rand()
+
+
+class DrawsLate:
+    """Draws from other generators as the epoch goes on, and once from one that it then leaves alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(6):
+            drawn = [float(number)]
+            if number == 2:
+                drawn.append(torch.randn(()).item())
+            if number >= 3:
+                drawn.append(random.gauss(0, 1))
+            yield torch.tensor(drawn)
+
+
+def test_resume_of_an_iterable_that_draws_late_equals_the_uninterrupted_run() -> None:
+    check_resume(DrawsLate)
+
+
+def test_an_iterable_that_draws_late_does_not_disturb_training() -> None:
+    seed()
+    expected = [random.random() + torch.rand(()).item() for _ in range(6)]
+    seed()
+    stream = BatchStream(DrawsLate())
+    stream.open(0)
+    drawn = []
+    while stream.has_next():
+        stream.next_batch()
+        drawn.append(random.random() + torch.rand(()).item())
+    assert drawn == expected
+
+
+@pytest.mark.parametrize("kinds", [set(), {"python", "torch"}])
+def test_only_the_generators_that_an_iterable_draws_from_are_kept_apart(kinds: set[str]) -> None:
+    stream = BatchStream(DrawsLate() if kinds else Quiet())
+    stream.open(0)
+    while stream.has_next():
+        stream.next_batch()
+    source: Any = stream._source
+    assert source._kinds == kinds
+    assert (source._stream is None) == (not kinds)
+
+
+class Quiet:
+    """Draws nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(3)
 
 
 def test_numpy_used_late_is_said_to_be_inexact(caplog: pytest.LogCaptureFixture) -> None:
@@ -878,3 +933,20 @@ def test_a_collection_goes_back_unless_a_loader_was_begun_anew() -> None:
         resumed.reopen()
         assert resumed.position == expected
         assert take(resumed, 6 - expected) == given[expected:]
+
+
+def test_an_epoch_of_an_iterable_that_gives_nothing_is_empty() -> None:
+    class Sometimes:
+        passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(2) if self.passes % 2 else ())
+
+    stream = BatchStream(Sometimes())
+    given = []
+    for epoch in range(3):
+        with pytest.warns(UserWarning, match="no batches in epoch 1") if epoch == 1 else nullcontext():
+            stream.open(epoch, may_be_empty=True)
+        given.append(take(stream, 5))
+    assert given == [[0, 1], [], [0, 1]]

@@ -487,3 +487,16 @@ def test_what_needs_processes_says_so_before_they_are_started(method: str) -> No
 def test_strategies_that_start_processes_need_a_function(start: str) -> None:
     with pytest.raises(ConfigError, match="Expected a function"):
         machine(strategy=start, devices=2).launch()
+
+
+def test_a_wrapped_module_has_device_and_dtype() -> None:
+    model: Any = machine(precision="bf16-true").setup(Net())
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.bfloat16)
+    model = machine().setup(nn.Flatten())
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+
+    class Own(Net):
+        device = "mine"
+
+    model = machine().setup(Own())
+    assert model.device == "mine"

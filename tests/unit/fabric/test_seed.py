@@ -162,3 +162,9 @@ def test_the_state_of_a_card_goes_out_and_in() -> None:
     set_rng_state(state)
     assert torch.equal(torch.rand(5, device="cuda"), expected)
     assert "cuda" not in rng_state(include_cuda=False)
+
+
+def test_loopwrights_own_variable_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.setenv("LOOPWRIGHT_SEED", "12")
+    assert seed_everything() == 12

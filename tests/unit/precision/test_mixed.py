@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -270,3 +271,15 @@ def test_teardown_makes_the_change_that_is_due() -> None:
     precision.teardown()
     assert precision.scaler is not None
     assert precision.scaler.get_scale() == 2048.0
+
+
+@pytest.mark.parametrize("make", [lambda: MixedPrecision("bf16-mixed", "cpu"), scaled])
+def test_it_goes_to_another_process_without_its_optimizers(make: Any) -> None:
+    precision, module = make(), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(precision, module, torch.ones(1, 3))
+        assert precision.optimizer_step(optimizer)
+        precision.teardown()
+        precision = pickle.loads(pickle.dumps(precision))
+    assert precision.scale in (None, 1024.0)

@@ -61,7 +61,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert all(p.grad is None for p in module.parameters())
     assert set(vars(module)) == attributes
     assert module.sizes == []
-    assert module._trainer is None
+    assert module._trainer is trainer
     after = capture_rng()
     assert not kinds_that_moved(before, after)
     assert torch.equal(module.data.generator.get_state(), drawn)
@@ -211,7 +211,7 @@ def test_a_data_module_is_copied() -> None:
     [
         ({"mode": "cubic"}, "mode='cubic'"),
         ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr"),
-        ({"num_training": 1}, "num_training=1"),
+        ({"num_training": 0}, "num_training=0"),
         ({"early_stop_threshold": 0.5}, "early_stop_threshold"),
         ({"method": "test"}, "method='test'"),
         ({"attr_name": "rate"}, "'rate'"),
@@ -299,3 +299,13 @@ def test_the_suggestion_is_not_fooled_by_the_noise_of_small_batches(seed: int) -
     lr = curve.suggestion()
     assert lr is not None
     assert 0.05 < lr < 1.0  # gradient descent on this loss diverges from 2 / its largest curvature, about 1
+
+
+def test_the_trainer_shows_what_was_searched() -> None:
+    module, data, logger = net(Searched), Data(), RecordingLogger()
+    trainer = quiet(max_epochs=1, logger=logger)
+    Tuner(trainer).lr_find(module, datamodule=data, num_training=3)
+    assert trainer.datamodule is data
+    assert trainer.lightning_module is module
+    assert module.logger is logger
+    assert trainer.train_dataloader is not None

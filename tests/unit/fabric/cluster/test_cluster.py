@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from loopwright.errors import ConfigError, LaunchError
-from loopwright.fabric import ClusterEnvironment, LightningEnvironment, LocalEnvironment
+from loopwright.fabric import ClusterEnvironment, LightningEnvironment, LocalEnvironment, TorchElasticEnvironment
 
 
 def test_one_process_on_this_machine() -> None:
@@ -156,3 +156,11 @@ def test_an_environment_of_ones_own_needs_the_abstract_methods_only() -> None:
     cluster.validate_settings(5, 5)
     cluster.teardown()
     assert (cluster.world_size(), cluster.global_rank()) == (2, 1)
+
+
+def test_a_variable_that_is_not_set_is_a_key_error_that_says_so() -> None:
+    with pytest.raises(KeyError) as found:
+        TorchElasticEnvironment(variables={}).global_rank()
+    assert isinstance(found.value, LaunchError)
+    assert "RANK" in str(found.value)
+    assert "\\n" not in str(found.value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from toys import Net, loader, net, quiet
 
+import loopwright as lw
 from loopwright.callbacks import LambdaCallback
 from loopwright.trainer.timeline.report import TimelineReport, make_report
 from loopwright.trainer.timeline.roofline import DevicePeak, OperationCounts
@@ -142,3 +143,36 @@ def test_counted_operations_tell_compute_from_memory(is_matrix: bool, bound: str
         assert counted.operations["backward"] == 4 * 2 * 256**3
     assert trainer.timeline.num_measured == 4  # of six: the first, and the one that was counted
     assert trainer.timeline.report().intensity == pytest.approx(counted.intensity)
+
+
+def test_a_fused_optimizer_is_recommended_with_what_it_took_here() -> None:
+    class Wide(Net):
+        def __init__(self) -> None:
+            super().__init__(torch.optim.AdamW)
+            self.more = torch.nn.ParameterList(torch.ones(64, 64) for _ in range(40))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + sum(one.sum() for one in self.more)
+
+    def advised(make: Any) -> tuple[str, ...]:
+        module = net(Wide)
+        module.make_optimizer = make
+        trainer = quiet(max_epochs=1)
+        trainer.timeline.every = 1
+        trainer.fit(module, loader(12))
+        # However fast this machine is: the optimizer takes half of a step.
+        timeline = trainer.timeline
+        timeline._sums = {**dict.fromkeys(STEP_PHASES, 0.0), "optimizer": 1.0, "forward": 1.0}
+        drawn = torch.get_rng_state()
+        before = [one.clone() for one in module.parameters()]
+        advice = timeline.report().advice
+        assert torch.equal(drawn, torch.get_rng_state())
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        return advice
+
+    with_number = [text for text in advised(torch.optim.AdamW) if "AdamW(fused=True)" in text]
+    assert "takes 50% of a step" in with_number[0]
+    assert "lw.optim.adamw chooses, took" in with_number[0]
+    fused = [text for text in advised(lw.optim.adamw) if "takes 50% of a step" in text]
+    assert "fused" not in fused[0]
+    assert "accumulate_grad_batches" in fused[0]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,26 @@ def test_long_steps_are_all_measured() -> None:
             return super().training_step(batch, batch_idx)
 
     assert fitted(net(Long), loader(20), every=None).timeline.num_measured == 9
+
+
+class Communicator:
+    def fetch(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("num_methods", "every"), [(0, 1), (5, 1), (50, 10), (5000, 100)])
+def test_steps_whose_measuring_costs_more_are_measured_less_often(num_methods: int, every: int) -> None:
+    trainer = fitted(data=loader(6))
+    timeline, run = trainer.timeline, SimpleNamespace(trainer=trainer, progress=trainer.progress)
+    owners = [Communicator() for _ in range(num_methods)]
+    timeline._swap_communication(SimpleNamespace(communication_calls=lambda: [(owner, "fetch") for owner in owners]))
+    timeline.every, timeline._windows_opened, timeline._shortest_ns = None, 10, 12_000_000
+    due = set()
+    for _ in range(300):
+        timeline._plan_next(run)
+        due.add(timeline.due - trainer.progress.total_batches)
+    assert min(due) == 0
+    assert 1.8 * every - 2 < max(due) <= 2 * every - 2
 
 
 def test_memory_is_bounded() -> None:

@@ -1,0 +1,17 @@
+"""`lw.optim`: torch's optimizers, fused where the device has a fused implementation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import attach
+
+if TYPE_CHECKING:
+    from .fused import adam as adam
+    from .fused import adamw as adamw
+    from .fused import can_fuse as can_fuse
+    from .fused import sgd as sgd
+
+__all__ = ["adam", "adamw", "can_fuse", "sgd"]
+
+__getattr__, __dir__ = attach(__name__, {"adam": "fused", "adamw": "fused", "can_fuse": "fused", "sgd": "fused"})

@@ -1,0 +1,72 @@
+"""What a search for speed returns: a row for each setting that was tried, and what was chosen and set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..trainer.timeline.report import readable_time
+
+__all__ = ["SpeedRow", "SpeedTable"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRow:
+    """One setting, and how fast steps were with it.
+
+    Attributes:
+        setting: Its name, such as "num_workers=2"; "as it is" for the run without changes.
+        step_s: Median seconds of a step, including the waiting for data; None if it was not measured.
+        spread: Distance between the quartiles of the measured times, divided by their median.
+        ratio: Time of a step as it is, divided by the time with this setting: above 1 is faster. None as `step_s`.
+        num_steps: Number of measured steps.
+        keeps_bits: Whether training computes the same bits with it as without.
+        note: Why it was not measured, or what else there is to know; else "".
+    """
+
+    setting: str
+    step_s: float | None = None
+    spread: float = 0.0
+    ratio: float | None = None
+    num_steps: int = 0
+    keeps_bits: bool = True
+    note: str = ""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether steps are faster by 3 % or more, and by more than the times spread."""
+        return self.ratio is not None and self.ratio - 1 > max(0.03, self.spread)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedTable:
+    """Result of `Tuner.speed`; `str()` gives a table for people.
+
+    Attributes:
+        rows: What was tried; the first is the run as it is.
+        best: The settings that are the fastest together, by name; empty if nothing is faster.
+        applied: Those that `apply=True` has set.
+        left: What `apply=True` could not set, and where to set it.
+    """
+
+    rows: tuple[SpeedRow, ...]
+    best: tuple[str, ...] = ()
+    applied: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        width = max([len(row.setting) for row in self.rows], default=0)
+        lines = [f"{'setting':<{width}}  {'per step':>9}  {'spread':>6}  {'speedup':>7}"]
+        for row in self.rows:
+            if row.step_s is None or row.ratio is None:
+                lines.append(f"{row.setting:<{width}}  {'-':>9}  {'':>6}  {'':>7}  {row.note}".rstrip())
+                continue
+            notes = [] if row.keeps_bits else ["changes the last digits"]
+            notes += [row.note] if row.note else []
+            lines.append(
+                f"{row.setting:<{width}}  {readable_time(row.step_s):>9}  {row.spread:>6.0%}  {row.ratio:>7.2f}  "
+                f"{'; '.join(notes)}".rstrip()
+            )
+        lines.append(f"Fastest: {', '.join(self.best)}." if self.best else "Nothing is faster than what there is.")
+        if self.applied:
+            lines.append(f"Set: {', '.join(self.applied)}.")
+        return "\n".join([*lines, *(f"- {text}" for text in self.left)])
