@@ -37,6 +37,7 @@ class Callback:
         runs_last: Whether the hooks run after those of the module, of metrics and of loggers, at every event.
         hears_every_step: Whether `on_train_batch_end` is also called on a rank without a batch, with None for outputs
             and batch. Otherwise such a rank skips the hook.
+        stop_reason: Why the callback set `trainer.should_stop`, for the line with which `fit` ends; None otherwise.
     """
 
     runs_first: bool = False
@@ -44,6 +45,7 @@ class Callback:
     hears_every_step: bool = False
     replaces_weights: bool = False
     changes_weights: bool = False
+    stop_reason: str | None = None
 
     @property
     def state_key(self) -> str:
@@ -60,6 +62,12 @@ class Callback:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what `state_dict` returned. Called after `setup`, before the optimizers exist."""
+
+    def restore_param_groups(self, trainer: Trainer, pl_module: AnyModule) -> None:
+        """Add the parameter groups that were added during the run which is resumed.
+
+        Called after `configure_optimizers`, before the optimizers get their states back.
+        """
 
     def forget_run(self) -> None:
         """Reset what belongs to the run of another Trainer: counts, scores, averages, steps.

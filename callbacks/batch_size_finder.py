@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..messages import warn
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class BatchSizeFinder(Callback):
 
     def _search_unless_trial(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
         if trainer.fast_dev_run:
-            warnings.warn("BatchSizeFinder does nothing with fast_dev_run", stacklevel=3)
+            warn("BatchSizeFinder does nothing with fast_dev_run")
             return
         self._find(trainer, method, is_set_up=is_set_up)
 

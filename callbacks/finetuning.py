@@ -7,8 +7,7 @@ the optimizer's state is put back.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CheckpointError, ConfigError
+from ..messages import warn
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -53,20 +53,24 @@ class BaseFinetuning(Callback):
                 self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
     ```
 
-    Checkpoints hold the names of the parameters of each group. When a run is resumed, groups that were added during
-    training are added again. On several ranks gradients of unfrozen parameters are averaged from the next step on.
+    Checkpoints hold the settings of each group and the names of its parameters, in the form that Lightning has. When a
+    run is resumed, groups that were added during training are added again. On several ranks gradients of unfrozen
+    parameters are averaged from the next step on.
 
     Raises:
         ConfigError: DeepSpeed, whose optimizers take no further groups.
         CheckpointError: A parameter of a saved group is not in the module.
     """
 
+    # Subclasses of libraries read these two, and call `_store` and `_apply_mapping_to_param_groups`.
+    _internal_optimizer_metadata: dict[int, list[dict[str, Any]]]  # each group of each optimizer, with names
+    _restarting: bool  # whether a state was loaded and training has not begun
+
     def __init__(self) -> None:
-        self._names: dict[int, list[list[str]]] = {}  # of the parameters of each group of each optimizer
-        self._counts: dict[int, int] = {}  # of the groups that configure_optimizers made
+        self._internal_optimizer_metadata = {}
+        self._restarting = False
         self._untracked: list[str] = []  # batch norms whose running statistics are frozen
-        self._is_resumed = False
-        self._pending: dict[int, Any] = {}  # full states of optimizers whose groups are still to be added
+        self._loaded_untracked: list[str] | None = None  # those of a checkpoint
 
     # --- what subclasses define ------------------------------------------------------------------------------------
 
@@ -147,11 +151,10 @@ class BaseFinetuning(Callback):
         for parameter in params:
             (old if id(parameter) in known else new).append(parameter)
         if old:
-            warnings.warn(
+            warn(
                 f"{len(old)} parameters that are unfrozen are in {type(optimizer).__name__} already and stay in their "
                 "groups; leave frozen parameters out in configure_optimizers: "
                 "filter(lambda p: p.requires_grad, self.parameters())",
-                stacklevel=3,
             )
         return new
 
@@ -197,72 +200,81 @@ class BaseFinetuning(Callback):
                 f"{type(self).__name__}: DeepSpeed's optimizers take no parameter groups during training.",
                 fix="use another strategy, or freeze permanently with requires_grad=False.",
             )
-        self._names, self._counts, self._pending, self._is_resumed = {}, {}, {}, False
+        self._internal_optimizer_metadata, self._restarting, self._loaded_untracked = {}, False, None
         self.freeze_before_training(pl_module)
         self._untracked = _untracked(pl_module)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
-        """Hold back the states of groups that were added during training, until `on_fit_start` has added them."""
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if trainer.state.fn != "fit" or not state:
-            return
-        optimizers = checkpoint.get("optimizer_states", [])
-        for index, count in state["groups_at_start"].items():
-            if index < len(optimizers) and len(optimizers[index]["param_groups"]) > count:
-                self._pending[index] = optimizers[index]
-                optimizers[index] = _first_groups(optimizers[index], count)
-
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Keep which groups there were, for `on_fit_start`."""
-        self._names = {int(index): names for index, names in state_dict["internal_optimizer_metadata"].items()}
-        self._untracked = list(state_dict["untracked_norms"])
-        self._is_resumed = True
+        """Keep which groups there were, for `restore_param_groups`."""
+        self._restarting = True
+        groups = state_dict["internal_optimizer_metadata"]
+        self._internal_optimizer_metadata = {int(index): list(of_one) for index, of_one in groups.items()}
+        self._loaded_untracked = state_dict.get("untracked_norms")
 
     def state_dict(self) -> StateDict:
-        """Return the parameters' names of each group, how many groups there were at first, and frozen batch norms."""
+        """Return each group with the names of its parameters, and frozen batch norms."""
         return {
-            "internal_optimizer_metadata": dict(self._names),
-            "groups_at_start": dict(self._counts),
+            "internal_optimizer_metadata": dict(self._internal_optimizer_metadata),
             "untracked_norms": list(self._untracked),
         }
 
+    def restore_param_groups(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Add the groups that a checkpoint has more than configure_optimizers made."""
+        known = dict(pl_module.named_parameters())
+        for index, optimizer in enumerate(trainer.optimizers):
+            saved = self._internal_optimizer_metadata.get(index, [])
+            missing = [name for group in saved for name in group["params"] if name not in known]
+            if missing:
+                raise CheckpointError(
+                    f"{type(self).__name__}: the checkpoint trains parameters that the module has not: "
+                    f"{', '.join(missing)}.",
+                    fix="resume with the module of the run that saved it.",
+                )
+            _restore_groups(optimizer, self._apply_mapping_to_param_groups(saved, known))
+
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Add the groups that a checkpoint has more than configure_optimizers made, and put their states back."""
-        self._counts = {index: len(optimizer.param_groups) for index, optimizer in enumerate(trainer.optimizers)}
-        if self._is_resumed:
-            self._is_resumed = False
+        """Freeze running statistics of batch norms as in the checkpoint."""
+        self._restarting = False
+        if self._loaded_untracked is not None:
             for path, module in pl_module.named_modules():
                 if isinstance(module, _BatchNorm):
-                    module.track_running_stats = path not in self._untracked
-        known = dict(pl_module.named_parameters())
-        for index, state in self._pending.items():
-            optimizer = trainer.optimizers[index]
-            for names in self._names[index][self._counts[index] :]:
-                missing = [name for name in names if name not in known]
-                if missing:
-                    raise CheckpointError(
-                        f"{type(self).__name__}: the checkpoint trains parameters that the module has not: "
-                        f"{', '.join(missing)}.",
-                        fix="resume with the module of the run that saved it.",
-                    )
-                optimizer.add_param_group({"params": [known[name] for name in names]})
-            trainer.strategy.load_optimizer_state(optimizer, state, trainer.model)
-        self._pending = {}
-        self._note_groups(trainer, pl_module)
+                    module.track_running_stats = path not in self._loaded_untracked
+            self._loaded_untracked = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Let the subclass unfreeze, and note which groups there are now."""
-        for optimizer in trainer.optimizers:
+        for index, optimizer in enumerate(trainer.optimizers):
+            count = len(optimizer.param_groups)
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
-        self._note_groups(trainer, pl_module)
+            self._store(pl_module, index, count, optimizer.param_groups)
+        self._untracked = _untracked(pl_module)
 
-    def _note_groups(self, trainer: Trainer, module: nn.Module) -> None:
-        name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._names = {
-            index: [[name_of.get(id(one), "") for one in group["params"]] for group in optimizer.param_groups]
-            for index, optimizer in enumerate(trainer.optimizers)
-        }
-        self._untracked = _untracked(module)
+    def _store(
+        self,
+        pl_module: nn.Module,
+        opt_idx: int,
+        num_param_groups: int,
+        current_param_groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Note the groups of an optimizer: all of them at first, later those that were added.
+
+        Args:
+            pl_module: Has the parameters.
+            opt_idx: Index of the optimizer.
+            num_param_groups: Number of groups that are noted already.
+            current_param_groups: The optimizer's groups.
+        """
+        name_of = {parameter: name for name, parameter in pl_module.named_parameters()}
+        noted = self._internal_optimizer_metadata.setdefault(opt_idx, [])
+        new = current_param_groups[min(num_param_groups, len(noted)) :]
+        noted.extend(self._apply_mapping_to_param_groups(new, name_of))
+
+    @staticmethod
+    def _apply_mapping_to_param_groups(
+        param_groups: Sequence[Mapping[str, Any]], mapping: Mapping[Any, Any]
+    ) -> list[dict[str, Any]]:
+        """Return groups with their settings, and names in place of parameters or the reverse."""
+        return [{**group, "params": [mapping[one] for one in group["params"]]} for group in param_groups]
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -319,11 +331,6 @@ class BackboneFinetuning(BaseFinetuning):
         self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
-    @property
-    def state_key(self) -> str:
-        """The class and what tells instances apart."""
-        return self._generate_state_key(unfreeze_backbone_at_epoch=self.unfreeze_backbone_at_epoch)
-
     def freeze_before_training(self, pl_module: nn.Module) -> None:
         """Freeze the backbone."""
         backbone = getattr(pl_module, "backbone", None)
@@ -376,11 +383,15 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
 
-def _first_groups(state: Mapping[str, Any], count: int) -> dict[str, object]:
-    """Return an optimizer's state without the groups after the first `count`."""
-    groups = state["param_groups"][:count]
-    kept = {index for group in groups for index in group["params"]}
-    return {**state, "param_groups": groups, "state": {key: one for key, one in state["state"].items() if key in kept}}
+def _restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer the groups of a checkpoint: those it has not yet, or all where it has others."""
+    have = [{id(one) for one in group["params"]} for group in optimizer.param_groups]
+    saved = [{id(one) for one in group["params"]} for group in groups]
+    if saved[: len(have)] == have:
+        for group in groups[len(have) :]:
+            optimizer.add_param_group(group)
+    elif groups:
+        optimizer.param_groups = groups
 
 
 def _untracked(module: nn.Module) -> list[str]:

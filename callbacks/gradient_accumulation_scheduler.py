@@ -33,6 +33,7 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
+        super().__init__()
         if not isinstance(scheduling, Mapping) or not scheduling:
             raise ConfigError(
                 f"GradientAccumulationScheduler expected {{epoch: micro-batches per step}}, got {scheduling!r}.",

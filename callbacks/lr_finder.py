@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..messages import warn
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class LearningRateFinder(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search, unless training is under way already."""
         if trainer.fast_dev_run:
-            warnings.warn("LearningRateFinder does nothing with fast_dev_run", stacklevel=2)
+            warn("LearningRateFinder does nothing with fast_dev_run")
             return
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
             if self.optimal_lr is None and trainer.is_global_zero:
@@ -130,9 +130,10 @@ class LearningRateFinder(Callback):
                 "LearningRateFinder.lr_find was called within an epoch, where the training data is being read.",
                 fix="call it in on_fit_start or on_train_epoch_start.",
             )
+        make = trainer.learning_rate_curve or LearningRateCurve
         subject = Subject.of_run(trainer, is_set_up=True)
         name = name_of_rate(subject, self._attr_name) if self._update_attr else None
-        curve = find_learning_rate(subject, LearningRateCurve(*self._range), self._threshold)
+        curve = find_learning_rate(subject, make(*self._range), self._threshold)
         self.optimal_lr = curve
         lr = curve.suggestion()
         if lr is not None and name is not None:

@@ -37,6 +37,7 @@ class OnExceptionCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        super().__init__()
         if not filename:
             raise ConfigError("OnExceptionCheckpoint: filename is empty.", fix="pass a name, or leave it out.")
         self.dirpath = os.path.expanduser(os.fspath(dirpath))

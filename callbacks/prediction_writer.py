@@ -25,8 +25,9 @@ _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 class BasePredictionWriter(Callback):
     """Write what `predict_step` returns: override `write_on_batch_end`, `write_on_epoch_end`, or both.
 
-    Both are called on every rank, with that rank's own predictions: name files by `trainer.global_rank`. To write more
-    than fits into memory use write_interval="batch" and `trainer.predict(..., return_predictions=False)`.
+    Both are called on every rank, with that rank's own predictions: name files by `trainer.global_rank`. Of ranks of a
+    mesh that predict the same batches (along tp, cp and pp), they are called on one. To write more than fits into
+    memory use write_interval="batch" and `trainer.predict(..., return_predictions=False)`.
 
     Args:
         write_interval: When to write: "batch", "epoch", or "batch_and_epoch".
@@ -46,6 +47,7 @@ class BasePredictionWriter(Callback):
         self.interval: str = interval
         self._on_batch = interval != "epoch"
         self._on_epoch = interval != "batch"
+        self._is_first = True  # of the ranks that predict the same batches
         self._records: list[IndexRecord | None] = []
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[Any] | None]] = []
@@ -110,6 +112,8 @@ class BasePredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin to note which samples the loaders read."""
+        ranks = trainer.strategy.reporting_ranks
+        self._is_first = ranks is None or trainer.global_rank in ranks
         data = trainer.loaders.eval["predict"]
         self._records = []
         for number, loader in enumerate(data.loaders):
@@ -128,6 +132,8 @@ class BasePredictionWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Write the batch, keep it for the end, or both."""
+        if not self._is_first:
+            return
         record = self._records[dataloader_idx]
         indices = record.next() if record is not None else None
         if self._on_batch:
@@ -138,7 +144,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write all batches."""
-        if self._on_epoch:
+        if self._on_epoch and self._is_first:
             predictions: list[Any] = self._predictions
             one = predictions[0] if len(predictions) == 1 else predictions
             self.write_on_epoch_end(trainer, pl_module, one, self._indices)

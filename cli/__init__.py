@@ -27,9 +27,12 @@ _TRAINING = {
 _COMMANDS = {
     **_TRAINING,
     "launch": "start a program in several processes, on one or more machines",
+    "completion": "print a script that completes commands in bash, zsh or fish",
     "checkpoint": "inspect, verify, compare and convert checkpoints",
     "doctor": "check this machine: devices, packages, compilers, limits, network, disk",
     "lifecycle": "print the hooks and their order as Markdown",
+    "migrate": "compare a program under Lightning and here, and list what is not served",
+    "recipe": "language models: tokenizer, pretrain, finetune, plan, chat, generate, evaluate, export",
     "report": "write an HTML report of runs: curves, metrics, checkpoints, configuration",
     "run-lightning": "run a program written for Lightning on Loopwright",
     "watch": "show the curves of running jobs in the terminal",
@@ -56,10 +59,22 @@ def run(arguments: Sequence[str]) -> int:
         from .commands.run_lightning import run_lightning
 
         return run_lightning(arguments[1:])
+    if arguments and arguments[0] == "migrate":
+        from .commands.migrate import migrate
+
+        return migrate(arguments[1:])
+    if arguments and arguments[0] == "recipe":
+        from .commands.recipe import recipe
+
+        return recipe(arguments[1:])
     if arguments and arguments[0] in ("report", "watch"):
         from .commands import report
 
         return (report.report if arguments[0] == "report" else report.watch)(arguments[1:])
+    if arguments and arguments[0] == "completion":
+        from .commands.completion import completion
+
+        return completion(arguments[1:], _COMMANDS)
     if arguments and arguments[0] == "doctor":
         from .commands.doctor import doctor
 

@@ -15,7 +15,7 @@ from .parameters import EMPTY, Parameter, parameters_of
 from .settings import Settings
 from .typed import Plan, Typed
 
-__all__ = ["complete", "is_plain", "public_path"]
+__all__ = ["complete", "is_plain", "public_path", "written_default"]
 
 # Any in this file: values of settings.
 
@@ -49,7 +49,7 @@ def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: 
             if name in value.arguments:
                 arguments[name] = complete(value.arguments[name], given.get(name), with_defaults=with_defaults)
             elif with_defaults:
-                default = _default(known[name])
+                default = written_default(known[name])
                 if default is not EMPTY:
                     arguments[name] = default
         if not (names_class or is_node or isinstance(raw, str)):
@@ -75,7 +75,7 @@ def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: 
     return _copied(raw)
 
 
-def _default(one: Parameter) -> Any:
+def written_default(one: Parameter) -> Any:
     """Return how a default is written in settings; EMPTY if no setting would be read as it."""
     if one.is_required:
         return EMPTY

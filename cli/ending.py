@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from ..errors import CheckpointError, ConfigError, LaunchError, LoopwrightError, MissingDependency
+from ..errors import CheckpointError, ConfigError, LaunchError, LoopwrightError, MissingDependency, ModuleError
 
 __all__ = ["told", "where_raised"]
 
 _ROOT = Path(__file__).resolve().parents[1]
-_OF_SETTINGS = (ConfigError, CheckpointError, LaunchError, MissingDependency)
+_OF_SETTINGS = (ConfigError, CheckpointError, LaunchError, MissingDependency, ModuleError)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ a file.
 
 Sources in increasing priority: files, environment variables ({prefix}TRAINER__MAX_EPOCHS=3; {files} names files),
 command line. `data=digits` reads data/digits.yaml beside a --config file, in the current folder, or in conf/; if there
-is none, it names a class.
+is none, it names a class. `data=digits.yaml` is the file itself.
 """
 
 

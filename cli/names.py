@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from .ending import where_raised
 
-__all__ = ["ClassProblem", "find_class", "import_object", "known_classes"]
+__all__ = ["ClassProblem", "find_class", "find_maker", "import_object", "known_classes"]
 
 # Any in this file: classes of any kind.
 
@@ -75,7 +77,8 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[ob
         if not issubclass(found, bases):
             raise ClassProblem(f"expected a {shown}, got {name}")
         return found
-    known = list(known_classes(bases))
+    own = [one for one in bases if one.__name__ == name and not inspect.isabstract(one)]
+    known = list(dict.fromkeys([*own, *known_classes(bases)]))
     endings = [_folded(one.__name__) for one in bases]
     matches = [one for one in known if one.__name__ == name] or [
         one
@@ -84,7 +87,7 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[ob
     ]
     # The program's own classes come first, then those that a program for Lightning sees under its names.
     own = [one for one in matches if one.__module__ == "__main__"] or [one for one in matches if _is_served(one)]
-    own = own or matches
+    own = own or _without_other_libraries(matches)
     if len(own) == 1:
         return own[0]
     if own:
@@ -93,6 +96,24 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[ob
     near = get_close_matches(name, [one.__name__ for one in known], n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ClassProblem(f"no {shown} is called {name!r}{hint}; write package.module.Class for your own class")
+
+
+def find_maker(name: str, base: type[Any]) -> Callable[..., object]:
+    """Return the class of a name, as `find_class`, or a function by its path that is annotated to return such a class.
+
+    Raises:
+        ClassProblem: There is none, or several; or it is something else.
+    """
+    if "." in name or ":" in name:
+        found: Any = import_object(name)
+        if inspect.isfunction(found):
+            try:
+                made = typing.get_type_hints(found).get("return")
+            except NameError:  # an annotation for type checkers only
+                made = None
+            if inspect.isclass(made) and issubclass(made, base):
+                return found
+    return find_class(name, base)
 
 
 def known_classes(bases: Iterable[type[object]]) -> Iterator[type[object]]:
@@ -132,6 +153,19 @@ def _below(bases: Iterable[type[object]]) -> Iterator[type[object]]:
             if is_there and (_is_served(one) or not one.__module__.startswith(_OWN)):
                 yield one
             yield from _below([one])
+
+
+def _without_other_libraries(matches: list[type[object]]) -> list[type[object]]:
+    """Return those of torch and Loopwright if all others are of installed packages, which something has imported."""
+    usual = [one for one in matches if one.__module__.partition(".")[0] in ("torch", _OWN.rstrip("."))]
+    others = [one for one in matches if one not in usual]
+    return usual if usual and all(map(_is_installed, others)) else matches
+
+
+def _is_installed(one: type[object]) -> bool:
+    package = sys.modules.get(one.__module__.partition(".")[0])
+    file = getattr(package, "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _is_served(one: type[object]) -> bool:

@@ -16,7 +16,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["EMPTY", "Parameter", "Parameters", "parameters_of"]
+__all__ = ["EMPTY", "Parameter", "Parameters", "evaluate_annotations", "parameters_of"]
 
 # Any in this file: annotations and defaults of the user's classes.
 
@@ -39,12 +39,14 @@ class Parameter:
         annotation: Its type, with text evaluated; Any where there is none, or where it cannot be evaluated.
         default: EMPTY where a value must be given.
         text: What the docstring says of it.
+        is_annotated: Whether the signature has a type.
     """
 
     name: str
     annotation: Any
     default: Any
     text: str = ""
+    is_annotated: bool = True
 
     @property
     def is_required(self) -> bool:
@@ -83,7 +85,7 @@ def _parameters_of(target: Callable[..., object]) -> Parameters:
         named, is_open = _of_function(target, _texts(inspect.getdoc(target) or ""))
         return Parameters(MappingProxyType(named), is_open, title)
     hidden: set[str] = set()
-    is_open = False
+    is_open, count = False, 0
     for owner in target.__mro__:
         function = vars(owner).get("__init__")
         if function is None or owner is object:
@@ -93,6 +95,7 @@ def _parameters_of(target: Callable[..., object]) -> Parameters:
             break
         texts = {**_texts(inspect.getdoc(owner) or ""), **_texts(inspect.getdoc(function) or "")}
         found, is_open = _of_function(function, texts, skip_first=True)
+        hidden |= set(list(found)[:count])  # the subclass passes them by their places
         for name, parameter in found.items():
             if name not in hidden:
                 named.setdefault(name, parameter)
@@ -104,7 +107,8 @@ def _parameters_of(target: Callable[..., object]) -> Parameters:
         passed = _passed_on(function)
         if passed is None:
             break  # their use is not visible: any name is accepted
-        hidden |= passed | set(found)
+        keywords, count = passed
+        hidden |= keywords | set(found)
     return Parameters(MappingProxyType(named), is_open, title)
 
 
@@ -122,8 +126,25 @@ def _of_function(
             and one.kind is not one.POSITIONAL_ONLY
             and not (skip_first and not number)
         ):
-            named[name] = Parameter(name, names.evaluated(one.annotation), one.default, texts.get(name, ""))
+            is_annotated = one.annotation is not EMPTY
+            named[name] = Parameter(
+                name, names.evaluated(one.annotation), one.default, texts.get(name, ""), is_annotated
+            )
     return named, is_open
+
+
+def evaluate_annotations(function: Callable[..., object]) -> None:
+    """Replace a function's annotations that are texts by objects; by Any where a text cannot be evaluated."""
+    names = _Names(function)
+    for name, one in function.__annotations__.items():
+        function.__annotations__[name] = names.evaluated(one)
+    signature: inspect.Signature | None = getattr(function, "__signature__", None)
+    if signature is not None:
+        parameters = [
+            one if one.annotation is EMPTY else one.replace(annotation=names.evaluated(one.annotation))
+            for one in signature.parameters.values()
+        ]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # it has one
 
 
 class _Names(dict[str, Any]):
@@ -180,8 +201,11 @@ _HOMES = {
 }
 
 
-def _passed_on(function: Callable[..., object]) -> set[str] | None:
-    """Return the names that `super().__init__(..., **kwargs)` sets; None without such a call."""
+def _passed_on(function: Callable[..., object]) -> tuple[set[str], int] | None:
+    """Return the names that `super().__init__(..., **kwargs)` sets, and how many arguments it passes by their places.
+
+    None without such a call.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):
@@ -193,8 +217,9 @@ def _passed_on(function: Callable[..., object]) -> set[str] | None:
         above = call.func.value
         is_super = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "super"
         passes_rest = any(keyword.arg is None and _uses(keyword.value, rest) for keyword in call.keywords)
-        if is_super and passes_rest and not call.args:
-            return {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+        if is_super and passes_rest:
+            places = [one for one in call.args if not isinstance(one, ast.Starred)]
+            return {keyword.arg for keyword in call.keywords if keyword.arg is not None}, len(places)
     return None
 
 

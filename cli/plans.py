@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, nearest
 from .complete import complete
-from .names import ClassProblem, find_class
+from .names import ClassProblem, find_class, find_maker
 from .parameters import parameters_of
 from .program import Program
 from .settings import WRONG, Settings, SettingsTree, is_class_node, resolve
 from .trainer_types import TRAINER_TYPES
 from .typed import Plan, Typed
 
-__all__ = ["Plans", "plan_all"]
+__all__ = ["Plans", "plan_all", "plan_trainer"]
 
 # Any in this file: settings and planned objects.
 
@@ -76,7 +77,7 @@ def plan_all(program: Program, settings: Settings) -> Plans:
         hint = nearest(key, program.keys) or f"; settings: {', '.join(program.keys)}"
         typed.problems.append(f"{key}{_from(settings, key)}: unknown setting{hint}")
     plans = Plans(tree=tree)
-    plans.made["trainer"] = _trainer(program, typed, tree.get("trainer") or {})
+    plans.made["trainer"] = plan_trainer(program.trainer_class, typed, tree.get("trainer") or {})
     for key in program.bases:
         plans.made[key] = _object(program, typed, key, tree.get(key))
     _optimizer(plans, typed)
@@ -112,22 +113,29 @@ def _from(settings: Settings, path: str) -> str:
     return f" ({source})" if source else ""
 
 
-def _trainer(program: Program, typed: Typed, values: object) -> Any:
+def plan_trainer(trainer_class: Callable[..., object], typed: Typed, values: object) -> Any:
+    """Return the plan of a trainer; WRONG if the settings are not a mapping.
+
+    Args:
+        trainer_class: Trainer, a subclass, or a function that returns one.
+        typed: Converts the values.
+        values: The settings below `trainer`.
+    """
     if not isinstance(values, dict):
         if values is not WRONG:
             typed.problems.append(f"trainer{_from(typed.settings, 'trainer')}: expected its parameters, got {values!r}")
         return WRONG
-    plan = Plan(program.trainer_class, {}, "trainer")
+    plan = Plan(trainer_class, {}, "trainer")
     folder = values.get("default_root_dir")
     typed.log_folder = folder if isinstance(folder, str) else None
-    known = parameters_of(program.trainer_class)
+    known = parameters_of(trainer_class)
     for name, value in values.items():
         annotation = TRAINER_TYPES.get(name)
         if annotation is not None and name in known.named:
             plan.arguments[name] = typed.value(value, annotation(), f"trainer.{name}")
     rest = {name: value for name, value in values.items() if name not in plan.arguments}
     given = frozenset(plan.arguments)
-    plan.arguments.update(typed.plan(program.trainer_class, rest, "trainer", given=given).arguments)
+    plan.arguments.update(typed.plan(trainer_class, rest, "trainer", given=given).arguments)
     return plan
 
 
@@ -181,7 +189,7 @@ def _optimizer(plans: Plans, typed: Typed) -> None:
             typed.problems.append(f"{key}{_from(settings, key)}: name a class, as in {key}=Adam")
             continue
         try:
-            found = find_class(name, base)
+            found = find_maker(name, base)
         except ClassProblem as problem:
             typed.problems.append(f"{key}{_from(settings, f'{key}.class_path')}: {problem}")
             continue

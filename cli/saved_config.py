@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import fsspec
 
 from ..callbacks import Callback
 from ..errors import ConfigError
+from ..messages import warn
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -64,10 +64,9 @@ class SaveConfig(Callback):
         if files.exists(target):
             with files.open(target, "rb") as there:
                 if there.read(len(_FIRST_LINE)) != _FIRST_LINE.encode():
-                    warnings.warn(
+                    warn(
                         f"{folder}/{self.filename} was not written by a run and is kept; the configuration of this "
                         "run is in its checkpoints",
-                        stacklevel=2,
                     )
                     return
         temporary = f"{path.rstrip('/')}/.{self.filename}.tmp"

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError, nearest
 
-__all__ = ["CLASS_KEYS", "WRONG", "Settings", "escaped", "is_class_node", "resolve"]
+__all__ = ["CLASS_KEYS", "WRONG", "Settings", "class_nodes", "escaped", "is_class_node", "resolve"]
 
 # Any in this file: settings are YAML values.
 
@@ -60,7 +60,7 @@ class Settings:
 
     def lay(self, values: SettingsTree, source: str) -> None:
         """Merge the content of a file over the current settings."""
-        self.tree = self._merged(self.tree, _normal(values), "", source)
+        self.tree = self._merged(self.tree, class_nodes(values), "", source)
 
     def assign(self, path: str, value: object, source: str, *, text: str | None = None, appends: bool = False) -> None:
         """Set one value, as `trainer.max_epochs=3` does.
@@ -77,7 +77,7 @@ class Settings:
             return
         nested: Any = value
         for part in reversed(path.split(".")):
-            nested = _normal({part: nested})
+            nested = class_nodes({part: nested})
         self.tree = self._merged(self.tree, nested, "", source)
         if text is not None:
             self.texts[self.route(path)] = text
@@ -115,6 +115,8 @@ class Settings:
             if is_class_node(node) and part not in _NODE:
                 parts.append("init_args")
                 node = node.get("init_args")
+                if part == "dict_kwargs":  # Lightning's key for arguments that are passed on
+                    continue
             parts.append(part)
             node = _step(node, part)
         return ".".join(parts)
@@ -189,7 +191,9 @@ class Settings:
                 self.stale |= {f"{path}.init_args.{key}" for key in base.get("init_args") or {} if "class_path" in base}
             node["class_path"] = over["class_path"]
             self.origins[f"{path}.class_path"] = source
-        arguments.update({key: value for key, value in over.items() if key not in _NODE and key != "partial"})
+        arguments.update(over.get("dict_kwargs") or {})
+        apart = (*_NODE, "partial", "dict_kwargs")
+        arguments.update({key: value for key, value in over.items() if key not in apart})
         if "partial" in over:
             node["partial"] = over["partial"]
         node["init_args"] = self._into_dict(dict(base.get("init_args") or {}), arguments, f"{path}.init_args", source)
@@ -373,13 +377,13 @@ def _explained(error: Exception, settings: Settings) -> str:
     return what
 
 
-def _normal(value: object) -> Any:
-    """Return a normalized value: `_target_` and its siblings become a class node."""
+def class_nodes(value: object) -> Any:
+    """Return settings in this file's form: `_target_` and its siblings, or `dict_kwargs`, become a class node."""
     if isinstance(value, list | tuple):
-        return [_normal(below) for below in value]
+        return [class_nodes(below) for below in value]
     if not isinstance(value, dict):
         return value
-    node = {str(key): _normal(below) for key, below in value.items()}
+    node = {str(key): class_nodes(below) for key, below in value.items()}
     if "_target_" in node:
         if node.get("_args_"):
             raise ConfigError(

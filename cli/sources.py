@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .settings import CLASS_KEYS, Settings, SettingsTree
 from .yaml_file import parse_scalar, read
 
-__all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line"]
+__all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line", "read_source"]
 
 # Any in this file: values of settings.
 
@@ -47,14 +47,14 @@ class CommandLine:
     """The parsed command line.
 
     Attributes:
-        files: Configuration files.
+        files: Configuration files, or their content: `{trainer: {max_epochs: 3}}`.
         assignments: In order.
         prints: "full" or "short" for --print-config, empty without it.
         help: What help is wanted about; an empty text is all, None means that help was not requested.
         wrong: What is neither an option nor a setting.
     """
 
-    files: list[Path] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     prints: str = ""
     help: str | None = None
@@ -77,9 +77,9 @@ def parse_command_line(tokens: Sequence[str]) -> CommandLine:
             if not rest:
                 found.wrong.append(f"{token} (command line): expected a file after it")
                 continue
-            found.files.append(Path(rest.pop(0)))
+            found.files.append(rest.pop(0))
         elif token.startswith("--config="):
-            found.files.append(Path(token.partition("=")[2]))
+            found.files.append(token.partition("=")[2])
         elif re.fullmatch(r"--print[-_]config(=.*)?", token):
             found.prints = _shows(token.partition("=")[2], found.wrong)
         else:
@@ -129,6 +129,8 @@ def gather(
     defaults: Mapping[str, object],
     checkpoint: tuple[SettingsTree, str] | None = None,
     variables: Mapping[str, str] | None = None,
+    groups: Sequence[str] = ("trainer", *CLASS_KEYS),
+    onto: Settings | None = None,
 ) -> Settings:
     """Return the settings of all sources.
 
@@ -139,21 +141,29 @@ def gather(
         defaults: What the program sets by itself, dotted.
         checkpoint: The configuration of a checkpoint, and its name.
         variables: Environment variables; None takes those of this process.
+        groups: Keys whose settings may stand in a file of their own, as in `data=data.yaml`.
+        onto: Settings that these are laid over; None begins with none.
 
     Raises:
         ConfigError: Files cannot be read; all are named. What else is wrong is noted in the settings.
     """
     variables = os.environ if variables is None else variables
-    settings = Settings(problems=list(line.wrong))
+    settings = Settings() if onto is None else onto
+    settings.problems += line.wrong
     unread: list[ConfigError] = []
     if checkpoint is not None:
         settings.lay(*checkpoint)
     for path, value in defaults.items():
         settings.assign(path, value, "default of the program")
-    files = [Path(one) for one in variables.get(CONFIG_VARIABLE, "").split(os.pathsep) if one] + line.files
-    for file in files:
+    given = [one for one in variables.get(CONFIG_VARIABLE, "").split(os.pathsep) if one] + line.files
+    files = []
+    for text in given:
+        inline = _inline(text)
+        file = Path("the configuration of the command line" if inline is not None else text)
+        if inline is None:
+            files.append(file)
         try:
-            values = read(file)
+            values = read(file) if inline is None else inline
         except ConfigError as error:
             unread.append(error)
             continue
@@ -161,14 +171,15 @@ def gather(
         own = values.get(command)
         values = {key: value for key, value in values.items() if key not in commands}
         with noted(settings):
-            _lay_groups(settings, values, file)
+            _lay_groups(settings, values, file, groups)
             settings.lay(values, str(file))
             if isinstance(own, dict):
+                _lay_groups(settings, own, file, groups)
                 settings.lay(own, f"{file}, section {command}")
     folders = [file.parent for file in files]
     for assignment, source in (*_of_environment(variables), *((one, "command line") for one in line.assignments)):
         with noted(settings):
-            _assign(settings, assignment, source, folders)
+            _assign(settings, assignment, source, folders, groups)
     if unread:
         raise _unread(unread, settings.problems)
     return settings
@@ -197,29 +208,53 @@ def _of_environment(variables: Mapping[str, str]) -> Iterator[tuple[Assignment, 
             yield Assignment(name[len(PREFIX) :].lower().replace("__", "."), variables[name]), name
 
 
-def _assign(settings: Settings, one: Assignment, source: str, folders: Sequence[Path]) -> None:
+def read_source(text: str) -> SettingsTree:
+    """Return the settings in a file, or those that stand in place of its name.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    inline = _inline(text)
+    return read(Path(text)) if inline is None else inline
+
+
+def _inline(text: str) -> SettingsTree | None:
+    """Return the settings that stand where a file is expected; None if it is the name of a file."""
+    if "\n" not in text and not text.lstrip().startswith("{"):
+        return None
+    found = parse_scalar(text)
+    is_mapping = isinstance(found, dict) and all(isinstance(key, str) for key in found)
+    return dict(found) if is_mapping else None  # type: ignore[call-overload]  # a mapping, see above
+
+
+def _assign(settings: Settings, one: Assignment, source: str, folders: Sequence[Path], groups: Sequence[str]) -> None:
     if one.op == "~":
         settings.remove(one.path)
         return
-    group = _group_file(one.path, one.text, folders) if one.op == "=" else None
+    group = _group_file(one.path, one.text, folders, groups) if one.op == "=" else None
     if group is not None:
         settings.lay({one.path: read(group)}, str(group))
         return
     settings.assign(one.path, parse_scalar(one.text), source, text=one.text, appends=one.op == "+=")
 
 
-def _lay_groups(settings: Settings, values: SettingsTree, file: Path) -> None:
-    """Replace `data: digits` in a file by data/digits.yaml beside it, if it exists."""
-    for key in CLASS_KEYS:
+def _lay_groups(settings: Settings, values: SettingsTree, file: Path, groups: Sequence[str]) -> None:
+    """Replace `data: digits` in a file by data/digits.yaml beside it, and `data: digits.yaml` by this file."""
+    for key in groups:
         if isinstance(values.get(key), str):
-            group = _group_file(key, values[key], [file.parent])
+            group = _group_file(key, values[key], [file.parent], groups)
             if group is not None:
                 settings.lay({key: read(group)}, str(group))
                 del values[key]
 
 
-def _group_file(key: str, text: str, folders: Sequence[Path]) -> Path | None:
-    """Return the file of a group: `data=digits` is data/digits.yaml beside a --config file, here, or in conf/."""
+def _group_file(key: str, text: str, folders: Sequence[Path], groups: Sequence[str]) -> Path | None:
+    """Return the file of a group: `data=digits` is data/digits.yaml beside a --config file, here, or in conf/.
+
+    A name with an ending is the file itself.
+    """
+    if key in groups and text.endswith((".yaml", ".yml", ".json")):
+        return next((folder / text for folder in (*folders, Path()) if (folder / text).is_file()), None)
     if "." in key or not re.fullmatch(r"[\w-]+", text):
         return None
     for folder in (*folders, Path(), Path("conf"), Path("configs")):

@@ -12,7 +12,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from difflib import get_close_matches
@@ -21,10 +21,11 @@ from typing import Any, Literal, Union
 
 from ..loggers import Logger
 from .names import ClassProblem, find_class, import_object
-from .parameters import parameters_of
-from .settings import WRONG, Settings, SettingsTree, is_class_node
+from .parameters import Parameter, parameters_of
+from .settings import WRONG, Settings, SettingsTree, class_nodes, is_class_node
+from .yaml_file import read
 
-__all__ = ["Plan", "Typed", "show_type"]
+__all__ = ["Plan", "Typed", "show_type", "with_class_defaults"]
 
 # Any in this file: values of settings, and annotations.
 
@@ -66,12 +67,14 @@ class Typed:
         problems: What is wrong so far.
         skipped: Paths of arguments that were dropped, since the class that is chosen now does not take them.
         log_folder: What a logger gets as `save_dir` where nothing is said.
+        fills_untyped: Whether parameters without type and default get None where nothing is said.
     """
 
     settings: Settings
     problems: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     log_folder: str | None = None
+    fills_untyped: bool = False
 
     def plan(
         self, target: Callable[..., object], values: SettingsTree, path: str, *, given: frozenset[str] = frozenset()
@@ -88,6 +91,13 @@ class Typed:
         arguments: dict[str, Any] = {}
         if "save_dir" in known.named and not {"save_dir", "root_dir"} & set(values) and _is_logger(target):
             values = {"save_dir": self.log_folder or os.getcwd(), **values}
+        values = with_class_defaults(known.named, values)
+        if self.fills_untyped:
+            untyped = [
+                name for name, one in known.named.items()
+                if one.is_required and not one.is_annotated and name not in given
+            ]  # fmt: skip
+            values = {**dict.fromkeys(untyped), **values}
         for name, value in values.items():
             where = f"{path}.{name}" if path else name
             if name not in known.named:
@@ -98,8 +108,11 @@ class Typed:
                 else:
                     self._unknown(where, name, getattr(target, "__name__", str(target)), known.named)
                 continue
-            found = self.value(value, known.named[name].annotation, where)
             default = known.named[name].default
+            if value is None and default is None:
+                arguments[name] = None
+                continue
+            found = self.value(value, known.named[name].annotation, where)
             if where in self.settings.grown and isinstance(found, list | tuple) and isinstance(default, list | tuple):
                 found = type(found)([*default, *found])
             arguments[name] = found
@@ -161,6 +174,8 @@ class Typed:
                 return value
             return text if text is not None else self._wrong(value, wanted, path, hint="put it between quotes")
         if wanted in (Path, os.PathLike) or (issubclass(wanted, Path)):
+            if text is not None and not isinstance(value, str | os.PathLike):
+                return Path(text)  # a folder named 2024
             return Path(value) if isinstance(value, str | os.PathLike) else self._wrong(value, wanted, path)
         if issubclass(wanted, enum.Enum):
             return self._member(value, wanted, path)
@@ -190,6 +205,8 @@ class Typed:
         if isinstance(value, wanted) and not isinstance(value, str | dict):
             return value
         if isinstance(value, str):
+            if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
+                return self._object(class_nodes(read(Path(value))), wanted, path)
             return self._named(value, {}, wanted, path, path)
         if is_class_node(value):
             made = self._named(value["class_path"], value["init_args"], wanted, path, f"{path}.init_args")
@@ -223,7 +240,7 @@ class Typed:
         for member in [*exact, *(one for one in members if one not in exact)]:
             if member is str and not isinstance(value, str):
                 continue  # only if no other type matches: "1" that was typed for `str | int` is a number
-            attempt = Typed(self.settings, log_folder=self.log_folder)
+            attempt = Typed(self.settings, log_folder=self.log_folder, fills_untyped=self.fills_untyped)
             found = attempt.value(value, member, path)
             if not attempt.problems:
                 self.skipped += attempt.skipped
@@ -278,12 +295,24 @@ class Typed:
                 else self._note(path, f"expected a function or class by its path, got {value!r}")
             )
         base = typing.get_origin(made) or made
+        if base in (Union, types.UnionType):
+            members = tuple(_plain(one) for one in typing.get_args(made))
+            base = members if all(map(inspect.isclass, members)) else Any
+            is_class = isinstance(base, tuple)
+        else:
+            is_class = inspect.isclass(base) and base is not Any and base is not object
+        makes_class = is_class and not _is_function(name)
         try:
-            found = find_class(name, base) if inspect.isclass(base) and not _is_function(name) else import_object(name)
+            found = find_class(name, base) if makes_class else import_object(name)
         except ClassProblem as problem:
-            return self._note(path, str(problem))
+            found = _with_callable_objects(name)
+            if found is None:
+                return self._note(path, str(problem))
+            makes_class = False
         if not callable(found):
             return self._note(path, f"expected a function, got {name}")
+        if not makes_class and inspect.isclass(found) and _has_calls(found):
+            return self.plan(found, arguments, f"{path}.init_args" if is_class_node(value) else path)
         if not inspect.isclass(found) and not arguments:
             return found
         known = parameters_of(found)
@@ -401,6 +430,72 @@ _Harmless.__name__ = (
 
 def _is_logger(target: object) -> bool:
     return inspect.isclass(target) and issubclass(target, Logger)
+
+
+def with_class_defaults(known: Mapping[str, Parameter], values: SettingsTree) -> SettingsTree:
+    """Return the arguments of a class, completed by those of defaults that are classes with arguments.
+
+    Such are jsonargparse's `lazy_instance` and a class that a function parameter has as its default: arguments may be
+    given without the class, and the ones of the default hold where the chosen class takes them.
+
+    Args:
+        known: The parameters.
+        values: The arguments.
+    """
+    found = values
+    for name, one in known.items():
+        node = _class_default(one.default)
+        if node is None:
+            continue
+        is_lazy, given = bool(node["init_args"]) or not inspect.isclass(one.default), values.get(name)
+        if name not in values:
+            if is_lazy:
+                found = {**found, name: node}
+        elif isinstance(given, dict) and (set(given) == {"init_args"} or "class_path" not in given):
+            arguments = given["init_args"] if set(given) == {"init_args"} else given
+            found = {**found, name: {**node, "init_args": {**node["init_args"], **arguments}}}
+        elif is_lazy and isinstance(given, str | dict):
+            chosen: dict[str, Any] = given if isinstance(given, dict) else {"class_path": given, "init_args": {}}
+            kept = _taken_by(chosen["class_path"], type(one.default), node["init_args"])
+            found = {**found, name: {**chosen, "init_args": {**kept, **chosen["init_args"]}}}
+    return found
+
+
+def _class_default(default: Any) -> dict[str, Any] | None:
+    """Return the class of a default and its arguments; None for other values."""
+    if inspect.isclass(default):
+        return {"class_path": f"{default.__module__}.{default.__qualname__}", "init_args": {}}
+    arguments = getattr(default, "_lazy_kwargs", None)
+    if not isinstance(arguments, dict) or not hasattr(type(default), "lazy_get_init_args"):
+        return None
+    made = _made_lazily(type(default))
+    return {"class_path": f"{made.__module__}.{made.__qualname__}", "init_args": dict(arguments)}
+
+
+def _made_lazily(lazy: type[Any]) -> type[Any]:
+    """Return the class that a `lazy_instance` stands for: its base that is not jsonargparse's."""
+    return next(one for one in lazy.__mro__[1:] if "lazy_get_init_args" not in vars(one))
+
+
+def _taken_by(name: str, lazy: type[Any], arguments: SettingsTree) -> SettingsTree:
+    try:
+        known = parameters_of(find_class(name, _made_lazily(lazy))).named
+    except ClassProblem:
+        return {}  # reported when the value is planned
+    return {key: value for key, value in arguments.items() if key in known}
+
+
+def _with_callable_objects(name: str) -> Any:
+    """Return the class of a path if its objects can be called, as modules can; None for others."""
+    try:
+        found = import_object(name) if "." in name else None
+    except ClassProblem:
+        return None
+    return found if inspect.isclass(found) and _has_calls(found) else None
+
+
+def _has_calls(found: type[Any]) -> bool:
+    return any("__call__" in vars(one) for one in found.__mro__)
 
 
 def _short(path: str) -> str:

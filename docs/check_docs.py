@@ -44,7 +44,9 @@ def run_examples(page: Path) -> str | None:
     code = program(page)
     if not code.strip():
         return None
-    runner = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
+    seed = int(os.environ.get("DOCS_SEED", "0"))
+    runner = f"import sys, torch; torch.manual_seed({seed}); "
+    runner += "exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", runner, str(page.relative_to(ROOT))],

@@ -1,12 +1,16 @@
-"""Make the pictures of README.md and docs/ from a real run of `make train`; needs tmux and chromium, run manually.
+"""Make the pictures of README.md and docs/ from real runs; needs tmux and chromium, run manually.
 
 `python docs/make_pictures.py terminal` runs the training in a separate terminal and, when it has ended, saves the text
 of the terminal with its colors. `tensorboard` takes a screenshot of the curves in TensorBoard, `report` one of the page
 that `loopwright report` writes for the run, and `watch` saves the output of `loopwright watch`.
+
+`report-runs` trains examples/digits.py at three learning rates and shows their report; `site` shows a page of the site
+that `make docs` has written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,13 +19,18 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "img"
 WIDTH, HEIGHT = 110, 60
 PORT = 6017
 TAGS = "loss|lr/pg1"  # the curves to show
+RATES = (0.001, 0.003, 0.01)
 
 
 def tmux(*arguments: str) -> str:
@@ -87,6 +96,63 @@ def report() -> None:
         screenshot(page.as_uri(), IMAGES / "report.png", width=1400, height=1100)
 
 
+def report_runs() -> None:
+    """Write docs/img/report-runs.png: the HTML report of three runs with images and histograms."""
+    from loopwright.report import read_runs, write_report
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # paths on the page are relative
+        for rate in RATES:
+            _train_digits(Path("digits"), rate)
+        page = write_report(read_runs([Path("digits")]), "report.html", title="Digits, three learning rates")
+        screenshot(page.absolute().as_uri(), IMAGES / "report-runs.png", width=1400, height=2000)
+    _reduce_colors(IMAGES / "report-runs.png")
+
+
+def _train_digits(folder: Path, rate: float) -> None:
+    import loopwright as lw
+    from loopwright.callbacks import LearningRateMonitor, SampleLogger, WeightStatistics
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from digits import Classifier, Digits
+
+    def predictions(module: Any, outputs: object, batch: Any) -> tuple[Tensor, list[str]]:  # Any: the example's own
+        images, labels = (part[:4] for part in batch)
+        found = module(images).argmax(dim=1)
+        captions = [f"predicted {one}, is {label}" for one, label in zip(found.tolist(), labels.tolist(), strict=True)]
+        return images.view(-1, 1, 8, 8), captions
+
+    lw.seed_everything(0)
+    trainer = lw.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        log_every_n_steps=5,
+        logger=lw.TensorBoardLogger(".", name=str(folder), version=f"lr={rate}"),
+        callbacks=[
+            LearningRateMonitor(),
+            SampleLogger(predictions, name="predictions"),
+            WeightStatistics(histogram_bins=30),
+        ],
+    )
+    trainer.fit(Classifier(lr=rate), Digits(batch_size=64))
+
+
+def _reduce_colors(picture: Path) -> None:
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        reduced = image.convert("RGB").quantize(255)
+    reduced.save(picture, optimize=True)
+
+
+def site() -> None:
+    """Write docs/img/site.png: a guide on the site."""
+    page = ROOT / "site" / "guides" / "debugging.html"
+    if not page.is_file():
+        sys.exit("there is no site; run `make docs` first")
+    screenshot(page.as_uri(), IMAGES / "site.png", width=1300, height=900)
+    _reduce_colors(IMAGES / "site.png")
+
+
 def watch() -> None:
     """Write docs/img/watch.svg: the curves of runs/gpt in a terminal."""
     from rich.console import Console
@@ -131,6 +197,13 @@ def _wait_for_curves() -> None:
 
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
-    pictures = {"terminal": terminal, "tensorboard": tensorboard, "report": report, "watch": watch}
+    pictures = {
+        "terminal": terminal,
+        "tensorboard": tensorboard,
+        "report": report,
+        "watch": watch,
+        "report-runs": report_runs,
+        "site": site,
+    }
     for name in sys.argv[1:] or pictures:
         pictures[name]()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .names import natural
 from .runs import LoggedRun, Series
 
 __all__ = ["Chart", "Curve", "base_of", "extremes", "make_charts", "not_finite", "smoothed", "thin", "with_speed"]
@@ -38,6 +39,7 @@ _AFTER = re.compile(r"(?<=.)[/_.-](train|val|valid|validation|eval|test)$")
 _LEVEL = re.compile(r"(?<=.)_(step|epoch)$")
 _LOADER = re.compile(r"/dataloader_idx_\d+$")
 _MOST_POINTS = 1000
+MOST_TOGETHER = 12  # charts of a heading that are not folded by their prefixes
 _DERIVED = "steps_per_sec"
 
 
@@ -71,17 +73,23 @@ class Chart:
         title: What they have in common.
         heading: Under which heading it stands.
         names: The metrics.
+        group: With what it is folded: its heading, or the prefix that several charts of a large heading share.
     """
 
     title: str
     heading: str
     names: list[str]
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        """Take the heading where no group is given."""
+        self.group = self.group or self.heading
 
 
 def make_charts(runs: Iterable[LoggedRun]) -> list[Chart]:
     """Return the charts of all metrics of some runs, in the order in which they are shown."""
     charts: dict[tuple[int, str], Chart] = {}
-    for name in sorted({name for run in runs for name in run.series}):
+    for name in sorted({name for run in runs for name in run.series}, key=natural):
         heading = next((heading for heading, pattern in _HEADINGS if pattern.search(name.lower())), METRICS)
         title = base_of(name)
         if heading == RATES:
@@ -92,7 +100,26 @@ def make_charts(runs: Iterable[LoggedRun]) -> list[Chart]:
         chart = charts.setdefault((_ORDER.index(heading), title), Chart(title, heading, []))
         chart.names.append(name)
     # The loss first: it is what people look at.
-    return [charts[key] for key in sorted(charts, key=lambda key: (key[0], "loss" not in key[1], key[1]))]
+    ordered = sorted(charts, key=lambda key: (key[0], "loss" not in key[1].split("/")[-1], natural(key[1])))
+    return _grouped([charts[key] for key in ordered])
+
+
+def _grouped(charts: list[Chart]) -> list[Chart]:
+    """Fold the charts of a heading by the first part of their names, where it has more than a screen of them."""
+    grouped: list[Chart] = []
+    for heading in _ORDER:
+        here = [chart for chart in charts if chart.heading == heading]
+        if len(here) <= MOST_TOGETHER:
+            grouped += here
+            continue
+        prefixes = [chart.title.split("/")[0] if "/" in chart.title else "" for chart in here]
+        groups = {prefix: prefixes.count(prefix) for prefix in prefixes if prefix}
+        for chart, prefix in zip(here, prefixes, strict=True):
+            if groups.get(prefix, 0) > 1:
+                chart.group, chart.title = f"{heading}: {prefix}", chart.title.removeprefix(f"{prefix}/")
+        first = {chart.group: number for number, chart in reversed(list(enumerate(here)))}
+        grouped += sorted(here, key=lambda chart: (chart.group != heading, first[chart.group]))
+    return grouped
 
 
 def base_of(name: str) -> str:
@@ -112,9 +139,10 @@ def thin(series: Series, most: int = _MOST_POINTS) -> Curve:
         begin, end = number * count // most, (number + 1) * count // most
         finite = [value for value in series.values[begin:end] if math.isfinite(value)]
         curve.steps.append(series.steps[(begin + end) // 2])
-        curve.values.append(_finite(math.fsum(value / len(finite) for value in finite)) if finite else None)
-        curve.low.append(min(finite, default=None))
-        curve.high.append(max(finite, default=None))
+        mean = math.fsum(value / len(finite) for value in finite) if finite else math.nan
+        curve.values.append(_short(mean))
+        curve.low.append(_short(min(finite, default=math.nan)))
+        curve.high.append(_short(max(finite, default=math.nan)))
     return curve
 
 
@@ -155,6 +183,11 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
         total = weight * total + (1 - weight)
         result.append(average / total)
     return result
+
+
+def _short(value: float) -> float | None:
+    """Return a number of a shortened curve with the digits that can be seen: they are most of a large page."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def _finite(value: float) -> float | None:

@@ -1,6 +1,25 @@
 "use strict";
 // Draws the charts of the page from the JSON in #data; page.py made both. Plotly is in the page, nothing is fetched.
-(() => {
+(async () => {
+  // Plotly, compressed and in base 85: five characters for four bytes.
+  async function unpack(node) {
+    const digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+    const value = new Uint8Array(128);
+    [...digits].forEach((digit, number) => { value[digit.charCodeAt(0)] = number; });
+    const text = node.textContent, bytes = new DataView(new ArrayBuffer((text.length / 5) * 4));
+    for (let from = 0, to = 0; from < text.length; from += 5, to += 4) {
+      let group = 0;
+      for (let next = from; next < from + 5; next++) group = group * 85 + value[text.charCodeAt(next)];
+      bytes.setUint32(to, group);
+    }
+    const packed = new Blob([new Uint8Array(bytes.buffer, 0, Number(node.dataset.size))]);
+    const script = document.createElement("script");
+    script.textContent = await new Response(packed.stream().pipeThrough(new DecompressionStream("deflate"))).text();
+    document.head.append(script);
+  }
+
+  document.body.dataset.ready = "no";
+  await unpack(document.getElementById("plotly"));
   const data = JSON.parse(document.getElementById("data").textContent);
   const controls = Object.fromEntries(["smoothing", "axis", "log", "marks"].map((id) => [id, document.getElementById(id)]));
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -8,7 +27,7 @@
   const axisTitles = { step: "optimizer steps", time: "training time", epoch: "epochs", samples: "samples", tokens: "tokens" };
   const hidden = new Set();
   const drawn = [];
-  let isZooming = false;
+  let isZooming = false, zoomed = null;
 
   // Plotly reads a little HTML in its texts; names are shown as they are.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
@@ -66,7 +85,7 @@
       const label = single ? curve.name : names.length > 1 || inRuns.size < 2 ? run.name + " · " + curve.name : run.name;
       const isSmooth = chart.smooth && weight > 0 && curve.values.length > 12;
       const few = curve.values.length <= 30;
-      const common = { x, type: "scatter", legendgroup: label, hoverlabel: { namelength: -1 } };
+      const common = { x, type: "scatter", legendgroup: single ? label : curve.name, hoverlabel: { namelength: -1 } };
       if (curve.low) {
         const quiet = { ...common, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
         list.push({ ...quiet, y: curve.low });
@@ -78,8 +97,12 @@
       }
       list.push({ ...common, name: plain(label), y: isSmooth ? smooth(curve.values, weight) : curve.values,
         mode: few ? "lines+markers" : "lines", line: { color, width: 2, dash }, marker: { size: 5, color },
-        showlegend: true, connectgaps: false, hovertemplate: "%{y:.6g}" });
+        showlegend: single, connectgaps: false, hovertemplate: "%{y:.6g}" });
     });
+    // Colors are runs, named once at the top of the page; a chart's own legend says what its dashes are.
+    if (data.runs.length > 1 && names.length > 1) names.forEach((name, number) => list.push({
+      x: [null], y: [null], type: "scatter", mode: "lines", name: plain(name), legendgroup: name, hoverinfo: "skip",
+      showlegend: true, line: { color: style().dim, width: 2, dash: dashes[number % dashes.length] } }));
     return list;
   }
 
@@ -103,7 +126,7 @@
       font: { color: ink, size: 12, family: "system-ui, sans-serif" }, hovermode: "x unified",
       hoverlabel: { bgcolor: card }, modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink }, shapes: marks(), uirevision: axis,
       legend: { orientation: "h", yanchor: "top", y: -0.2, x: 0, font: { size: 11 } }, showlegend: true,
-      xaxis: { ...frame, title: { text: axis === "time" ? data.time.title : axisTitles[axis], font: { size: 11 } } },
+      xaxis: { ...frame, ...(zoomed ? { range: [...zoomed] } : {}), title: { text: axis === "time" ? data.time.title : axisTitles[axis], font: { size: 11 } } },
       yaxis: { ...frame, type: controls.log.checked ? "log" : "linear", exponentformat: "e", hoverformat: ".6g" },
     };
   }
@@ -122,6 +145,7 @@
           ? { "xaxis.range": [change["xaxis.range[0]"], change["xaxis.range[1]"]] }
           : { "xaxis.autorange": true };
         isZooming = true;
+        zoomed = isRange ? same["xaxis.range"] : null;
         const others = drawn.filter((other) => other !== chart && other.node.data);
         Promise.all(others.map((other) => Plotly.relayout(other.node, { ...same }))).finally(() => { isZooming = false; });
       });
@@ -147,6 +171,29 @@
     }, config);
   }
 
+  // What is folded or filtered away is drawn when it appears.
+  const isShown = (chart) => chart.node.closest("details").open && !chart.node.parentNode.hidden;
+
+  function filter() {
+    const text = document.getElementById("filter").value.trim();
+    let pattern;
+    try { pattern = new RegExp(text, "i"); } catch { pattern = { test: (name) => name.includes(text) }; }
+    const cards = [...document.querySelectorAll(".chart[data-names]")];
+    cards.forEach((card) => { card.hidden = !card.dataset.names.split("\n").some((name) => pattern.test(name)); });
+    document.querySelectorAll("details").forEach((group) => {
+      const inside = [...group.querySelectorAll(".chart[data-names]")];
+      if (!inside.length) return;
+      group.hidden = inside.every((card) => card.hidden);
+      if (text && !group.hidden) group.open = true;
+    });
+    document.querySelectorAll("#numbers tbody tr").forEach((row) => {
+      row.hidden = !pattern.test(row.firstChild.textContent);
+    });
+    const found = cards.filter((card) => !card.hidden).length;
+    document.getElementById("shown").textContent = text ? `${found} of ${cards.length}` : "";
+    drawAll();
+  }
+
   // One chart at a time, so that the page answers while it draws hundreds of them.
   let turn = 0;
   function drawAll() {
@@ -155,6 +202,7 @@
     let next = 0;
     (function step() {
       if (mine !== turn) return;
+      while (next < drawn.length && !isShown(drawn[next])) next++;
       if (next < drawn.length) { drawChart(drawn[next++]); setTimeout(step, 0); return; }
       drawPhases();
       document.body.dataset.ready = "yes";
@@ -162,6 +210,18 @@
   }
 
   data.charts.forEach((chart, number) => drawn.push({ ...chart, node: document.getElementById("chart-" + number) }));
+  const every = document.getElementById("every");
+  if (every) every.addEventListener("change", () => {
+    document.querySelectorAll("input[data-run]").forEach((box) => {
+      box.checked = every.checked;
+      if (box.checked) hidden.delete(Number(box.dataset.run)); else hidden.add(Number(box.dataset.run));
+    });
+    drawAll();
+  });
+  document.getElementById("filter").addEventListener("input", filter);
+  document.querySelectorAll("details").forEach((group) => group.addEventListener("toggle", () => {
+    if (document.body.dataset.ready === "yes" && group.open) drawAll();
+  }));
   document.querySelectorAll("input[data-run]").forEach((box) => box.addEventListener("change", () => {
     if (box.checked) hidden.delete(Number(box.dataset.run)); else hidden.add(Number(box.dataset.run));
     drawAll();

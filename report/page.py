@@ -5,17 +5,23 @@ Tables are HTML, made here, and can be read without scripts. Curves are data in 
 
 from __future__ import annotations
 
+import base64
+import colorsys
 import datetime
+import functools
 import html
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from ..errors import ConfigError, MissingDependency
-from .charts import GRADIENTS, METRICS, Chart, extremes, make_charts, not_finite, thin, with_speed
+from .charts import GRADIENTS, METRICS, MOST_TOGETHER, Chart, extremes, make_charts, not_finite, thin, with_speed
+from .names import natural, short_names
+from .page_media import render_media
 from .runs import LoggedRun
 
 __all__ = ["duration", "render_page", "write_report"]
@@ -23,7 +29,17 @@ __all__ = ["duration", "render_page", "write_report"]
 # Okabe and Ito's palette, which color-blind readers can distinguish; yellow is too light for lines.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6ae0", "#8c8c8c")
 _NONE = "&ndash;"
+
+
+def _colors(count: int) -> list[str]:
+    """Return one color per run, or the palette where that is enough: further ones turn by the golden angle."""
+    more = range(max(0, count - len(_COLORS)))
+    turned = [colorsys.hls_to_rgb((0.07 + 0.618034 * number) % 1, 0.45, 0.65) for number in more]
+    return [*_COLORS, *("#" + "".join(f"{round(255 * part):02x}" for part in color) for color in turned)]
+
+
 _MOST_MARKS = 40  # checkpoints drawn as lines
+_MOST_OPEN = 30  # charts in groups that are open at first
 # The page may not request anything from any address.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _UNITS = (("s", 1.0, 180.0), ("min", 60.0, 10800.0), ("h", 3600.0, 259200.0), ("days", 86400.0, math.inf))
@@ -64,7 +80,7 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
         raise ConfigError(f"smoothing={smoothing!r}; expected a number from 0 to below 1.", fix="pass smoothing=0.6.")
     if not runs:
         raise ConfigError("There are no runs to report.", fix="pass what read_runs() returned.")
-    library = _plotly()
+    library = _packed_plotly()
     for run in runs:
         with_speed(run)
     charts = make_charts(runs)
@@ -76,6 +92,7 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
         "<main>",
         _problems(runs),
         _chart_sections(charts),
+        render_media(runs, [_key(number, runs) for number in range(len(runs))]),
         _timeline(runs),
         _numbers(runs, charts),
         _checkpoints(runs),
@@ -93,19 +110,30 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
             f"<style>{(here / 'page.css').read_text(encoding='utf-8')}</style></head><body>",
             *(part for part in body if part),
             f'<script type="application/json" id="data">{_json(_data(runs, charts))}</script>',
-            f"<script>{library}</script>",
+            f'<script type="text/plain" id="plotly" data-size="{library[1]}">{library[0]}</script>',
             f"<script>{(here / 'page.js').read_text(encoding='utf-8')}</script>",
             "</body></html>\n",
         ]
     )
 
 
-def _plotly() -> str:
+def _packed_plotly() -> tuple[str, int]:
+    """Return the library that draws, compressed to two fifths of its size, and its bytes: page.js unpacks it."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise MissingDependency("plotly", needed_for="`loopwright report`", extra="report") from error
-    return str(get_plotlyjs())
+    return _packed(str(get_plotlyjs()))
+
+
+@functools.lru_cache(maxsize=1)
+def _packed(library: str) -> tuple[str, int]:
+    """Return a text compressed, in base 85, and the number of compressed bytes.
+
+    Base 85 needs a sixth less room than base 64. Its "<" would be read as HTML, so a comma stands for it.
+    """
+    packed = zlib.compress(library.encode(), 9)
+    return base64.b85encode(packed, pad=True).decode().replace("<", ","), len(packed)
 
 
 # --- what the script draws ------------------------------------------------------------------------------------------
@@ -113,30 +141,37 @@ def _plotly() -> str:
 
 def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, object]:  # what JSON holds
     drawn = []
+    names = short_names([run.name for run in runs])
+    most = _points_of(sum(len(run.series) for run in runs))
     for chart in charts:
         curves = []
         for number, run in enumerate(runs):
             for name in chart.names:
                 if name in run.series:
-                    curve = thin(run.series[name])
+                    curve = thin(run.series[name], most)
                     band = {"low": curve.low, "high": curve.high} if curve.is_thinned else {}
                     curves.append({"run": number, "name": name, "steps": curve.steps, "values": curve.values, **band})
         drawn.append({"smooth": chart.heading in (METRICS, GRADIENTS), "curves": curves})
     unit, seconds, _ = _unit(max((run.seconds or 0.0 for run in runs), default=0.0))
     return {
-        "colors": _COLORS,
+        "colors": _colors(len(runs)),
         "time": {"scale": 1 / seconds, "title": f"training time, {unit}"},
         "charts": drawn,
         "runs": [
             {
-                "name": run.name,
+                "name": names[number],
                 "axes": {name: _thin_axis(axis) for name, axis in run.axes.items()},
                 "checkpoints": sorted({f.step for f in run.checkpoints if f.step is not None})[-_MOST_MARKS:],
                 "phases": _fractions(run.timeline),
             }
-            for run in runs
+            for number, run in enumerate(runs)
         ],
     }
+
+
+def _points_of(num_curves: int) -> int:
+    """Return the most points of a curve: fewer where there are hundreds, so that the page stays small."""
+    return max(40, min(1000, 60_000 // max(num_curves, 1)))
 
 
 def _thin_axis(axis: tuple[list[int], list[float]], most: int = 2000) -> tuple[list[int], list[float]]:
@@ -187,12 +222,20 @@ def _controls(runs: Sequence[LoggedRun], smoothing: float) -> str:
         f'<output id="smoothed">{smoothing:.2f}</output></label>',
         f'<label>Horizontal axis <select id="axis">{options}</select></label>',
         '<label><input id="log" type="checkbox"> logarithmic</label>',
+        '<label>Metrics <input id="filter" type="search" placeholder="all: loss, acc|f1, ..." autocomplete="off">'
+        '<output id="shown"></output></label>',
     ]
     if any(run.checkpoints for run in runs):
         parts.append('<label><input id="marks" type="checkbox" checked> checkpoints</label>')
-    for number, run in enumerate(runs) if len(runs) > 1 else ():
-        box = f'<input type="checkbox" checked data-run="{number}">'
-        parts.append(f"<label>{box}{_key(number, runs)}{html.escape(run.name)}</label>")
+    names = short_names([run.name for run in runs])
+    boxes = [
+        f'<label title="{html.escape(run.name)}"><input type="checkbox" checked data-run="{number}">'
+        f"{_key(number, runs)}{html.escape(names[number])}</label>"
+        for number, run in enumerate(runs)
+    ]
+    if len(runs) > 1:
+        every = '<label><input type="checkbox" checked id="every"> all runs</label>' if len(runs) > 3 else ""
+        parts.append(f'<div id="runs">{every}{"".join(boxes)}</div>')
     note = '<noscript class="warn">The curves are drawn by a script, which this browser does not run.</noscript>'
     return f'<div id="controls">{"".join(parts)}{note}</div>'
 
@@ -210,17 +253,30 @@ def _problems(runs: Sequence[LoggedRun]) -> str:
 
 
 def _chart_sections(charts: Sequence[Chart]) -> str:
-    sections = []
-    for heading, group in groupby(enumerate(charts), key=lambda item: item[1].heading):
-        cards = [
-            f'<div class="chart"><h3>{html.escape(chart.title)}</h3><div class="plot" id="chart-{number}"></div></div>'
-            for number, chart in group
-        ]
+    sections: list[str] = []
+    drawn = 0
+    for heading, group in groupby(enumerate(charts), key=lambda item: item[1].group):
+        cards = [_card(number, chart) for number, chart in group]
         width = "many" if len(cards) > 1 else "one"  # headings with one chart stand beside each other
+        # The first group and small ones are open; a closed one draws nothing until it is opened.
+        is_few = len(cards) <= MOST_TOGETHER and drawn + len(cards) <= _MOST_OPEN
+        is_open = " open" if not sections or is_few else ""
+        drawn += len(cards)
+        count = f' <span class="dim">{len(cards)}</span>' if len(cards) > 1 else ""
         sections.append(
-            f'<section class="{width}"><h2>{heading}</h2><div class="grid">{"".join(cards)}</div></section>'
+            f'<details class="{width}"{is_open}><summary><h2>{html.escape(heading)}{count}</h2></summary>'
+            f'<div class="grid">{"".join(cards)}</div></details>'
         )
     return f'<div id="charts">{"".join(sections)}</div>'
+
+
+def _card(number: int, chart: Chart) -> str:
+    names = html.escape("\n".join(chart.names))  # what the filter looks at; shown when the mouse is on the title
+    title = html.escape(chart.title)
+    return (
+        f'<div class="chart" data-names="{names}"><h3 title="{names}">{title}</h3>'
+        f'<div class="plot" id="chart-{number}"></div></div>'
+    )
 
 
 def _timeline(runs: Sequence[LoggedRun]) -> str:
@@ -263,7 +319,9 @@ def _numbers(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> str:
             rows.append([*first, *cells])
     head = ["metric", *(["run"] if len(runs) > 1 else []), "last", "smallest", "largest"]
     width = len(head)
-    return f'<h2>Numbers</h2><div id="numbers">{_table(head, rows, numbers=range(width - 3, width))}</div>'
+    table = _table(head, rows, numbers=range(width - 3, width))
+    is_open = " open" if len(rows) <= 100 else ""
+    return f'<details id="numbers"{is_open}><summary><h2>Numbers</h2></summary>{table}</details>'
 
 
 def _checkpoints(runs: Sequence[LoggedRun]) -> str:
@@ -295,7 +353,7 @@ def _checkpoints(runs: Sequence[LoggedRun]) -> str:
 
 def _compared(heading: str, name: str, columns: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> str:
     """Return a table of names and each run's value; rows in which runs differ are marked."""
-    names = sorted({name for column in columns for name in column})
+    names = sorted({name for column in columns for name in column}, key=natural)
     if not names:
         return ""
     rows, marked = [], []
@@ -327,7 +385,7 @@ def _table(
 def _key(number: int, runs: Sequence[LoggedRun]) -> str:
     if len(runs) == 1:
         return ""
-    return f'<span class="key" style="background:{_COLORS[number % len(_COLORS)]}"></span>'
+    return f'<span class="key" style="background:{_colors(len(runs))[number]}"></span>'
 
 
 def _below(path: Path, folders: Sequence[Path]) -> str:

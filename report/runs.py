@@ -18,6 +18,8 @@ from yaml import YAMLError, safe_load
 from ..errors import ConfigError, DataError
 from .checkpoints import CheckpointFile, CheckpointReader
 from .environment import ENVIRONMENT_FILE
+from .media import Media
+from .names import natural
 from .sources import Source, find_sources
 
 __all__ = ["CheckpointFile", "LoggedRun", "RunReader", "Series", "read_runs"]
@@ -54,13 +56,14 @@ class LoggedRun:
         name: What it is called in pictures.
         folders: Where its loggers wrote.
         kinds: The formats that were read.
-        series: Its metrics by name, in the order of the alphabet.
+        series: Its metrics by name, in their natural order.
         axes: "time" (seconds), "epoch", "samples", "tokens": step to how far the run was, as ascending lists of both.
         config: Hyperparameters, nested names joined by "/".
         environment: What it ran on and with; only what was recorded.
         checkpoints: Those on disk, by step.
         timeline: Phase to the seconds it took in the whole fit; empty if `trainer.timeline` was not saved.
         timeline_notes: What binds the step, and what to do about it.
+        media: Logged images, texts and histograms that are in event files; those in folders are read for the page.
         problems: What could not be read.
     """
 
@@ -75,6 +78,7 @@ class LoggedRun:
     timeline: dict[str, float] = field(default_factory=dict)
     timeline_notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -226,7 +230,8 @@ def _merge(sources: Sequence[Source]) -> LoggedRun:
     run.folders = list(dict.fromkeys(source.folder for source in sources))
     run.kinds = [source.kind for source in reversed(by_precision)]
     run.problems = [problem for source in sources for problem in source.problems]
-    for name in sorted(points):
+    run.media = [item for source in sources for item in source.media]
+    for name in sorted(points, key=natural):
         steps = sorted(points[name])
         values = [points[name][step] for step in steps]
         if name not in _NOT_CURVES:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import MissingDependency
+from .media import Media, media_of_value
 
 __all__ = ["CSV_FILE", "JSON_LINES_FILE", "Source", "find_sources"]
 
@@ -33,6 +34,7 @@ class Source(ABC):
         folder: Where the files are.
         points: Metric's name to {step: value}; what was logged last for a step counts.
         clock: Step to seconds that the run had taken when it was logged; without the time between a run's sessions.
+        media: Images, texts and histograms.
         problems: What could not be read, in words.
     """
 
@@ -46,6 +48,7 @@ class Source(ABC):
     def _forget(self) -> None:
         self.points: dict[str, dict[int, float]] = {}
         self.clock: dict[int, float] = {}
+        self.media: list[Media] = []
         self.problems: list[str] = []
 
     @abstractmethod
@@ -213,7 +216,10 @@ class EventSource(Source):
             return
         for value in event.summary.value:
             number = _scalar_of(value)
-            if number is not None:
+            if number is None:
+                if (item := media_of_value(value, event.step)) is not None:
+                    self.media.append(item)
+            else:
                 self._add(value.tag, event.step, number)
                 self._latest = max(self._latest, self._base + event.wall_time - begin)
                 self.clock[event.step] = self._base + event.wall_time - begin

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from ...errors import CheckpointError
+from ...console import ONLY_LOGS
+from ...errors import CheckpointError, StopBySignal
 from ..base import Checkpoint, from_rank_zero
 from . import files as files
 from .arguments import check_arguments
 from .interval import TimeInterval
 from .names import COUNTERS, missing_metric, render_name, template_names
-from .removal import CheckpointRemoval
+from .removal import CheckpointRemoval, remove_or_warn
 from .state import CheckpointState, score_tensor
 from .top_k import TopK
 from .writing import link_or_copy, link_or_warn, make_way, notify_loggers
@@ -67,12 +68,9 @@ class ModelCheckpoint(Checkpoint):
             epochs if each ends with a validation or if validation is disabled.
         enable_version_counter: Whether an existing name gets "-v1", "-v2", ...; otherwise it is overwritten.
 
-    Attributes:
-        dirpath: Directory of the checkpoints; None until fit starts, if it was not given.
-
     Raises:
         ConfigError: Invalid arguments, all named. At the start of training: the directory is not writable.
-        ModuleError: After the first validation or epoch: no metric has the name of `monitor`, or one in `filename`.
+        ModuleError: After the first validation or epoch: no metric has the name of `monitor`.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -80,6 +78,8 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_NAME_LAST = "last"
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
+    _top_k_type = TopK  # what keeps the scores
+    _updates_last_alone = True  # whether `last` is written where no better checkpoint is
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
+        super().__init__()
         if every_n_train_steps is None and train_time_interval is None and every_n_epochs is None:
             every_n_epochs = 1
         self.monitor = monitor
@@ -110,8 +111,7 @@ class ModelCheckpoint(Checkpoint):
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.filename = filename
-        self.dirpath = None if dirpath is None else files.normalized(dirpath)
-        self._given_dirpath = self.dirpath
+        self.dirpath = dirpath
         self._every_n_train_steps = every_n_train_steps or 0
         self._every_n_epochs = every_n_epochs or 0
         self._train_time_interval = train_time_interval
@@ -129,7 +129,7 @@ class ModelCheckpoint(Checkpoint):
             train_time_interval=train_time_interval,
         )
 
-        self._state = CheckpointState(TopK(save_top_k, mode))
+        self._state = CheckpointState(self._top_k_type(save_top_k, mode))
 
         # This run's.
         self._loading_in: str | None = None
@@ -142,6 +142,7 @@ class ModelCheckpoint(Checkpoint):
         self._start_step = 0
         self._written_step = -1  # global_step of the newest file of this run
         self._validated = False
+        self._reported: set[str] = set()  # metrics in the file name that a warning has named
         self._interval: TimeInterval | None = None
         if train_time_interval is not None:
             self._interval = TimeInterval(train_time_interval)
@@ -158,6 +159,15 @@ class ModelCheckpoint(Checkpoint):
             every_n_epochs=self._every_n_epochs,
             train_time_interval=self._train_time_interval,
         )
+
+    @property
+    def dirpath(self) -> str | None:
+        """Directory of the checkpoints; None until fit starts, if it was not given. It may be assigned before fit."""
+        return self._dirpath
+
+    @dirpath.setter
+    def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
+        self._dirpath = self._given_dirpath = None if dirpath is None else files.normalized(dirpath)
 
     @property
     def every_n_epochs(self) -> int:
@@ -227,8 +237,8 @@ class ModelCheckpoint(Checkpoint):
             ver: Version that is added as "-v{ver}".
             prefix: Text before the name.
 
-        Raises:
-            ModuleError: The template names a metric that is not there.
+        Returns:
+            The path; a metric that is not there is 0 in it.
         """
         template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         name = render_name(
@@ -262,7 +272,7 @@ class ModelCheckpoint(Checkpoint):
 
     def forget_run(self) -> None:
         """Start with an empty state; the files of the other run stay."""
-        self._state = CheckpointState(TopK(self.save_top_k, self.mode))
+        self._state = CheckpointState(self._top_k_type(self.save_top_k, self.mode))
         self._loaded_dirpath = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
@@ -273,12 +283,16 @@ class ModelCheckpoint(Checkpoint):
         """Determine the directory; the loggers know their version by now."""
 
         def decide() -> tuple[str, CheckpointState]:
-            return self._given_dirpath or files.normalized(files.default_dirpath(trainer)), self._state
+            dirpath = self._given_dirpath or files.normalized(files.default_dirpath(trainer))
+            if not trainer.fast_dev_run:
+                files.check_dirpath(dirpath)
+                files.write_trial(dirpath)
+            return dirpath, self._state
 
         # The state, too: a rank that failed alone does not know the result of the last background save.
         dirpath, self._state = from_rank_zero(trainer, decide)
         self._compare_folders(dirpath)
-        self.dirpath = dirpath
+        self._dirpath = dirpath
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the settings, remove what a killed run left over, start the clock."""
@@ -298,7 +312,6 @@ class ModelCheckpoint(Checkpoint):
 
     def _prepare_folder(self, trainer: Trainer) -> set[str]:
         """Check the directory and remove leftovers of a killed run; return the files that may be overwritten."""
-        files.check_dirpath(str(self.dirpath))
         self._warn_of_settings(trainer)
         files.remove_unfinished(str(self.dirpath))
         removal = self._removal(trainer)
@@ -361,9 +374,10 @@ class ModelCheckpoint(Checkpoint):
                 "ModelCheckpoint: the checkpoint that was due at step %d is not written, because training ended before "
                 "a value of %s was computed at a later validation or epoch end.",
                 self._state.triggered_step,
-                ", ".join(map(repr, self._needed_metrics())),
+                ", ".join(map(repr, self._score_metrics())),
             )
-        if self.save_last and self._state.last_step != trainer.global_step:
+        is_wanted = self._updates_last_alone or self._written_step < 0
+        if self.save_last and is_wanted and self._state.last_step != trainer.global_step:
             self._write_last_alone(trainer)
         self._finish_before(trainer)
 
@@ -388,7 +402,7 @@ class ModelCheckpoint(Checkpoint):
             _log.warning("ModelCheckpoint: nothing is saved on %s: weights are not finite.", type(exception).__name__)
             return
         self._synchronize(trainer)
-        is_stale = bool(self._stale_metrics(trainer))
+        is_stale = bool(self._stale_metrics(trainer, self._needed_metrics()))
         template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
         path = self._free_path(trainer, self._metrics(trainer), template, own="")
         self._written_step = step
@@ -399,7 +413,9 @@ class ModelCheckpoint(Checkpoint):
             _log.exception("ModelCheckpoint: the checkpoint on %s could not be saved.", type(exception).__name__)
             return
         lost = "" if trainer.at_step_boundary else " The unfinished step is not in it and will be repeated."
-        _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost)
+        # The line with which an interrupted fit ends says it, too.
+        extra = ONLY_LOGS if isinstance(exception, KeyboardInterrupt | StopBySignal) else None
+        _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost, extra=extra)
 
     def _is_finite(self, trainer: Trainer, module: Any) -> bool:
         """Whether all weights are finite; on every rank, if the ranks respond."""
@@ -446,11 +462,11 @@ class ModelCheckpoint(Checkpoint):
             return  # nothing was trained since
         self._state.triggered_step = trainer.global_step
         self._state.is_waiting = True
-        if not self._save_if_fresh(trainer, strict=strict) and self.save_last:
+        if not self._save_if_fresh(trainer, strict=strict) and self.save_last and self._updates_last_alone:
             self._write_last_alone(trainer)
 
     def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
-        """Save unless a required metric is older than this step. `strict`: a missing metric is an error."""
+        """Save unless the score is older than this step. `strict`: a missing score is an error."""
         self._synchronize(trainer)
         if not self._is_fresh(trainer, strict=strict):
             return False
@@ -460,16 +476,28 @@ class ModelCheckpoint(Checkpoint):
         return True
 
     def _is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
-        missing = [name for name in self._needed_metrics() if name not in trainer.callback_metrics]
+        metrics, score = trainer.callback_metrics, self._score_metrics()
+        missing = [name for name in score if name not in metrics]
         if missing and strict:
-            raise missing_metric(missing, trainer.callback_metrics, self._described())
-        return not missing and not self._stale_metrics(trainer)
+            raise missing_metric(missing, metrics, self._described())
+        # What only the name shows is worth waiting for where it comes right now, with a validation at this step.
+        wanted = self._needed_metrics() if trainer.validation_is_due else score
+        if self._stale_metrics(trainer, wanted):
+            return False
+        unlogged = [name for name in self._needed_metrics() if name not in metrics and name not in self._reported]
+        if unlogged and trainer.is_global_zero:
+            _log.warning("%s The file name shows 0.", missing_metric(unlogged, metrics, self._described()).what)
+        self._reported.update(unlogged)
+        return True
+
+    def _score_metrics(self) -> list[str]:
+        has_score = self.save_top_k != 0 and self.monitor and self.monitor not in COUNTERS
+        return [str(self.monitor)] if has_score else []
 
     def _needed_metrics(self) -> list[str]:
         if self.save_top_k == 0:
             return []
-        names = [self.monitor] if self.monitor and self.monitor not in COUNTERS else []
-        return list(dict.fromkeys([*names, *template_names(self.filename or "")]))
+        return list(dict.fromkeys([*self._score_metrics(), *template_names(self.filename or "")]))
 
     def _synchronize(self, trainer: Trainer) -> None:
         """Synchronize the metrics that names and scores use; on every rank."""
@@ -485,13 +513,9 @@ class ModelCheckpoint(Checkpoint):
             trainer, lambda: metric in trainer.callback_metrics and trainer.metric_step(metric) == step
         )
 
-    def _stale_metrics(self, trainer: Trainer) -> list[str]:
+    def _stale_metrics(self, trainer: Trainer, names: list[str]) -> list[str]:
         step, metrics = trainer.global_step, trainer.callback_metrics
-        return [
-            name
-            for name in self._needed_metrics()
-            if name not in metrics or trainer.metric_step(name) not in (None, step)
-        ]
+        return [name for name in names if name not in metrics or trainer.metric_step(name) not in (None, step)]
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -503,13 +527,18 @@ class ModelCheckpoint(Checkpoint):
             score = self._state.top_k.cleaned(float(metrics[self.monitor]))
             self._state.current_score = score
         is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
-        if is_kept or self.save_last:
+        is_last_due = self._is_last_due(is_kept=is_kept)
+        if is_kept or is_last_due:
             self._finish_before(trainer)
-        last_path = self._plan_last(trainer) if self.save_last else ""
+        last_path = self._plan_last(trainer) if is_last_due else ""
         path = self._write_kept(trainer, metrics, score, last_path) if is_kept else None
-        if self.save_last:
+        if is_last_due:
             self._write_last(trainer, last_path, path)
         trainer.when_saved(lambda: self._remove_pending(trainer))
+
+    def _is_last_due(self, *, is_kept: bool) -> bool:
+        counts_epochs = not self._every_n_train_steps and self._interval is None
+        return bool(self.save_last) and (is_kept or self._updates_last_alone or not counts_epochs)
 
     def _finish_before(self, trainer: Trainer) -> None:
         """Wait for the previous save: names and removals of a new one depend on it."""
@@ -560,7 +589,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _write(self, trainer: Trainer, paths: list[str], before: CheckpointState) -> None:
         written_before = self._written_step
-        moved = make_way(trainer, paths)
+        has_own_format = type(self)._save_checkpoint is not ModelCheckpoint._save_checkpoint
+        moved = make_way(trainer, paths, has_own_format=has_own_format)
 
         def take_back() -> None:  # the file does not exist: the state must not name it
             self._state, self._written_step = before, written_before
@@ -571,7 +601,7 @@ class ModelCheckpoint(Checkpoint):
         self._state.pending_removals += moved.values()
         try:
             if len(paths) == 1:
-                trainer.save_checkpoint(paths[0], self.save_weights_only)
+                self._save_checkpoint(trainer, paths[0])
             else:
                 trainer.save_checkpoint_to(paths, self.save_weights_only)
         except BaseException:
@@ -580,6 +610,14 @@ class ModelCheckpoint(Checkpoint):
         self._written_step = trainer.global_step
         self._overwritable.difference_update(paths)
         trainer.when_saved(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Write one file; a subclass may write a folder of its own format."""
+        trainer.save_checkpoint(filepath, self.save_weights_only)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Remove what `_save_checkpoint` wrote; on rank 0."""
+        remove_or_warn(filepath)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         """Return the values that names and scores use; with several ranks, rank 0's."""
@@ -617,7 +655,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _remove_pending(self, trainer: Trainer) -> None:
         if self._state.pending_removals:  # the state is equal on all ranks
-            from_rank_zero(trainer, self._removal(trainer).remove_pending)
+            removal = self._removal(trainer)
+            from_rank_zero(trainer, lambda: removal.remove_pending(lambda path: self._remove_checkpoint(trainer, path)))
         self._state.pending_removals = []
 
     def _removal(self, trainer: Trainer) -> CheckpointRemoval:

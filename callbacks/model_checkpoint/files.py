@@ -11,8 +11,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsspec.core import url_to_fs
-
 from ...checkpoint import sharded, verified
 from ...checkpoint.file.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
 from ...checkpoint.sharded.copying import copy as copy_folder
@@ -122,6 +120,8 @@ def is_local(path: str) -> bool:
 
 
 def _filesystem(path: str) -> tuple[Any, str]:  # Any: fsspec has no types
+    from fsspec.core import url_to_fs
+
     filesystem, root = url_to_fs(path)
     return filesystem, root
 
@@ -193,7 +193,7 @@ def _is_sharded(path: str) -> bool:
     return not os.path.islink(path) and verified.is_folder_checkpoint(path)
 
 
-def make_way(path: str, *, for_folder: bool) -> str | None:
+def make_way(path: str, *, for_folder: bool, any_folder: bool = False) -> str | None:
     """Rename what a new checkpoint cannot replace in one step: a file where a folder comes, a folder where a file does.
 
     The old checkpoint keeps a name that is found, "last-v1.ckpt" say, until the new one is complete.
@@ -201,6 +201,7 @@ def make_way(path: str, *, for_folder: bool) -> str | None:
     Args:
         path: Where a checkpoint will be written.
         for_folder: Whether it will be a folder; else a file or a link.
+        any_folder: Whether a folder that is not a sharded checkpoint is in the way of a file, too.
 
     Returns:
         The new name; None where nothing is in the way.
@@ -208,7 +209,8 @@ def make_way(path: str, *, for_folder: bool) -> str | None:
     if os.path.islink(path) or not exists(path):
         return None
     if is_local(path):
-        is_in_the_way = os.path.isfile(path) if for_folder else _is_sharded(path)
+        is_own = any_folder and os.path.isdir(path)
+        is_in_the_way = os.path.isfile(path) if for_folder else is_own or _is_sharded(path)
     else:
         filesystem, root = _filesystem(path)
         is_in_the_way = filesystem.isfile(root) if for_folder else _is_sharded(path)
@@ -297,3 +299,36 @@ def check_dirpath(dirpath: str) -> None:
             f"ModelCheckpoint: no permission to write checkpoints to {dirpath} (checked at {parent}).",
             fix="choose another dirpath or default_root_dir, or change the permissions.",
         )
+
+
+def write_trial(dirpath: str) -> None:
+    """Make the folder, and write a byte there, before hours of training end at the first save.
+
+    Raises:
+        ConfigError: It cannot be written to: a full disk, a share that is read only, missing credentials.
+    """
+    path = f"{dirpath.rstrip('/')}/.loopwright-trial-{os.getpid()}"
+    try:
+        if is_local(dirpath):
+            os.makedirs(dirpath, exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(b"0")
+            os.remove(path)
+        else:
+            _write_remote_trial(dirpath, path)
+    except Exception as error:  # each store has errors of its own
+        raise ConfigError(
+            f"ModelCheckpoint: nothing can be written to {dirpath}: {type(error).__name__}: {error}",
+            fix="choose another dirpath or default_root_dir, or change its permissions.",
+        ) from error
+
+
+def _write_remote_trial(dirpath: str, path: str) -> None:
+    from fsspec.core import url_to_fs
+
+    filesystem, name = url_to_fs(path)
+    filesystem.makedirs(url_to_fs(dirpath)[1], exist_ok=True)
+    with filesystem.open(name, "wb") as file:
+        file.write(b"0")
+    with contextlib.suppress(Exception):  # a store may allow writing and forbid removing
+        filesystem.rm(name)

@@ -69,21 +69,15 @@ def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_
 
     Args:
         template: Text with `{name}` or `{name:spec}`; names may contain slashes and dots.
-        metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device.
+        metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device. What is absent is 0.
         insert_names: Write `name=value` instead of the value alone.
         equals: What stands between name and value.
-
-    Raises:
-        ModuleError: A name has no value; all such names are listed.
     """
-    missing = [name for _, name, _, _ in Formatter().parse(template) if name and name not in metrics]
-    if missing:
-        raise missing_metric(missing, metrics, f"filename={template!r}")
     rendered = []
     for literal, name, spec, _ in Formatter().parse(template):
         rendered.append(literal)
         if name:
-            raw = metrics[name]
+            raw = metrics.get(name, 0.0)
             value = raw.item() if isinstance(raw, Tensor) else raw
             value = int(value) if name in COUNTERS else value
             text = format(value, spec or ("" if isinstance(value, int) else ".6g"))

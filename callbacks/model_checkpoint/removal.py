@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
@@ -31,11 +32,11 @@ class CheckpointRemoval:
     resumed_path: str
     may_remove_resumed: bool
 
-    def remove_pending(self) -> None:
-        """Remove the files that were replaced."""
+    def remove_pending(self, remove: Callable[[str], object]) -> None:
+        """Remove the files that were replaced, with a function that removes one."""
         for path in self.state.pending_removals:
             if self._may_remove(path):
-                remove_or_warn(path)
+                remove(path)
 
     def remove_leftovers(self) -> None:
         """Remove the files that the resumed run was about to remove, unless they were written again since."""

@@ -19,10 +19,15 @@ __all__ = ["link_or_copy", "link_or_warn", "make_way", "notify_loggers"]
 _log = logging.getLogger(__name__)
 
 
-def make_way(trainer: Trainer, paths: list[str]) -> dict[str, str]:
+def make_way(trainer: Trainer, paths: list[str], *, has_own_format: bool = False) -> dict[str, str]:
     """Rename existing checkpoints of another form (file or folder) than the ones that replace them.
 
     Called on every rank.
+
+    Args:
+        trainer: The trainer.
+        paths: Where checkpoints will be written.
+        has_own_format: Whether a subclass makes folders of them, which are in the way too.
 
     Returns:
         Their new names by path, which they keep until the new checkpoint is complete.
@@ -33,7 +38,7 @@ def make_way(trainer: Trainer, paths: list[str]) -> dict[str, str]:
 
     def rename() -> dict[str, str]:
         is_folder = trainer.strategy.saves_shards("full")
-        moved = {path: files.make_way(path, for_folder=is_folder) for path in paths}
+        moved = {path: files.make_way(path, for_folder=is_folder, any_folder=has_own_format) for path in paths}
         return {path: name for path, name in moved.items() if name is not None}
 
     return from_rank_zero(trainer, rename)

@@ -104,7 +104,10 @@ class LearningRateMonitor(Callback):
     def _values(self, watched: list[tuple[str, Optimizer]]) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, optimizer in watched:
-            for key, group in zip(_group_keys(name, optimizer), optimizer.param_groups, strict=True):
+            keys = _group_keys(name, optimizer)
+            if name in self.lrs and name not in keys:  # it has had a single group until now
+                self.lrs[keys[0]] = self.lrs.pop(name)
+            for key, group in zip(keys, optimizer.param_groups, strict=True):
                 values[key] = float(group["lr"])  # a tensor is read here, at a log boundary only
                 if self.log_momentum:
                     values[f"{key}-momentum"] = self._momentum(group)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ModuleError
 from ...fabric.peak_flops import get_available_flops
 from ...fabric.throughput import Throughput
+from ...messages import warn
 from ..base import Callback
 from .measuring import Counts, LogSteps, is_evaluation_due, require_logger
 
@@ -48,6 +48,7 @@ class ThroughputMonitor(Callback):
         window_size: int = 100,
         separator: str = "/",
     ) -> None:
+        super().__init__()
         Throughput(window_size=window_size)  # refuses what cannot be a window
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
@@ -106,9 +107,8 @@ class ThroughputMonitor(Callback):
         flops: float | None = getattr(pl_module, "flops_per_batch", None)
         if flops is None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"ThroughputMonitor: {type(pl_module).__name__} has no flops_per_batch; FLOPs and MFU are not logged",
-                stacklevel=2,
             )
         return flops
 

@@ -79,7 +79,14 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of a validation over all loaders, of the trial validation while it runs; inf if not known."""
+        """Batches of a validation over all loaders, of the trial validation while it runs; inf if not known.
+
+        0 in an epoch of fit that does not validate.
+        """
+        trainer = self.trainer
+        is_training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_training and not trainer.fit_loop.validates_in_this_epoch:
+            return 0
         return sum(self._eval_batches("validation"))
 
     @property
@@ -130,16 +137,11 @@ class ProgressBar(Callback):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, pl_module: nn.Module) -> dict[str, float | int | str]:
-        """Return what is shown beside the bar: "v_num", the first logger's version, and what was logged with prog_bar.
+        """Return what is shown beside the bar: what was logged with prog_bar. May be overridden.
 
-        Host values as of the last log boundary: reading them waits for nothing. May be overridden.
+        Host values of the latest step where reading them waits for nothing, else as of the last log boundary.
         """
-        shown: dict[str, float | int | str] = {}
-        if trainer.loggers:
-            version = trainer.loggers[0].version
-            if version not in (None, ""):
-                shown["v_num"] = version[-4:] if isinstance(version, str) else version
-        return {**shown, **trainer.progress_bar_metrics}
+        return {**trainer.progress_bar_metrics}
 
     def _eval_batches(self, stage: str) -> list[int | float]:
         trainer = self.trainer

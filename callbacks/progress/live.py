@@ -11,10 +11,12 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
+from ...console import LINES, is_notebook
 from ...errors import ConfigError
-from .base import ProgressBar, printed
+from .base import ProgressBar, format_metrics, printed
 from .plain import PlainLines
 from .terminal import can_draw
 
@@ -29,15 +31,17 @@ __all__ = ["LiveProgressBar"]
 _log = logging.getLogger(__name__)
 _NEVER = math.inf
 _DRAW_INTERVAL_S = 0.1
+_OWN_PACKAGE = __name__.partition(".")[0] + "."
 # The first drawing imports the drawing library. Before the first training step (a trial validation) it starts only
 # after this time.
 _PATIENCE_S = 0.5
 
 
 class LiveProgressBar(ProgressBar):
-    """Draw on a terminal or in a notebook; elsewhere write lines.
+    """Draw on a terminal or in a notebook; elsewhere write lines, beside bars that are kept up to date and not drawn.
 
-    Subclasses implement `_show`, `_close` and `_write_above`.
+    Subclasses implement `_show`, `_close` and `_write_above`. A bar exists from its first drawing or reading on. Of a
+    user's subclass, whose code may read it in other ways, one that is not drawn exists from the stage's beginning on.
 
     Args:
         plain_interval_s: Seconds between two lines if the output is not a terminal. Lines are also written after the
@@ -55,21 +59,29 @@ class LiveProgressBar(ProgressBar):
         self._is_enabled = True
         self._has_failed = False
         self._lines: PlainLines | None = None
-        self._next_draw_s = 0.0
+        self._next_draw_s = self._next_line_s = 0.0
+        self._draw_interval_s = _DRAW_INTERVAL_S
+        self._is_watched = False
         self._open: set[str] = set()
+        self._under_way: set[str] = set()
         self._eval_start_s = 0.0
         self._has_lined = False
+        self._train_start_s = 0.0
+        self._last_description = ""
 
     # --- what subclasses provide -----------------------------------------------------------------------------------
 
     def _show(
         self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
     ) -> None:
-        """Draw the bar of the stage ("train", "sanity", "validation", "test", "predict"); open it if it is not."""
+        """Draw the bar of the stage ("train", "sanity", "validation", "test", "predict"); open it if it is not.
+
+        Where `_is_drawn` is false, only the bar's numbers and texts change.
+        """
         raise NotImplementedError
 
     def _close(self, stage: str, *, keep: bool) -> None:
-        """Take the bar of the stage off the screen, or leave its last state there."""
+        """Take the bar of the stage off the screen, or leave its last state there. It stays readable."""
         raise NotImplementedError
 
     def _write_above(self, text: str) -> None:
@@ -80,6 +92,11 @@ class LiveProgressBar(ProgressBar):
     def _leaves(self) -> bool:
         """Whether the bar of each epoch stays on the screen."""
         return False
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether bars can be seen."""
+        return self._lines is None and self._is_enabled
 
     # --- what users call -------------------------------------------------------------------------------------------
 
@@ -108,7 +125,7 @@ class LiveProgressBar(ProgressBar):
         if kwargs.get("file") not in (None, sys.stdout):
             if self._trainer is None or self._trainer.is_global_zero:
                 kwargs["file"].write(printed(*args, **kwargs))
-        elif self._open and self._lines is None:
+        elif self._open and self._is_drawn:
             self._safely(self._write_above, printed(*args, **kwargs))
         else:
             super().print(*args, **kwargs)
@@ -119,12 +136,15 @@ class LiveProgressBar(ProgressBar):
         """Keep the trainer, and look where the output goes."""
         super().setup(trainer, pl_module, stage)
         self._lines = None if can_draw(sys.stdout) else PlainLines(self._write)
-        self._open = set()
+        self._open, self._under_way = set(), set()
+        # A subclass of the user may look at its bar after each batch; on a terminal that would cost too much.
+        self._is_watched = self._lines is not None and not type(self).__module__.startswith(_OWN_PACKAGE)
         self._arm(0.0)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: object) -> None:
         """A trial validation begins."""
         self._arm(_PATIENCE_S)
+        self._begin("sanity")
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: object) -> None:
         """Take the bar of the trial validation away."""
@@ -135,12 +155,15 @@ class LiveProgressBar(ProgressBar):
         if self._lines is not None:
             self._safely(self._lines.start, trainer)
         self._has_lined = False
+        self._train_start_s = time.monotonic()
         self._arm(0.0)
+        self._begin("train")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: object) -> None:
         """Begin a new bar, if the one of the last epoch stays."""
         if self._leaves:
             self._finish("train", keep=True)
+        self._begin("train")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
@@ -152,17 +175,26 @@ class LiveProgressBar(ProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: object) -> None:
         """Draw the end of the epoch."""
         if self._is_enabled:
+            self._next_line_s = 0.0
             total = self.total_train_batches
             done = trainer.progress.batches_in_epoch if math.isinf(total) else int(total)
             self._draw_training(trainer, pl_module, done)
 
     def on_train_end(self, trainer: Trainer, pl_module: object) -> None:
-        """Leave the last state of the bar on the screen."""
+        """Leave the last state of the bar on the screen; in a notebook also as text, which is saved with it."""
         self._finish("train", keep=True)
+        if self._is_enabled and self._lines is None and is_notebook():
+            seconds = timedelta(seconds=round(time.monotonic() - self._train_start_s))
+            parts = [self._last_description, f"step {trainer.global_step}", str(seconds)]
+            shown = self._safely(self.get_metrics, trainer, cast("nn.Module", pl_module))
+            self._write(" | ".join([*parts, *format_metrics(cast("dict[str, float | int | str]", shown or {}))]) + "\n")
 
     def on_validation_start(self, trainer: Trainer, pl_module: object) -> None:
-        """A validation begins."""
-        self._begin_evaluation(trainer.sanity_checking)
+        """A validation begins; the bar of training shows where it stands."""
+        if self._is_drawn and "train" in self._open and not trainer.sanity_checking:
+            done = trainer.progress.batches_in_epoch
+            self._draw(trainer, pl_module, "train", self._epoch_of(trainer), done, self.total_train_batches)
+        self._begin_evaluation("sanity" if trainer.sanity_checking else "validation")
 
     def on_validation_batch_end(
         self,
@@ -183,7 +215,12 @@ class LiveProgressBar(ProgressBar):
         if trainer.sanity_checking:
             return
         if trainer.state.fn == "fit":
+            if self._lines is not None:
+                self._fill(trainer, pl_module, "validation")
             self._finish("validation")
+            if self._lines is not None and "train" in self._open and self._is_enabled:
+                done = trainer.progress.batches_in_epoch
+                self._draw(trainer, pl_module, "train", self._epoch_of(trainer), done, self.total_train_batches)
         else:
             self._complete(trainer, pl_module, "validation")
         if self._lines is not None and self._is_enabled:
@@ -196,7 +233,7 @@ class LiveProgressBar(ProgressBar):
 
     def on_test_start(self, trainer: Trainer, pl_module: object) -> None:
         """A test begins."""
-        self._begin_evaluation(False)
+        self._begin_evaluation("test")
 
     def on_test_batch_end(
         self,
@@ -217,7 +254,7 @@ class LiveProgressBar(ProgressBar):
 
     def on_predict_start(self, trainer: Trainer, pl_module: object) -> None:
         """A prediction begins."""
-        self._begin_evaluation(False)
+        self._begin_evaluation("predict")
 
     def on_predict_batch_end(
         self,
@@ -249,73 +286,127 @@ class LiveProgressBar(ProgressBar):
     def _arm(self, delay_s: float) -> None:
         if not self._is_enabled:
             return
-        delay_s = max(delay_s, self._plain_interval_s) if self._lines is not None and delay_s else delay_s
-        self._next_draw_s = time.monotonic() + delay_s
+        now_s = time.monotonic()
+        self._next_line_s = now_s + (max(delay_s, self._plain_interval_s) if delay_s else 0.0)
+        self._next_draw_s = now_s + (delay_s if self._lines is None else 0.0)
 
-    def _begin_evaluation(self, is_sanity_check: bool) -> None:
+    def _begin(self, stage: str) -> None:
+        """Note that a stage is under way; where its bar is not drawn and may be looked at, make it now."""
+        self._under_way.add(stage)
+        if not self._is_drawn and not self._waits_for_reader:
+            self._make_bar(stage)
+
+    @property
+    def _waits_for_reader(self) -> bool:
+        """Whether bars are made only when they are read: lines do not need the drawing library."""
+        return self._lines is not None and not self._is_watched
+
+    def _make_bar(self, stage: str) -> None:
+        """Make the bar of a stage that is under way, unless there is one."""
+        if stage not in self._under_way or stage in self._open or self._has_failed:
+            return
+        self._open.add(stage)
+        if stage == "train":
+            description, done = self._epoch_of(self.trainer), self.trainer.progress.batches_in_epoch
+            total = self.total_train_batches
+        else:
+            batches = self._eval_batches("validation" if stage == "sanity" else stage)
+            description, done, total = self._description_of(stage), 0, batches[0] if batches else math.inf
+        self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), {})
+
+    def _begin_evaluation(self, stage: str) -> None:
         self.reset_dataloader_idx_tracker()
         self._eval_start_s = time.monotonic()
         if self._lines is not None and self._is_enabled:
-            self._next_draw_s = self._eval_start_s + self._plain_interval_s
-        elif not is_sanity_check:
+            self._next_draw_s, self._next_line_s = 0.0, self._eval_start_s + self._plain_interval_s
+        elif stage != "sanity":
             self._arm(0.0)
+        self._begin(stage)
+
+    def _epoch_of(self, trainer: Trainer) -> str:
+        epoch = f"Epoch {trainer.current_epoch + 1}"
+        has_limit = trainer.max_epochs is not None and trainer.max_epochs > 0
+        return f"{epoch}/{trainer.max_epochs}" if has_limit else epoch
+
+    def _description_of(self, stage: str) -> str:
+        return {
+            "sanity": self.sanity_check_description,
+            "validation": self.validation_description,
+            "test": self.test_description,
+            "predict": self.predict_description,
+        }[stage]
+
+    def _is_line_due(self) -> bool:
+        return self._lines is not None and time.monotonic() >= self._next_line_s
 
     def _draw_training(self, trainer: Trainer, module: object, done: int) -> None:
-        if self._lines is not None:
-            if self._has_lined or trainer.at_step_boundary:
-                self._has_lined = True
-                self._safely(self._write_training_line, trainer, module)
-                self._next_draw_s = self._after(self._plain_interval_s)
-            return
-        epoch = f"{trainer.current_epoch + 1}"
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            epoch += f"/{trainer.max_epochs}"
-        self._draw(trainer, module, "train", f"Epoch {epoch}", done, self.total_train_batches)
+        if self._is_line_due() and (self._has_lined or trainer.at_step_boundary):
+            self._has_lined = True
+            self._safely(self._write_training_line, trainer, module)
+            self._next_line_s = self._after(self._plain_interval_s)
+        self._draw(trainer, module, "train", self._epoch_of(trainer), done, self.total_train_batches)
+        if self._lines is not None and self._is_enabled and not self._has_lined:
+            self._next_draw_s = 0.0  # the first line comes at the end of the first window
 
     def _write_training_line(self, trainer: Trainer, module: Any) -> None:
         if self._lines is not None:
             self._lines.training(trainer, self.get_metrics(trainer, module))
 
     def _draw_evaluation(self, trainer: Trainer, module: object, stage: str, done: int, dataloader_idx: int) -> None:
-        description = {
-            "sanity": self.sanity_check_description,
-            "validation": self.validation_description,
-            "test": self.test_description,
-            "predict": self.predict_description,
-        }[stage]
+        description = self._description_of(stage)
         batches = self._eval_batches("validation" if stage == "sanity" else stage)
         if len(batches) > 1:
             description += f" DataLoader {dataloader_idx}"
         if self.has_dataloader_changed(dataloader_idx) and self._lines is None:
             self._finish(stage)
         total = batches[dataloader_idx] if dataloader_idx < len(batches) else math.inf
-        if self._lines is not None:
+        if self._is_line_due():
+            assert self._lines is not None
             self._safely(self._lines.evaluation, description, done, total, {})
-            self._next_draw_s = self._after(self._plain_interval_s)
-            return
+            self._next_line_s = self._after(self._plain_interval_s)
         self._draw(trainer, module, stage, description, done, total)
 
     def _draw(self, trainer: Trainer, module: Any, stage: str, description: str, done: int, total: int | float) -> None:
-        metrics = self._safely(self.get_metrics, trainer, module) or {} if stage == "train" else {}
-        self._open.add(stage)
-        self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), metrics)
-        self._next_draw_s = self._after(_DRAW_INTERVAL_S)
+        if stage == "train":
+            self._last_description = description
+        if stage in self._open or not self._waits_for_reader:
+            metrics = self._safely(self.get_metrics, trainer, module) or {} if stage == "train" else {}
+            self._open.add(stage)
+            if self._is_drawn:
+                LINES.above = self._write_line
+            self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), metrics)
+        self._next_draw_s = self._after(0.0 if self._is_watched else self._draw_interval_s)
 
     def _after(self, interval_s: float) -> float:
         return time.monotonic() + interval_s if self._is_enabled else _NEVER
 
     def _complete(self, trainer: Trainer, module: object, stage: str) -> None:
         """Leave the bar of an evaluation on the screen, full."""
-        last = self._current_eval_dataloader_idx or 0
-        batches = self._eval_batches(stage)
-        if stage in self._open and last < len(batches) and not math.isinf(batches[last]):
-            self._draw_evaluation(trainer, module, stage, int(batches[last]), last)
+        self._fill(trainer, module, stage)
         self._finish(stage, keep=True)
 
+    def _fill(self, trainer: Trainer, module: object, stage: str) -> None:
+        """Bring the bar of an evaluation to its last batch."""
+        last = self._current_eval_dataloader_idx or 0
+        batches = self._eval_batches(stage)
+        if self._is_enabled and stage in self._open and last < len(batches) and not math.isinf(batches[last]):
+            description = self._description_of(stage) + (f" DataLoader {last}" if len(batches) > 1 else "")
+            self._draw(trainer, module, stage, description, int(batches[last]), batches[last])
+
     def _finish(self, stage: str, *, keep: bool = False) -> None:
+        self._under_way.discard(stage)
         if stage in self._open:
             self._open.discard(stage)
             self._safely(self._close, stage, keep=keep)
+            if not self._open and LINES.above == self._write_line:
+                LINES.above = None
+
+    def _write_line(self, text: str) -> None:
+        """Write a line of a log above the bars."""
+        if self._open and self._is_drawn:
+            self._safely(self._write_above, text)
+        else:
+            sys.stderr.write(text)
 
     def _finish_all(self) -> None:
         for stage in ("sanity", "validation", "test", "predict", "train"):

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-
 from ...errors import ConfigError, MissingDependency
 from .live import LiveProgressBar
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn, Task, TaskID
+
     from ...trainer.trainer import Trainer
 
 __all__ = ["RichProgressBar", "RichProgressBarTheme"]
@@ -48,9 +47,9 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(LiveProgressBar):
-    """Draw with rich; write lines if the output is not a terminal.
+    """Draw with rich; if the output is not a terminal, write lines, and keep the bars without drawing them.
 
-    rich is imported when the first bar is drawn, after the first batches. No thread draws.
+    No thread draws.
 
     Args:
         refresh_rate: Number of redraws per second, at most ten; 0: none.
@@ -58,6 +57,9 @@ class RichProgressBar(LiveProgressBar):
         theme: Styles of the columns.
         console_kwargs: Arguments for rich's Console.
         plain_interval_s: Seconds between two lines if the output is not a terminal.
+
+    Attributes:
+        progress: rich's object that has the bars; None before there was one.
 
     Raises:
         MissingDependency: rich is not installed.
@@ -84,8 +86,10 @@ class RichProgressBar(LiveProgressBar):
         self._leave = leave
         self.theme = theme or RichProgressBarTheme()
         self._console_kwargs = console_kwargs or {}
-        self._progress: Progress | None = None
+        self.progress: Progress | None = None
+        self._has_stopped = False
         self._tasks: dict[str, TaskID] = {}
+        self._ended: set[str] = set()
         self._kept: list[Any] = []
         if not refresh_rate:
             self.disable()
@@ -93,7 +97,7 @@ class RichProgressBar(LiveProgressBar):
             self._draw_interval_s = max(0.1, 1.0 / refresh_rate)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
+        return self.__dict__ | {"progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
 
     @property
     def refresh_rate(self) -> int:
@@ -102,22 +106,22 @@ class RichProgressBar(LiveProgressBar):
 
     @property
     def train_progress_bar(self) -> Task | None:
-        """rich's task of training; None if none is drawn."""
+        """rich's task of training; None before there was one."""
         return self._task("train")
 
     @property
     def val_progress_bar(self) -> Task | None:
-        """rich's task of a validation; None if none is drawn."""
+        """rich's task of a validation; None before there was one."""
         return self._task("validation")
 
     @property
     def val_sanity_check_bar(self) -> Task | None:
-        """rich's task of the trial validation; None if none is drawn."""
+        """rich's task of the trial validation; None before there was one."""
         return self._task("sanity")
 
     @property
     def test_progress_bar(self) -> Task | None:
-        """rich's task of a test; None if none is drawn."""
+        """rich's task of a test; None before there was one."""
         return self._task("test")
 
     def enable(self) -> None:
@@ -127,11 +131,15 @@ class RichProgressBar(LiveProgressBar):
 
     def refresh(self, hard: bool = False) -> None:
         """Draw now. `hard` is accepted for the field's sake: every drawing is."""
-        if self._progress is not None:
-            self._progress.refresh()
+        if self.progress is not None:
+            self.progress.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
+        from rich.progress import BarColumn, TextColumn
+
+        from .rich_fitting import MetricsColumn
+
         theme = self.theme
         return [
             TextColumn("{task.description}", style=theme.description),
@@ -143,7 +151,7 @@ class RichProgressBar(LiveProgressBar):
             TextColumn("{task.fields[batches]}", style=theme.batch_progress),
             TextColumn("{task.fields[clock]}", style=theme.time),
             TextColumn("{task.fields[speed]}", style=theme.processing_speed),
-            TextColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
+            MetricsColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
         ]
 
     @property
@@ -151,33 +159,50 @@ class RichProgressBar(LiveProgressBar):
         return self._leave
 
     def _task(self, stage: str) -> Task | None:
-        if self._progress is None or stage not in self._tasks:
+        self._make_bar(stage)
+        if self.progress is None or stage not in self._tasks:
             return None
-        return next((task for task in self._progress.tasks if task.id == self._tasks[stage]), None)
+        return next((task for task in self.progress.tasks if task.id == self._tasks[stage]), None)
 
     def _started(self) -> Progress:
-        if self._progress is None:
+        if self.progress is None or self._has_stopped:
+            from rich.console import Console
+
+            from .rich_fitting import FittingProgress
+
             console = Console(**self._console_kwargs)
             columns = self.configure_columns(self.trainer)
-            self._progress = Progress(*columns, console=console, auto_refresh=False, expand=False)
-            self._progress.start()
-            console.show_cursor(True)  # rich hides it, and a process that is killed could not bring it back
-        return self._progress
+            is_drawn = self._is_drawn
+            self.progress = FittingProgress(
+                *columns, console=console, auto_refresh=False, expand=False, disable=not is_drawn
+            )
+            self.progress.delimiter = self.theme.metrics_text_delimiter
+            self._has_stopped, self._tasks, self._ended = False, {}, set()
+            if is_drawn:
+                self.progress.start()
+                console.show_cursor(True)  # rich hides it, and a process that is killed could not bring it back
+        return self.progress
+
+    def _make_bar(self, stage: str) -> None:
+        if self._is_enabled:
+            super()._make_bar(stage)
 
     def _show(
         self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
     ) -> None:
         progress = self._started()
-        task = self._task(stage)
-        if task is not None and (done < task.completed or task.fields["title"] != description):
-            progress.reset(task.id, completed=0)
+        task = None if stage in self._ended else self._task(stage)
+        self._ended.discard(stage)
+        if task is not None and (done < task.completed or task.fields["title"] != description or not task.visible):
+            # It draws at once: nothing of what the bar was before may be left.
+            fields = self._empty_fields(description, first=done)
+            progress.reset(task.id, completed=done, total=total, visible=True, description=description, **fields)
         if task is None:
-            fields: dict[str, Any] = dict.fromkeys(("batches", "clock", "speed", "metrics"), "")
-            fields |= {"title": description, "first": done - 1}
+            fields = self._empty_fields(description, first=max(0, done - 1))
             self._tasks[stage] = progress.add_task(description, total=total, **fields)
             task = self._task(stage)
             assert task is not None
-        first = task.fields["first"] if task.fields["title"] == description else 0
+        first = task.fields["first"]
         elapsed_s = task.elapsed or 0.0
         speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
         progress.update(
@@ -188,36 +213,40 @@ class RichProgressBar(LiveProgressBar):
             batches=f"{done}/{'?' if total is None else total}",
             clock=_clock(elapsed_s, None if total is None or not speed else (total - done) / speed),
             speed=f"{speed:.2f}it/s" if speed else "",
-            metrics=self._metrics_text(metrics),
-            title=description,
-            first=first,
+            metrics=self.theme.metrics_text_delimiter.join(parts := self._metric_texts(metrics)),
+            parts=parts,
         )
         progress.refresh()
 
-    def _metrics_text(self, metrics: dict[str, float | int | str]) -> str:
-        shown = [
+    @staticmethod
+    def _empty_fields(title: str, *, first: int) -> dict[str, Any]:  # Any: as rich's fields
+        """Return the fields of a bar whose clock begins after `first` batches."""
+        return {"batches": "", "clock": "", "speed": "", "metrics": "", "title": title, "first": first}
+
+    def _metric_texts(self, metrics: dict[str, float | int | str]) -> list[str]:
+        return [
             f"{name}: {format(value, self.theme.metrics_format) if isinstance(value, float) else value}"
             for name, value in metrics.items()
         ]
-        return self.theme.metrics_text_delimiter.join(shown)
 
     def _close(self, stage: str, *, keep: bool) -> None:
-        task = self._tasks.pop(stage, None)
-        if self._progress is None or task is None:
+        task = self._task(stage)
+        if self.progress is None or task is None:
             return
         if keep:
-            self._progress.stop_task(task)
+            self.progress.stop_task(task.id)
+            self._ended.add(stage)
         else:
-            self._progress.remove_task(task)
-        if not self._open:
-            progress, self._progress = self._progress, None
-            progress.refresh()
-            progress.stop()
+            self.progress.update(task.id, visible=False)
+        if not self._open and not self.progress.disable:
+            self.progress.refresh()
+            self.progress.stop()
+            self._has_stopped = True
 
     def _write_above(self, text: str) -> None:
         # Through the console: rich clears the bars, writes, and draws them again.
-        assert self._progress is not None  # a bar is open
-        self._progress.console.out(text, end="", highlight=False)
+        assert self.progress is not None  # a bar is open
+        self.progress.console.out(text, end="", highlight=False)
 
 
 def _clock(elapsed_s: float, left_s: float | None) -> str:

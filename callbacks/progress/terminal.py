@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TextIO
 
-__all__ = ["can_draw", "is_notebook", "is_terminal"]
+from ...console import is_notebook
+
+__all__ = ["can_draw", "is_terminal"]
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -15,11 +16,6 @@ def is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):
         return False  # closed, or replaced by an object that is not a file
-
-
-def is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process. Reads `sys.modules` only."""
-    return "ipykernel" in sys.modules and "IPython" in sys.modules
 
 
 def can_draw(stream: TextIO) -> bool:

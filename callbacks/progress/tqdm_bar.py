@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import sys
 from typing import Any
@@ -9,16 +11,15 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ...errors import ConfigError
-from .base import format_metrics
+from .base import format_metrics, printed
+from .fit_width import MIN_BAR, fold
 from .live import LiveProgressBar
 
 __all__ = ["TQDMProgressBar"]
 
 
 class TQDMProgressBar(LiveProgressBar):
-    """Draw with tqdm on standard output; write lines if that is not a terminal.
-
-    tqdm is imported when the first bar is drawn, after the first batches.
+    """Draw with tqdm on standard output; elsewhere write lines, and keep the bars without drawing them.
 
     Args:
         refresh_rate: Minimum number of batches between two redraws; 0: none. There are at most ten redraws per second.
@@ -49,12 +50,13 @@ class TQDMProgressBar(LiveProgressBar):
         self._process_position = process_position
         self._leave = leave
         self._bars: dict[str, tqdm[Any]] = {}  # Any: a bar that iterates over nothing
-        self._stage = "train"
+        self._closed: dict[str, tqdm[Any]] = {}
+        self._below: list[tqdm[Any]] = []  # lines of metrics that do not fit beside the bar of training
         if not refresh_rate:
             self.disable()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_bars": {}, "_open": set(), "_trainer": None}
+        return self.__dict__ | {"_bars": {}, "_closed": {}, "_below": [], "_open": set(), "_trainer": None}
 
     @property
     def refresh_rate(self) -> int:
@@ -68,39 +70,42 @@ class TQDMProgressBar(LiveProgressBar):
 
     @property
     def train_progress_bar(self) -> Any:
-        """tqdm's bar of training; None if none is drawn."""
-        return self._bars.get("train")
+        """tqdm's bar of training; None before there was one."""
+        bar = self._bar_of("train")
+        if bar is None and "sanity" in self._under_way:
+            bar = self._closed["train"] = _bar_class()(disable=True)
+        return bar
 
     @train_progress_bar.setter
     def train_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._bars["train"] = bar
+        self._put("train", bar)
 
     @property
     def val_progress_bar(self) -> Any:
-        """tqdm's bar of a validation; None if none is drawn."""
-        return self._bars.get("validation", self._bars.get("sanity"))
+        """tqdm's bar of a validation; None before there was one."""
+        return self._bar_of("validation", "sanity")
 
     @val_progress_bar.setter
     def val_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._bars["validation"] = bar
+        self._put("validation", bar)
 
     @property
     def test_progress_bar(self) -> Any:
-        """tqdm's bar of a test; None if none is drawn."""
-        return self._bars.get("test")
+        """tqdm's bar of a test; None before there was one."""
+        return self._bar_of("test")
 
     @test_progress_bar.setter
     def test_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._bars["test"] = bar
+        self._put("test", bar)
 
     @property
     def predict_progress_bar(self) -> Any:
-        """tqdm's bar of a prediction; None if none is drawn."""
-        return self._bars.get("predict")
+        """tqdm's bar of a prediction; None before there was one."""
+        return self._bar_of("predict")
 
     @predict_progress_bar.setter
     def predict_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._bars["predict"] = bar
+        self._put("predict", bar)
 
     def enable(self) -> None:
         """Draw again, unless `refresh_rate` is 0."""
@@ -117,8 +122,9 @@ class TQDMProgressBar(LiveProgressBar):
 
     def init_validation_tqdm(self) -> tqdm[Any]:
         """Return the bar of a validation; inside fit it stands below that of training."""
-        inside_fit = "train" in self._bars
-        return self._bar(self.validation_description, line=1 if inside_fit else 0, leave=not inside_fit)
+        inside_fit = "train" in self._open
+        line = 1 + len(self._below) if inside_fit else 0
+        return self._bar(self.validation_description, line=line, leave=not inside_fit)
 
     def init_test_tqdm(self) -> tqdm[Any]:
         """Return the bar of a test."""
@@ -132,16 +138,39 @@ class TQDMProgressBar(LiveProgressBar):
     def _leaves(self) -> bool:
         return self._leave
 
-    def _bar(self, description: str, *, line: int, leave: bool) -> tqdm[Any]:
+    def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
+        """Write a line as `print` does, above the bars."""
+        if not self._open or not self._is_enabled:
+            super().print(*args, **kwargs)
+            return
+        chosen = {name: kwargs[name] for name in ("file", "end") if kwargs.get(name) is not None}
+        self._safely(_bar_class().write, printed(*args, sep=kwargs.get("sep"), end=""), **chosen)
+        if not self._is_drawn:
+            sys.stdout.flush()
+
+    def _bar_of(self, *stages: str) -> tqdm[Any] | None:
+        """Return the bar of the first of these stages that has one, else one that was closed."""
+        for stage in stages:
+            self._make_bar(stage)
+        bars = (found[stage] for found in (self._bars, self._closed) for stage in stages if stage in found)
+        return next(bars, None)
+
+    def _put(self, stage: str, bar: tqdm[Any]) -> None:
+        self._bars[stage] = bar
+        self._open.add(stage)
+
+    def _bar(self, description: str, *, line: int, leave: bool, form: str | None = None) -> tqdm[Any]:
+        if self._is_drawn:
+            drawing: dict[str, Any] = {**_size_arguments(), "file": sys.stdout, "mininterval": 0}
+        else:
+            drawing = {"ncols": 80, "file": _Nowhere(), "mininterval": math.inf, "disable": not self._is_enabled}
         bar: tqdm[Any] = _bar_class()(
             desc=description,
             position=2 * self._process_position + line,
             leave=leave,
-            **_size_arguments(),
-            file=sys.stdout,
-            mininterval=0,
+            **drawing,
             miniters=1,
-            bar_format=self.BAR_FORMAT,
+            bar_format=self.BAR_FORMAT if form is None else form,
         )
         return bar
 
@@ -166,20 +195,52 @@ class TQDMProgressBar(LiveProgressBar):
             return
         bar.total = total
         bar.set_description_str(description, refresh=False)
-        bar.set_postfix_str(", ".join(format_metrics(metrics)), refresh=False)
-        if not bar.update(done - bar.n):
+        bar.set_postfix_str(self._beside(stage, bar, format_metrics(metrics)), refresh=False)
+        if not bar.update(done - bar.n) and self._is_drawn:
             bar.refresh()
+
+    def _beside(self, stage: str, bar: tqdm[Any], parts: list[str]) -> str:
+        """Return the metrics that stand beside the bar; where they leave no room for it, they go to a line below."""
+        columns = 0 if hasattr(bar, "container") else bar.format_dict["ncols"] or 0
+        beside = ", ".join(parts)
+        if not (stage == "train" and parts and self._is_drawn and columns):
+            return beside
+        if not self._below:
+            form = self.BAR_FORMAT.replace("{bar}", "").replace("{postfix}", "")
+            bare = bar.format_meter(**{**bar.format_dict, "bar_format": form, "ncols": None, "postfix": None})
+            if len(f"{bare}, {beside}") + MIN_BAR <= columns:
+                return beside
+        lines = fold(parts, ", ", columns - 3)
+        while len(self._below) < len(lines):
+            self._below.append(self._bar("", line=1 + len(self._below), leave=True, form="{desc}"))
+        for number, below in enumerate(self._below):
+            below.set_description_str(f"  {lines[number]}" if number < len(lines) else "")
+        return ""
 
     def _close(self, stage: str, *, keep: bool) -> None:
         bar = self._bars.pop(stage, None)
         if bar is not None:
+            self._closed[stage] = bar
             bar.leave = keep
             bar.close()
+            if stage == "train":
+                for below in self._below:
+                    below.leave = keep
+                    below.close()
+                self._below = []
         if stage == "validation" and "train" in self._bars:
             self._bars["train"].unpause()
 
     def _write_above(self, text: str) -> None:
         _bar_class().write(text, file=sys.stdout, end="")
+
+
+class _Nowhere(io.TextIOBase):
+    """Takes what a bar writes that is not drawn."""
+
+    def write(self, text: str) -> int:
+        """Drop the text."""
+        return len(text)
 
 
 def _size_arguments() -> dict[str, object]:

@@ -84,6 +84,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
+        super().__init__()
         _check_arguments(monitor=monitor, min_delta=min_delta, patience=patience, mode=mode)
         self.monitor = monitor
         self.min_delta = -min_delta if mode == "min" else min_delta
@@ -139,15 +140,21 @@ class EarlyStopping(Callback):
             self._report(trainer, "EarlyStopping: this run was stopped: %s", self.stopping_reason_message)
             trainer.should_stop = True
 
+    @property
+    def stop_reason(self) -> str | None:  # type: ignore[override]  # read only
+        """Why it ended training; None while it has not."""
+        is_stopped = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
+        return self.stopping_reason_message if is_stopped else None
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check, if checks follow epochs."""
         if self._at_epoch_end:
-            self._check(trainer)
+            self._run_early_stopping_check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check, if checks follow validations."""
         if not self._at_epoch_end:
-            self._check(trainer)
+            self._run_early_stopping_check(trainer)
 
     def state_dict(self) -> StateDict:
         """Return counters, best score and reason."""
@@ -173,8 +180,14 @@ class EarlyStopping(Callback):
         if state_dict.get("patience", self.patience) != self.patience:
             _log.info("EarlyStopping: patience was %s and is now %s.", state_dict["patience"], self.patience)
 
-    def _check(self, trainer: Trainer) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
+    # Subclasses of libraries override the next three, under these names.
+
+    def _should_skip_check(self, trainer: Trainer) -> bool:
+        return trainer.state.fn != "fit" or trainer.sanity_checking or bool(trainer.fast_dev_run)
+
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        """Judge the latest value, and stop the training if that says so."""
+        if self._should_skip_check(trainer):
             return
         trainer.synchronize_metrics(self.monitor)  # the value of a step is each rank's own until then
         value, step = self._read(trainer)
@@ -184,24 +197,31 @@ class EarlyStopping(Callback):
             if step == self._checked_step:
                 return
             self._checked_step = step
-        reason, message = self._judge(value)
-        if reason != EarlyStoppingReason.NOT_STOPPED:
-            # Kept also if a later check is better (min_epochs may hold training): the request stands, also on resume.
-            self.stopping_reason, self.stopping_reason_message = reason, message
+        should_stop, message = self._evaluate_stopping_criteria(value)
+        if should_stop:
+            self.stopping_reason_message = message
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-        if message and (reason != EarlyStoppingReason.NOT_STOPPED or self.verbose):
+        if message and (should_stop or self.verbose):
             self._report(trainer, "EarlyStopping: %s", message)
 
-    def _read(self, trainer: Trainer) -> tuple[float | None, int | None]:
+    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
+        """Return whether to stop, and what to report; sets `stopping_reason` if so."""
+        reason, message = self._judge(float(current))
+        should_stop = reason != EarlyStoppingReason.NOT_STOPPED
+        if should_stop:
+            # Kept also if a later check is better (min_epochs may hold training): the request stands, also on resume.
+            self.stopping_reason = reason
+        return should_stop, message
+
+    def _read(self, trainer: Trainer) -> tuple[Tensor | None, int | None]:
         """Return the metric's value and the step that it belongs to; None where it was not logged."""
         value = trainer.callback_metrics.get(self.monitor)
         if value is None:
             self._miss(trainer)
             return None, None
-        # .item() waits for the device; we are at the end of an epoch or a validation, where that is paid already.
-        number = value.item() if isinstance(value, Tensor) else value
-        return float(number), trainer.metric_step(self.monitor)
+        # The CPU waits for the device; we are at the end of an epoch or a validation, where that is paid already.
+        return torch.as_tensor(value, device="cpu").detach().squeeze(), trainer.metric_step(self.monitor)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
         """Judge this value, and update the best score and the count."""

@@ -52,6 +52,7 @@ class StopFile(Callback):
         self._look_at_s = float("inf")
         if not trainer.is_global_zero:
             return
+        self.stop_reason = None
         self._file = self.path or Path(trainer.default_root_dir, "STOP")
         if self._remove():
             _log.warning("StopFile: %s existed before training began and is removed.", self._file)
@@ -67,6 +68,7 @@ class StopFile(Callback):
         self._look_at_s = now_s + self.interval_s
         if self._remove():
             _log.warning("StopFile: %s was found: training stops.", self._file)
+            self.stop_reason = f"{self._file} was found"
             self._look_at_s = float("inf")
             trainer.should_stop = True  # the ranks synchronize on the step
 

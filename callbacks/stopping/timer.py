@@ -72,6 +72,7 @@ class Timer(Callback):
         interval: str = "step",
         verbose: bool = True,
     ) -> None:
+        super().__init__()
         self._duration_s = _parse_duration(duration)
         interval = getattr(interval, "value", interval)
         if interval not in ("step", "epoch"):
@@ -110,6 +111,7 @@ class Timer(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop at once if no time is left for a resumed run."""
+        self.stop_reason = None
         self._offset_s = from_rank_zero(trainer, self.time_elapsed)
         self._forget_training()
         if self._duration_s is not None and self._offset_s >= self._duration_s:
@@ -185,6 +187,7 @@ class Timer(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         trainer.should_stop = True
+        self.stop_reason = f"the time limit of {timedelta(seconds=int(self._duration_s or 0))} is reached"
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             _log.info("Timer: the time limit is reached after %s of training; stopping at the next step.", elapsed)

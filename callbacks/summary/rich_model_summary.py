@@ -6,9 +6,6 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ...errors import MissingDependency
 from ..progress.terminal import is_terminal
 from .model_summary import ModelSummary, total_rows
@@ -53,6 +50,9 @@ class RichModelSummary(ModelSummary):
                 total_flops,
             )
             return
+        from rich.console import Console
+        from rich.table import Table
+
         console = Console()
         titles = [title for title, _ in summary_data]
         if summary_data and summary_data[0][1]:

@@ -178,7 +178,11 @@ def _measure(
     forward_context: AbstractContextManager[object],
 ) -> None:
     rows = {layer.name: layer for layer in summary.layers}
-    handles = [layer.register_forward_hook(_size_hook(rows[name])) for name, layer in listed.items()]
+    handles = [
+        layer.register_forward_hook(_size_hook(rows[name]))
+        for name, layer in listed.items()
+        if not isinstance(layer, torch.jit.ScriptModule)  # which takes no hooks
+    ]
     counter = FlopCounterMode(display=False)
     forward = gathered(module, module)
     try:

@@ -208,6 +208,7 @@ def _diff(given: argparse.Namespace) -> int:
     trees = [{"state_dict": weights_of(one)} if given.weights_only else one.tree for one in opened]
     total = sum(size_bytes(tensor) for _, tensor in tensors_in(trees[0]))
     kinds: dict[str, int] = {}
+    lines: list[str] = []
     with Meter("compared", total) as meter:
         for found in compare(
             trees[0],
@@ -217,12 +218,12 @@ def _diff(given: argparse.Namespace) -> int:
             advance=meter.advance,
         ):
             kinds[found.kind] = kinds.get(found.kind, 0) + 1
-            meter.clear()
-            sys.stdout.write(f"{found.kind:9} {found.path}: {found.detail}\n")
+            lines.append(f"{found.kind:9} {found.path}: {found.detail}\n")
     if not kinds:
         sys.stdout.write("equal\n" if not (given.rtol or given.atol) else "equal within the tolerance\n")
         return 0
     sys.stdout.write(f"{sum(kinds.values())} differ: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}\n")
+    sys.stdout.writelines(lines)
     return 1
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...console import wants_color
 from ...doctor import examine
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 _MARKS = {"ok": " ", "note": "-", "warning": "!", "problem": "X"}
+_COLORS = {"warning": "33", "problem": "31"}
 _NAME_WIDTH = 24
 
 
@@ -71,11 +74,15 @@ def _print_json(findings: Iterable[Finding]) -> list[str]:
 def _print_text(findings: Iterable[Finding]) -> list[str]:
     levels: list[str] = []
     section = None
-    for one in findings:
+    paint = wants_color(sys.stdout)
+    for one in _with_progress(findings):
         if one.section != section:
             sys.stdout.write(f"{'' if section is None else chr(10)}{one.section}\n")
             section = one.section
-        sys.stdout.write(f"{_MARKS[one.level.value]} {one.name:{_NAME_WIDTH}} {one.value}\n")
+        mark = _MARKS[one.level.value]
+        color = _COLORS.get(one.level.value) if paint else None
+        mark = mark if color is None else f"\x1b[{color}m{mark}\x1b[0m"
+        sys.stdout.write(f"{mark} {one.name:{_NAME_WIDTH}} {one.value}\n")
         if one.advice:
             sys.stdout.write(f"  {'':{_NAME_WIDTH}} -> {one.advice}\n")
         sys.stdout.flush()  # an engine's import takes seconds: show previous lines at once
@@ -83,6 +90,26 @@ def _print_text(findings: Iterable[Finding]) -> list[str]:
     problems, warnings = levels.count("problem"), levels.count("warning")
     sys.stdout.write(f"\n{_count(problems, 'problem')}, {_count(warnings, 'warning')}\n")
     return levels
+
+
+def _with_progress(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the findings; on a terminal, a line on standard error says that the next one is being looked for."""
+    if not (sys.stderr.isatty() and sys.stdout.isatty()):
+        yield from findings
+        return
+    began_s = time.monotonic()
+    number = 0
+    found = iter(findings)
+    while True:
+        sys.stderr.write(f"\r{number} checks done, {time.monotonic() - began_s:.0f} s; an import may take a minute ...")
+        sys.stderr.flush()
+        one = next(found, None)
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+        if one is None:
+            return
+        number += 1
+        yield one
 
 
 def _count(number: int, name: str) -> str:

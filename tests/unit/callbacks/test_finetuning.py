@@ -143,7 +143,9 @@ def test_a_subclass_with_several_groups_resumes(tmp_path: Path, stop: int) -> No
 def test_the_state_names_the_parameters_of_each_group(tmp_path: Path) -> None:
     fit(callback := Gradually(), Watch(9, tmp_path / "c.ckpt"), max_epochs=3)
     state = torch.load(tmp_path / "c.ckpt", weights_only=True)["callbacks"][callback.state_key]
-    assert state["internal_optimizer_metadata"][0] == [
+    groups = state["internal_optimizer_metadata"][0]
+    assert [group["momentum"] for group in groups] == [0.9, 0.9, 0.9]
+    assert [group["params"] for group in groups] == [
         ["head.weight", "head.bias"],
         ["backbone.3.weight", "backbone.3.bias"],
         ["backbone.1.weight", "backbone.1.bias", "backbone.0.weight", "backbone.0.bias"],
@@ -153,7 +155,7 @@ def test_the_state_names_the_parameters_of_each_group(tmp_path: Path) -> None:
 def test_a_saved_group_whose_parameters_are_gone_is_named(tmp_path: Path) -> None:
     fit(Gradually(), Watch(9, tmp_path / "c.ckpt"), max_epochs=3)
     saved = torch.load(tmp_path / "c.ckpt", weights_only=True)
-    saved["callbacks"]["Gradually"]["internal_optimizer_metadata"][0][1] = ["encoder.weight"]
+    saved["callbacks"]["Gradually"]["internal_optimizer_metadata"][0][1]["params"] = ["encoder.weight"]
     torch.save(saved, tmp_path / "other.ckpt")
     with pytest.raises(CheckpointError, match=r"that the module has not: encoder\.weight"):
         fit(Gradually(), ckpt_path=tmp_path / "other.ckpt", max_epochs=3)
@@ -215,3 +217,65 @@ def test_a_module_without_a_backbone_is_refused() -> None:
 def test_a_subclass_without_its_methods_says_which() -> None:
     with pytest.raises(NotImplementedError, match="BaseFinetuning has to define freeze_before_training"):
         fit(BaseFinetuning())
+
+
+class Scheduled(BaseFinetuning):
+    """A library's callback: it has a state and hooks of its own, and uses the base class to note groups."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.freeze_before_training(pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        noted = len(self._internal_optimizer_metadata.get(0, []))
+        if trainer.current_epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[3], optimizer)
+        self._store(pl_module, 0, noted, optimizer.param_groups)
+
+    def state_dict(self) -> Any:
+        return {"internal_optimizer_metadata": self._internal_optimizer_metadata}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._restarting = True
+        self._internal_optimizer_metadata = state_dict["internal_optimizer_metadata"]
+
+
+def test_a_subclass_with_its_own_state_resumes_with_its_groups(tmp_path: Path) -> None:
+    _, whole = fit(Scheduled(), Watch(9, tmp_path / "c.ckpt"), max_epochs=4)
+    trainer, resumed = fit(again := Scheduled(), ckpt_path=tmp_path / "c.ckpt", max_epochs=4)
+    assert_same(resumed, whole)
+    assert not again._restarting
+    names = [group["params"] for group in again._internal_optimizer_metadata[0]]
+    assert names == [["head.weight", "head.bias"], ["backbone.3.weight", "backbone.3.bias"]]
+    known = dict(resumed.named_parameters())
+    groups = again._apply_mapping_to_param_groups(again._internal_optimizer_metadata[0], known)
+    assert groups[1]["params"] == trainer.optimizers[0].param_groups[1]["params"]
+    assert groups[1]["lr"] == pytest.approx(0.01)
+
+
+def test_groups_of_a_checkpoint_replace_others(tmp_path: Path) -> None:
+    fit(Gradually(), Watch(9, tmp_path / "c.ckpt"), max_epochs=3)
+
+    class Thawed(Gradually):
+        state_key = "Gradually"  # type: ignore[assignment]
+
+        def freeze_before_training(self, pl_module: Any) -> None:
+            """Nothing is frozen, so that configure_optimizers makes one group of everything."""
+
+    trainer, _ = fit(Thawed(), ckpt_path=tmp_path / "c.ckpt", max_epochs=3)
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 2, 4]
+
+
+def test_the_state_has_lightnings_key_and_form() -> None:
+    callback = BackboneFinetuning(3)
+    assert callback.state_key == "BackboneFinetuning"
+    theirs = {
+        "internal_optimizer_metadata": {0: [{"lr": 0.1, "params": ["head.weight", "head.bias"]}]},
+        "previous_backbone_lr": 0.01,
+    }
+    callback.load_state_dict(theirs)  # without what only Loopwright notes
+    assert callback.previous_backbone_lr == 0.01
+    assert callback.state_dict()["internal_optimizer_metadata"] == theirs["internal_optimizer_metadata"]

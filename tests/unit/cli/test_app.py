@@ -159,7 +159,7 @@ def test_every_form_of_the_command_line() -> None:
         ("a.b", "1", "="), ("c_d.e", "2", "="), ("f", "x=y", "="), ("g", "1", "+="), ("h", "z", "+="),
         ("k.l", "", "~"), ("switch", "true", "="), ("last", "true", "="),
     ]  # fmt: skip
-    assert line.files == [Path("file.yaml")]
+    assert line.files == ["file.yaml"]
     assert line.prints == "full"
     wrong = parse_command_line(["fast", "3", "a=1", "--print-config=long", "--config"]).wrong
     assert [one.partition(" ")[0] for one in wrong] == ["'fast'", "'3'", "--print-config=long", "--config"]

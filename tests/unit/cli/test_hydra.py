@@ -35,7 +35,7 @@ def typed(folder: Path, *command: str) -> str:
 
 def test_hydra_makes_trainer_model_and_callbacks(tmp_path: Path) -> None:
     program = str(TESTS / "fixtures" / "hydra" / "program.py")
-    assert "omegaconf 2.3, 1 ranks, 4 steps, list [1, 2]" in typed(tmp_path, program, "trainer.max_epochs=1")
+    assert "omegaconf 2.3, 1 ranks, 4 steps, ListConfig [1, 2]" in typed(tmp_path, program, "trainer.max_epochs=1")
     # The other rank is this program again, with the same overrides; it writes no output folder of its own.
     said = typed(tmp_path, program, "trainer.devices=2", "trainer.strategy=ddp", "hydra.run.dir=two", "model.width=3")
     assert "2 ranks, 4 steps" in said

@@ -33,7 +33,7 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "action", "srcset")]
         self._id = dict(attributes).get("id")
-        if tag not in ("meta", "link", "input", "br"):
+        if tag not in ("meta", "link", "input", "br", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -130,6 +130,35 @@ def test_a_long_run_makes_no_long_page() -> None:
     run.axes["time"] = (steps, [float(step) for step in steps])
     library = len(render_page(two_runs()))
     assert len(render_page([run])) < library + 200_000
+
+
+def test_the_page_of_a_plain_run_has_less_than_two_megabytes(trained: Path) -> None:
+    assert len(render_page(read_runs([trained])).encode()) < 2_000_000
+
+
+def test_runs_are_called_what_they_do_not_share() -> None:
+    runs = two_runs()
+    runs[0].name, runs[1].name = "logs/lr=0.1/a", "logs/lr=0.2/a"
+    page = Reader(render_page(runs))
+    assert [run["name"] for run in page.data["runs"]] == ["lr=0.1/a", "lr=0.2/a"]
+
+
+def test_twenty_runs_have_twenty_colors() -> None:
+    runs = [LoggedRun(f"run{number}", [Path("x")], ["CSV"], two_runs()[0].series) for number in range(20)]
+    page = Reader(render_page(runs))
+    assert len(set(page.data["colors"][:20])) == 20
+
+
+def test_hundreds_of_metrics_are_folded_and_shorter() -> None:
+    names = [f"layer{number}/grad_norm" for number in range(100)] + [
+        f"layer{number}/weight_norm" for number in range(100)
+    ]
+    series = {name: Series(name, list(range(1000)), [1.0] * 1000) for name in names}
+    text = render_page([LoggedRun("wide", [Path("x")], ["CSV"], series)])
+    groups = re.findall(r'<details class="many"( open)?><summary><h2>([^<]*?) ?<', text)
+    assert ("", "Gradients and weights: layer99") in groups
+    assert [heading for _, heading in groups][:3] == [f"Gradients and weights: layer{number}" for number in range(3)]
+    assert len(Reader(text).data["charts"][0]["curves"][0]["steps"]) == 300
 
 
 def test_the_timeline_is_shown_as_fractions_of_the_total() -> None:

@@ -45,6 +45,19 @@ PROBE = """
   await set("#axis", "step");
   await Plotly.relayout(document.getElementById("chart-0"), {"xaxis.range[0]": 10, "xaxis.range[1]": 20});
   await new Promise((done) => setTimeout(done, 200)); seen.zoomed = drawn();
+  const box = document.getElementById("filter");
+  box.value = "^VAL_loss"; box.dispatchEvent(new Event("input")); await ready();
+  const seeable = (selector) => [...document.querySelectorAll(selector)].filter((one) => one.checkVisibility());
+  seen.filtered = { charts: seeable(".chart[data-names] h3").map((one) => one.textContent),
+    shown: document.getElementById("shown").textContent,
+    rows: seeable("#numbers tbody tr").map((row) => row.firstChild.textContent) };
+  box.value = ""; box.dispatchEvent(new Event("input")); await ready();
+  seen.runs = [...document.querySelectorAll("#runs label")].map((one) => one.textContent);
+  const plot = document.getElementById("chart-0"), group = plot.closest("details");
+  group.open = false; await new Promise((done) => setTimeout(done, 50)); Plotly.purge(plot); delete plot.data;
+  await set("#log", false); const before = Boolean(plot.data);
+  group.open = true; await new Promise((done) => setTimeout(done, 50)); await ready();
+  seen.folded = { before, after: Boolean(plot.data) };
   seen.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   document.getElementById("seen").textContent = JSON.stringify(seen);
 })();</script></body>"""
@@ -97,15 +110,20 @@ def named(one: dict[str, Any]) -> dict[str, Any]:
 def test_every_chart_is_drawn_with_the_curves_of_both_runs(seen: dict[str, Any]) -> None:
     assert {one["title"] for one in seen["begin"]} >= {"loss", "learning rate", "steps_per_sec"}
     loss = chart(seen["begin"], "loss")
-    assert sorted(loss["legend"]) == [
-        "line · train_loss", "line · val_loss", "other · train_loss", "other · val_loss",
-    ]  # fmt: skip
+    assert {"line · train_loss", "line · val_loss", "other · train_loss", "other · val_loss"} <= named(loss).keys()
     assert loss["lines"] >= 4
     assert loss["axis"] == "optimizer steps"
 
 
+def test_runs_have_one_legend_and_charts_only_that_of_their_metrics(seen: dict[str, Any]) -> None:
+    assert chart(seen["begin"], "loss")["legend"] == ["train_loss", "val_loss"]
+    assert chart(seen["begin"], "steps_per_sec")["legend"] == []
+    assert seen["runs"] == ["line", "other"]
+
+
 def test_names_are_shown_as_they_were_logged(seen: dict[str, Any]) -> None:
-    assert chart(seen["begin"], "<b>odd</b> & name")["legend"] == ["other · <b>odd</b> & name"]
+    traces = named(chart(seen["begin"], "<b>odd</b> & name"))
+    assert html.escape("other · <b>odd</b> & name") in traces  # Plotly reads HTML in them
 
 
 def test_smoothing_draws_a_calmer_line_over_what_was_logged(seen: dict[str, Any]) -> None:
@@ -133,7 +151,18 @@ def test_logarithmic_and_marks_of_checkpoints_are_switched(seen: dict[str, Any])
 
 
 def test_a_run_can_be_hidden(seen: dict[str, Any]) -> None:
-    assert all(name.startswith("other") for name in named(chart(seen["hidden"], "loss")))
+    shown = {name for name in named(chart(seen["hidden"], "loss")) if "·" in name}
+    assert shown == {"other · train_loss", "other · val_loss"}
+
+
+def test_a_filter_leaves_the_charts_that_it_names(seen: dict[str, Any]) -> None:
+    assert seen["filtered"]["charts"] == ["loss"]
+    assert seen["filtered"]["shown"].startswith("1 of ")
+    assert set(seen["filtered"]["rows"]) == {"val_loss"}
+
+
+def test_a_folded_group_is_drawn_when_it_is_opened(seen: dict[str, Any]) -> None:
+    assert seen["folded"] == {"before": False, "after": True}
 
 
 def test_zooming_one_chart_zooms_the_others(seen: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from loopwright.callbacks import Callback, ModelCheckpoint
 from loopwright.errors import CheckpointError, ConfigError, ModuleError
+from loopwright.trainer import Trainer
 
 
 def names(folder: Path | str) -> list[str]:
@@ -87,6 +88,11 @@ def test_validations_are_counted_when_they_are_more_often_than_epochs(tmp_path: 
     checkpoint = ModelCheckpoint(tmp_path / "c", monitor="v", save_top_k=-1)
     fit(tmp_path, checkpoint, windows=4, val_every=2, val_metrics=lambda step: {"v": 1.0})
     assert names(tmp_path / "c") == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+
+
+def test_a_trainer_has_a_checkpoint_callback_with_fast_dev_run_too() -> None:
+    trainer = Trainer(fast_dev_run=True, accelerator="cpu")
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
 
 
 def test_fast_dev_run_validation_and_sanity_check_save_nothing(tmp_path: Path) -> None:
@@ -204,16 +210,34 @@ def test_an_epoch_metric_is_waited_for_until_the_end_of_the_epoch(tmp_path: Path
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
 
 
-@pytest.mark.parametrize("kwargs", [{"monitor": "val_los"}, {"filename": "{val_los}"}])
 @pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 1}])
-def test_a_metric_that_is_never_logged_is_an_error_after_the_first_validation(
-    tmp_path: Path, kwargs: dict[str, Any], trigger: dict[str, Any]
+def test_a_score_that_is_never_logged_is_an_error_after_the_first_validation(
+    tmp_path: Path, trigger: dict[str, Any]
 ) -> None:
-    checkpoint = ModelCheckpoint(tmp_path / "c", **kwargs, **trigger)
+    checkpoint = ModelCheckpoint(tmp_path / "c", monitor="val_los", **trigger)
     trainer = FakeTrainer(tmp_path, [checkpoint], val_every=2, val_metrics=lambda step: {"val_loss": 1.0})
     with pytest.raises(ModuleError, match=r"'val_los' \(did you mean 'val_loss'\?\).*there are \['val_loss'\]"):
         trainer.fit()
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 2}])
+def test_a_metric_in_the_name_that_is_not_logged_is_zero_with_a_warning(
+    tmp_path: Path, trigger: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "c", "{step}-{val_los:.1f}", save_top_k=-1, **trigger)
+    fit(tmp_path, checkpoint, max_epochs=2, val_metrics=lambda step: {"val_loss": 1.0})
+    steps = (2, 4, 6, 8) if trigger else (4, 8)
+    assert names(tmp_path / "c") == [f"step={step}-val_los=0.0.ckpt" for step in steps]
+    assert caplog.text.count("'val_los'") == 1
+
+
+def test_a_name_takes_the_latest_value_and_waits_for_a_validation_at_its_step_only(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "c", "{step}-{val:.0f}", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path, checkpoint, windows=8, val_every=4, val_metrics=lambda step: {"val": 10.0 * step})
+    assert names(tmp_path / "c") == [
+        "step=2-val=0.ckpt", "step=4-val=40.ckpt", "step=6-val=40.ckpt", "step=8-val=80.ckpt",
+    ]  # fmt: skip
 
 
 def test_without_validation_the_error_comes_after_the_first_epoch(tmp_path: Path) -> None:

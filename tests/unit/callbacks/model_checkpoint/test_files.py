@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
 from loopwright.callbacks.model_checkpoint import files, names
-from loopwright.errors import ConfigError, ModuleError
+from loopwright.errors import ConfigError
 
 
 def render(template: str, insert: bool = True, **metrics: float) -> str:
@@ -33,9 +34,8 @@ def test_a_float_without_format_is_short() -> None:
     assert names.render_name("{x}", {"x": torch.tensor(0.2)}, insert_names=True, equals="=") == "x=0.2"
 
 
-def test_a_missing_metric_names_what_there_is() -> None:
-    with pytest.raises(ModuleError, match=r"'val_los' \(did you mean 'val_loss'\?\).*\['val_loss'\]"):
-        render("{epoch}-{val_los}", epoch=1, val_loss=0.5)
+def test_a_missing_metric_is_zero() -> None:
+    assert render("{epoch}-{val_los}-{x:.2f}", epoch=1, val_loss=0.5) == "epoch=1-val_los=0-x=0.00"
 
 
 @pytest.mark.parametrize("template", ["{epoch", "{}", "{x:d}", ".hidden", "{x:%Q}", "folder/"])
@@ -162,3 +162,21 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="no permission"):
         files.check_dirpath(str(tmp_path / "checkpoints"))
+
+
+def test_a_trial_makes_the_folder_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+    files.write_trial(str(tmp_path / "a" / "b"))
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_a_trial_of_a_store_leaves_nothing() -> None:
+    files.write_trial("memory://trial/checkpoints")
+    filesystem = fsspec.filesystem("memory")
+    assert filesystem.exists("/trial/checkpoints")
+    assert filesystem.ls("/trial/checkpoints") == []
+
+
+def test_a_folder_that_takes_nothing_is_refused_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"nothing can be written to .*Error: "):
+        files.write_trial(str(tmp_path / "file" / "inside"))

@@ -79,6 +79,18 @@ def test_groups_names_momentum_and_weight_decay(tmp_path: Path) -> None:
     assert monitor.last_momentum_values == {"lr-SGD/pg1-momentum": 0.9, "lr-SGD/head-momentum": 0.8}
 
 
+def test_the_rates_of_a_group_stay_together_when_another_is_added(tmp_path: Path) -> None:
+    class AddsGroup(LearningRateMonitor):
+        def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
+            super().on_train_batch_start(trainer, *rest)
+
+    monitor = AddsGroup()
+    fit(tmp_path, monitor, schedule=None, windows=3)
+    assert monitor.lrs == {"lr-SGD/pg1": [1.0, 1.0, 1.0], "lr-SGD/pg2": [0.5]}
+
+
 def test_betas_are_momentum_and_the_schedules_name_is_the_key(tmp_path: Path) -> None:
     monitor = LearningRateMonitor(log_momentum=True)
     trainer = fit(tmp_path, monitor, optimizer="Adam", groups=[{"lr": 1.0, "betas": (0.7, 0.9)}], name="x", windows=1)

@@ -16,7 +16,9 @@ import torch
 from fakes import FakeLogger, FakeTrainer, interrupted_at
 
 from loopwright.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from loopwright.callbacks.progress import live
 from loopwright.callbacks.progress.live import LiveProgressBar
+from loopwright.console import LINES
 from loopwright.errors import ConfigError, ModuleError
 
 BARS = [TQDMProgressBar, RichProgressBar]
@@ -143,11 +145,133 @@ def test_other_ranks_and_disabled_bars_write_nothing(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == ""
 
 
+# --- bars that are not drawn ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_a_subclass_finds_its_bars_where_nothing_is_drawn(
+    tmp_path: Path, bar: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Mine(bar):  # type: ignore[misc]
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_epoch_start(trainer, pl_module)
+            seen["train"] = self.train_progress_bar.total
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            seen.setdefault("done", []).append(_done(self.train_progress_bar))
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_validation_start(trainer, pl_module)
+            seen["validation"] = self.val_progress_bar.total
+
+        def on_test_batch_end(self, *args: Any) -> None:
+            super().on_test_batch_end(*args)
+            seen["test"] = _done(self.test_progress_bar)
+
+        def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+            seen["metrics"] = super().get_metrics(trainer, pl_module)
+            return seen["metrics"]
+
+    made = Mine()
+    trainer = FakeTrainer(tmp_path, [made], val_batches=3, val_metrics=lambda step: {"val": 1.0})
+    trainer.fit()
+    trainer.validate(torch.nn.Linear(2, 1), fn="test")
+    assert seen == {"train": 4, "done": [1, 2, 3, 4], "validation": 3, "test": 3, "metrics": {"val": 1.0}}
+    assert _done(made.train_progress_bar) == 4  # it stays readable
+    assert all(line.startswith("Epoch 1/1 | step ") for line in capsys.readouterr().out.splitlines())
+
+
+def _done(bar: Any) -> int:
+    return int(bar.completed if hasattr(bar, "completed") else bar.n)
+
+
+def test_bars_are_made_at_the_beginning_of_their_stage(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    class Mine(TQDMProgressBar):
+        def init_sanity_tqdm(self) -> Any:
+            made.append("sanity")
+            return super().init_sanity_tqdm()
+
+        def init_train_tqdm(self) -> Any:
+            made.append("train")
+            return super().init_train_tqdm()
+
+        def init_validation_tqdm(self) -> Any:
+            made.append("validation")
+            return super().init_validation_tqdm()
+
+        def on_sanity_check_start(self, *args: Any) -> None:
+            super().on_sanity_check_start(*args)
+            self.train_progress_bar.set_description("hidden")
+
+    FakeTrainer(tmp_path, [Mine()], sanity=True, max_epochs=2).fit()
+    assert made == ["sanity", "train", "validation", "validation"]
+
+
+def test_a_disabled_bar_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Mine(TQDMProgressBar):
+        def on_train_start(self, *args: Any) -> None:
+            super().on_train_start(*args)
+            self.train_progress_bar.set_description("mine")
+
+    trainer = FakeTrainer(tmp_path, [bar := Mine()])
+    trainer.is_global_zero = False
+    trainer.fit()
+    assert bar.train_progress_bar.disable
+    assert capsys.readouterr() == ("", "")
+
+
+def test_undrawn_bars_of_a_plain_class_are_rarely_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    updates: list[int] = []
+    original = TQDMProgressBar._show
+
+    def show(self: Any, stage: str, description: str, done: int, *args: Any) -> None:
+        updates.append(done)
+        original(self, stage, description, done, *args)
+
+    monkeypatch.setattr(TQDMProgressBar, "_show", show)
+    trainer = FakeTrainer(tmp_path, [bar := TQDMProgressBar()], windows=200, val_batches=0)
+
+    def look(step: int) -> None:
+        clock.tick(0.01)
+        assert bar.train_progress_bar is not None  # read, so that it is kept up to date
+
+    trainer.batch_hook = look
+    trainer.fit()
+    assert updates[0] <= 1
+    assert updates[-1] == 200
+    assert len(updates) <= 2.0 / 0.1 + 3
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_an_undrawn_bar_of_a_plain_class_that_nobody_reads_is_not_made(
+    tmp_path: Path, bar: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(bar, "_show", lambda self, stage, *args: shown.append(stage))
+    FakeTrainer(tmp_path, [bar()], windows=3).fit()
+    assert not shown
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_print_beside_an_undrawn_bar(tmp_path: Path, bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    made = bar(plain_interval_s=1000)
+    trainer = FakeTrainer(tmp_path, [made], val_batches=0)
+    trainer.batch_hook = lambda step: made.print("hello", step, sep="-", end="!\n") if step == 2 else None
+    trainer.fit()
+    assert "hello-2!\n" in capsys.readouterr().out
+
+
 # --- bars, on a terminal -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bar", BARS)
-def test_a_bar_shows_epoch_batches_metrics_and_version(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
+def test_a_bar_shows_epoch_batches_and_metrics(tmp_path: Path, bar: Any, terminal: Terminal) -> None:
     trainer = FakeTrainer(
         tmp_path, [bar()], loggers=[FakeLogger(str(tmp_path), version=7)], max_epochs=2,
         train_metrics=lambda step: {"loss": step / 8},
@@ -157,7 +281,7 @@ def test_a_bar_shows_epoch_batches_metrics_and_version(tmp_path: Path, bar: Any,
     text = terminal.getvalue()
     assert "Epoch 2/2" in text
     assert "4/4" in text
-    assert "v_num" in text
+    assert "v_num" not in text
     assert "1.0" in text or "=1" in text
 
 
@@ -170,6 +294,45 @@ def test_validation_test_and_prediction_are_shown(tmp_path: Path, bar: Any, term
             trainer.validate(torch.nn.Linear(2, 1), fn=verb)
     for description in ("Validation", "Testing", "Predicting"):
         assert description in terminal.getvalue()
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_the_bar_of_training_is_current_during_a_validation(
+    tmp_path: Path, bar: Any, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)  # without this drawing, the bar would stay at the epoch's first batch
+    seen = []
+    trainer = FakeTrainer(tmp_path, [made := bar()], windows=4, val_batches=3)
+    drawn = type(made)._show
+
+    def show(self: Any, stage: str, description: str, done: int, *args: Any) -> None:
+        seen.append((stage, done))
+        drawn(self, stage, description, done, *args)
+
+    monkeypatch.setattr(type(made), "_show", show)
+    with terminal:
+        trainer.fit()
+    stages = [stage for stage, _ in seen]
+    assert seen[stages.index("validation") - 1] == ("train", 4)
+
+
+def test_a_bar_that_comes_back_shows_nothing_of_what_it_was(tmp_path: Path, terminal: Terminal) -> None:
+    with terminal:
+        bar = RichProgressBar()
+        bar.setup(FakeTrainer(tmp_path, [bar]), torch.nn.Linear(2, 1), "fit")  # type: ignore[arg-type]
+        bar._open.add("train")
+        bar._show("train", "Epoch 1/2", 1, 9, {})
+        bar._show("validation", "Validation", 7, 8, {})
+        bar._close("validation", keep=False)
+        before = len(terminal.getvalue())
+        bar._show("validation", "Validation", 1, 8, {})
+        bar._show("train", "Epoch 2/2", 2, 9, {})
+        assert bar.progress is not None
+        train = bar.train_progress_bar
+        assert train is not None
+        assert train.fields["first"] == 2  # the pace is that of the batches since
+        bar.teardown(bar.trainer, torch.nn.Linear(2, 1), "fit")
+    assert "7/8" not in terminal.getvalue()[before:]
 
 
 @pytest.mark.parametrize("bar", BARS)
@@ -209,7 +372,6 @@ def test_an_interruption_leaves_the_terminal_clean(
     with terminal, interrupted_at(trainer, 2, error):
         trainer.fit()
     text = terminal.getvalue()
-    assert made.train_progress_bar is None
     assert not made._open
     hidden, shown = text.rfind("\x1b[?25l"), text.rfind("\x1b[?25h")
     assert shown >= hidden
@@ -325,11 +487,40 @@ def test_a_limit_on_steps_reduces_the_total(tmp_path: Path) -> None:
     assert bar.total_train_batches == 20
 
 
-def test_metrics_have_the_version_first(tmp_path: Path) -> None:
+def test_metrics_are_those_of_the_bar(tmp_path: Path) -> None:
     bar = TQDMProgressBar()
     trainer = FakeTrainer(tmp_path, loggers=[FakeLogger(str(tmp_path), version="2024-run-abcd")])
     trainer.progress_bar_metrics = {"loss": 0.5}
-    assert bar.get_metrics(trainer, None) == {"v_num": "abcd", "loss": 0.5}  # type: ignore[arg-type]
+    assert bar.get_metrics(trainer, None) == {"loss": 0.5}  # type: ignore[arg-type]
+
+
+def test_lines_of_the_log_go_above_the_bar_while_it_is_drawn(tmp_path: Path, terminal: Terminal) -> None:
+    seen: list[bool] = []
+    bar = RichProgressBar()
+    trainer = FakeTrainer(tmp_path, [bar], windows=3)
+
+    def write(step: int) -> None:
+        seen.append(LINES.above is not None)
+        if LINES.above is not None:
+            LINES.above("a line\n")
+
+    trainer.batch_hook = write
+    with terminal:
+        trainer.fit()
+    assert seen == [False, True, True]
+    assert "a line\n" in terminal.getvalue()
+    assert LINES.above is None
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_a_notebook_keeps_a_line_of_the_end(
+    tmp_path: Path, bar: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "can_draw", lambda stream: True)
+    monkeypatch.setattr(live, "is_notebook", lambda: True)
+    FakeTrainer(tmp_path, [bar()], windows=3, train_metrics=lambda step: {"loss": step / 4}).fit()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Epoch 1/1 | step 3 | 0:00:00 | loss=0.75"
 
 
 @pytest.mark.parametrize("bar", BARS)

@@ -10,6 +10,7 @@ import torch
 from fakes import FakeTrainer
 from torch import Tensor, nn
 
+import loopwright as lw
 from loopwright.callbacks import ModelSummary, RichModelSummary
 from loopwright.callbacks.summary.summary import human_count, summarize
 from loopwright.errors import ConfigError
@@ -148,3 +149,20 @@ def test_rich_draws_a_table_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_wrong_depth_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_depth=-2"):
         ModelSummary(-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_has_no_sizes_and_stops_nothing() -> None:
+    class Scripted(lw.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.script = torch.jit.script(nn.Linear(2, 3))
+            self.layer = nn.Linear(3, 2)
+            self.example_input_array = torch.ones(1, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.script(x))
+
+    rows = {layer.name: layer for layer in summarize(Scripted(), max_depth=1).layers}
+    assert rows["layer"].in_size == [1, 3]
+    assert rows["script"].num_parameters == 9

@@ -1,0 +1,64 @@
+"""rich's progress display, fitted to the width of the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import RenderableType
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from .fit_width import MIN_BAR, fold
+
+__all__ = ["FittingProgress", "MetricsColumn"]
+
+_WIDEST_BAR = 40
+
+
+class MetricsColumn(TextColumn):
+    """Metrics beside the bar, where it leaves room for them.
+
+    Attributes:
+        is_beside: Whether they are here; else they are on a line below.
+    """
+
+    is_beside = True
+
+    def render(self, task: Task) -> Text:
+        """Return the text."""
+        return super().render(task) if self.is_beside else Text("")
+
+
+class FittingProgress(Progress):
+    """rich's Progress that fits the terminal: metrics that leave too little for the bar stand below it.
+
+    Attributes:
+        delimiter: Text between two metrics.
+    """
+
+    delimiter = " "
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the bars, and below them the metrics."""
+        column = next((one for one in self.columns if isinstance(one, MetricsColumn)), None)
+        tasks = [task for task in self.tasks if task.visible]
+        if column is None or not tasks:
+            yield from super().get_renderables()
+            return
+        parts: list[str] = next((task.fields["parts"] for task in reversed(tasks) if task.fields.get("parts")), [])
+        width, options = self.console.width, self.console.options
+        used = len(self.columns)
+        for one in self.columns:
+            if isinstance(one, ProgressColumn) and not isinstance(one, BarColumn | MetricsColumn):
+                used += max(Measurement.get(self.console, options, one(task)).maximum for task in tasks)
+        beside = len(self.delimiter.join(parts))
+        column.is_beside = used + MIN_BAR + beside <= width
+        room = width - used - (beside if column.is_beside else 0)
+        for one in self.columns:
+            if isinstance(one, BarColumn):
+                one.bar_width = max(1, min(_WIDEST_BAR, room))
+        yield from super().get_renderables()
+        if not column.is_beside:
+            for line in fold(parts, self.delimiter, width - 3):
+                yield Text(f"  {line}", style=column.style, no_wrap=True, overflow="crop")

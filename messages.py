@@ -1,0 +1,87 @@
+"""Messages to the user: warnings that point at the user's line, and which frames of a stack are the user's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["current_rank", "is_of_library", "is_of_loopwright", "warn"]
+
+_PACKAGE = __name__.partition(".")[0]
+_OWN_FILES = {str(Path(__file__).with_name("__main__.py"))}
+_LIBRARY = os.path.dirname(os.__file__)
+_RANKS = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK", "PMI_RANK",
+)  # fmt: skip
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn on rank 0, at the line of the user's that led here; at none where no code of the user's did.
+
+    Args:
+        message: What the user did, and what happens instead.
+        category: Class of the warning.
+    """
+    if current_rank():
+        return
+    frame = _user_frame(sys._getframe(1))
+    if frame is None:
+        warnings.warn_explicit(message, category, _PACKAGE, 0)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=registry,
+    )
+
+
+def is_of_loopwright(frame: FrameType) -> bool:
+    """Whether a frame runs code of this package, or the program `loopwright` itself."""
+    name = str(frame.f_globals.get("__name__", ""))
+    file = frame.f_code.co_filename
+    return name.partition(".")[0] == _PACKAGE or file in _OWN_FILES or os.path.basename(file) == _PACKAGE
+
+
+def is_of_library(frame: FrameType) -> bool:
+    """Whether a frame runs code of an installed package, of Python's library, or of the import system."""
+    file = frame.f_code.co_filename
+    is_installed = "site-packages" in file or "dist-packages" in file
+    # "<string>" starts processes.
+    return is_installed or file == "<string>" or file.startswith(("<frozen ", _LIBRARY))
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's; that of another library which calls this one, where there is none."""
+    library = None
+    while frame is not None:
+        if not is_of_loopwright(frame):
+            if not is_of_library(frame):
+                return frame
+            if library is None and "site-packages" in frame.f_code.co_filename:
+                library = frame
+        frame = frame.f_back
+    return library
+
+
+def current_rank() -> int:
+    """Return this process's rank: torch.distributed's, else the one in the launcher's environment variables; else 0.
+
+    Read at each call: it is often asked for before the launcher has set the environment.
+    """
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank: int = distributed.get_rank()
+        return rank
+    found = {name: int(value) for name in _RANKS if (value := os.environ.get(name, "")).isdecimal()}
+    if "RANK" not in found and "LOCAL_RANK" in found:
+        # They number the processes of a machine and the machines: rank 0 has 0 in both.
+        return max(found["LOCAL_RANK"], found.get("NODE_RANK", 0), found.get("GROUP_RANK", 0))
+    return next((found[name] for name in _RANKS if name in found and not name.endswith(("NODE_RANK", "GROUP_RANK"))), 0)

@@ -1,0 +1,52 @@
+"""An executed notebook keeps what a run told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_CELL = """
+import torch
+import loopwright as lw
+from torch.utils.data import DataLoader
+
+
+class Net(lw.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+bar = lw.{bar}()
+trainer = lw.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+                     enable_model_summary=False, callbacks=[bar])
+trainer.fit(Net(), DataLoader(torch.ones(6, 4), batch_size=2))
+"""
+
+
+@pytest.mark.slow  # starts a kernel
+@pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
+@pytest.mark.filterwarnings("ignore")  # of jupyter's packages
+def test_a_saved_notebook_has_the_last_line_and_what_was_told(bar: str, tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(_CELL.replace("{bar}", bar))])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3", resources=resources).execute()
+    streams = {"stdout": "", "stderr": ""}
+    for output in notebook.cells[0].outputs:
+        if output.output_type == "stream":
+            streams[output.name] += output.text
+    assert streams["stdout"].splitlines()[-1].startswith("Epoch 2/2 | step 6 | ")
+    assert "loss=" in streams["stdout"].splitlines()[-1]
+    assert "Training ended at epoch 2, step 6" in streams["stderr"]

@@ -1,0 +1,61 @@
+"""Warnings point at the user's line, on rank 0."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from loopwright import messages
+
+
+def frame_of(file: str, name: str = "__main__") -> object:
+    """Return a frame that runs in a file under a module's name."""
+    space: dict[str, object] = {"__name__": name, "sys": sys}
+    exec(compile("frame = sys._getframe()", file, "exec"), space)
+    return space["frame"]
+
+
+def test_a_warning_points_at_the_line_of_the_caller_outside_the_package() -> None:
+    with pytest.warns(UserWarning, match="something") as caught:
+        messages.warn("something")
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_skips_frames_of_the_package_and_of_libraries(tmp_path: Path) -> None:
+    library = str(tmp_path / "site-packages" / "other.py")
+    space: dict[str, object] = {"__name__": "loopwright.trainer.x", "warn": messages.warn}
+    exec(compile("def inner():\n    warn('deep')", "inside.py", "exec"), space)
+    outer: dict[str, object] = {"__name__": "other", "inner": space["inner"]}
+    exec(compile("def call():\n    inner()", library, "exec"), outer)
+    with pytest.warns(UserWarning, match="deep") as caught:
+        outer["call"]()  # type: ignore[operator]
+    assert caught[0].filename == __file__
+
+
+def test_other_ranks_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        messages.warn("once is enough")
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "is_ours"),
+    [
+        ("a.py", "loopwright.trainer.trainer", True),
+        ("/usr/bin/loopwright", "__main__", True),
+        ("a.py", "__main__", False),
+        ("a.py", "loopwrights", False),
+    ],
+)
+def test_frames_of_loopwright_are_known_by_module_and_program(file: str, name: str, is_ours: bool) -> None:
+    assert messages.is_of_loopwright(frame_of(file, name)) is is_ours  # type: ignore[arg-type]
+
+
+def test_frames_that_start_processes_are_no_user_code() -> None:
+    assert messages.is_of_library(frame_of("<string>"))  # type: ignore[arg-type]
+    assert messages.is_of_library(frame_of("/x/site-packages/a.py"))  # type: ignore[arg-type]
+    assert not messages.is_of_library(frame_of("/home/a/train.py"))  # type: ignore[arg-type]

@@ -1,0 +1,23 @@
+"""Files beside the logs of a fit that describe it. Imported when a fit ends."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, cast
+
+from ..report import write_environment
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+__all__ = ["describe_run"]
+
+
+def describe_run(trainer: Trainer) -> None:
+    """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
+    folder = cast("str | None", getattr(trainer.logger, "log_dir", None))
+    if not trainer.is_global_zero or trainer.fast_dev_run or not folder or not os.path.isdir(folder):
+        return
+    write_environment(folder)
+    if trainer.timeline.is_enabled:
+        trainer.timeline.save(os.path.join(folder, "timeline.json"))

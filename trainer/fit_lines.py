@@ -1,0 +1,203 @@
+"""Lines that a fit tells: what it runs on, why it ended, and where its checkpoints and logs are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..callbacks import ModelCheckpoint
+from ..console import LINES, is_configured
+from ..errors import RankFailure, StopBySignal
+from ..tracebacks import end_in_silence, end_with_line
+
+if TYPE_CHECKING:
+    from .run import Run
+    from .trainer import Trainer
+
+__all__ = ["place_of", "tell_beginning", "tell_end", "tell_failure"]
+
+logger = logging.getLogger(__name__)
+
+_PYTHON_TRACEBACK = "\nTraceback (most recent call last)"  # of an exception, which its rank prints
+
+
+def tell_beginning(trainer: Trainer) -> None:
+    """Tell devices, strategy, precision and seed; once per fit, when the processes are there."""
+    if not trainer.is_global_zero or trainer.barebones:
+        return
+    ranks = f"{trainer.world_size} ranks" if trainer.world_size > 1 else "1 rank"
+    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    logger.info(
+        "Training on %s, %s%s, %s, precision %s, %s.",
+        _device(trainer),
+        ranks,
+        nodes,
+        type(trainer.strategy).__name__,
+        trainer.precision,
+        "no seed" if seed is None else f"seed {seed}",
+    )
+
+
+def _device(trainer: Trainer) -> str:
+    device = trainer.strategy.device
+    if device.type != "cuda":
+        return device.type
+    return f"cuda ({torch.cuda.get_device_name(device)})"
+
+
+def tell_end(trainer: Trainer, seconds: float) -> None:
+    """Tell why a fit ended, its best and last checkpoint, and how to look at its logs.
+
+    Args:
+        trainer: Its trainer.
+        seconds: How long it took.
+    """
+    if not trainer.is_global_zero or trainer.barebones:
+        return
+    logger.info(
+        "Training ended at epoch %d, step %d, after %s: %s.",
+        trainer.progress.epochs,
+        trainer.global_step,
+        timedelta(seconds=round(seconds)),
+        reason(trainer),
+    )
+    if trainer.fast_dev_run:
+        return
+    logger.info("Checkpoints: %s.", checkpoints(trainer))
+    logger.info("%s", logs(trainer))
+
+
+def reason(trainer: Trainer) -> str:
+    """Return why training ended: the limit that was reached, or what asked for it."""
+    loop = trainer.fit_loop
+    if loop.stops_here and not loop.is_at_limit:
+        return _request(trainer)
+    if trainer.fast_dev_run:
+        return "fast_dev_run, a trial that saves nothing"
+    if trainer.limit_train_batches == 0:
+        return "limit_train_batches=0"
+    if loop.is_used_up and loop.data_limits:
+        return f"{' or '.join(f'{name}={value}' for name, value in loop.data_limits.items())} is reached"
+    if loop.max_steps != -1 and trainer.global_step >= loop.max_steps:
+        return f"max_steps={loop.max_steps} is reached"
+    if loop.epoch_limit != -1 and trainer.progress.epochs >= loop.epoch_limit:
+        return f"max_epochs={loop.epoch_limit} is reached"
+    return _request(trainer)
+
+
+def _request(trainer: Trainer) -> str:
+    """Return who asked for the end."""
+    for callback in trainer.callbacks:
+        asked = callback.stop_reason
+        if isinstance(asked, str) and asked:  # a subclass may use the name for something else
+            return f"{type(callback).__name__}, {asked.rstrip('.')}"
+    return "trainer.should_stop was set"
+
+
+def checkpoints(trainer: Trainer) -> str:
+    """Return the best and the last checkpoint of a fit, in words."""
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    if not callbacks:
+        return "none (no ModelCheckpoint)"
+    found = []
+    for callback in callbacks:
+        best, last = callback.best_model_path, callback.last_model_path
+        if best:
+            score = callback.best_model_score
+            value = "" if score is None else f" ({callback.monitor} = {float(score):.4g})"
+            found.append(f"{'best' if callback.monitor else 'newest'} {shown(best)}{value}")
+        if last and last != best:
+            found.append(f"last {shown(last)}")
+    return ", ".join(found) or "none was due"
+
+
+def logs(trainer: Trainer) -> str:
+    """Return where the logs are, and the command that makes a report of them."""
+    if not trainer.loggers:
+        return "Logs: none (no logger)."
+    folders = [folder for one in trainer.loggers if (folder := getattr(one, "log_dir", None))]
+    if not folders:
+        places = ", ".join(type(one).__name__ for one in trainer.loggers)
+        return f"Logs: {places}."
+    folder = shown(str(folders[0]))
+    quoted = f"'{folder}'" if " " in folder else folder
+    return f"Logs: {folder}; page of curves: loopwright report {quoted}"
+
+
+def shown(path: str) -> str:
+    """Return a path as it is read best: relative where it is below the present folder."""
+    if "://" in path or not os.path.isabs(path):
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
+    """Tell in one line where Ctrl-C or a signal ended a fit, what was saved, and how to continue.
+
+    An uncaught KeyboardInterrupt prints nothing more.
+    """
+    if trainer.is_global_zero:
+        path = trainer.saving.path_at(trainer.global_step) if trainer.state.fn == "fit" else None
+        if trainer.state.fn != "fit":
+            rest = "."
+        elif path is None:
+            earlier = _newest(trainer)
+            rest = ": nothing was saved; " + (
+                f"continue from the last checkpoint with trainer.fit(..., ckpt_path={shown(earlier)!r})"
+                if earlier
+                else "add ModelCheckpoint(save_on_exception=True)"
+            )
+        else:
+            rest = (
+                f": saved in {shown(path)}; continue with trainer.fit(..., ckpt_path={_how_to_name(trainer, path)!r})"
+            )
+        where = "between two steps, " if trainer.at_step_boundary else ""
+        place = f"{where}at epoch {trainer.progress.epochs}, step {trainer.global_step}"
+        logger.info("%s was interrupted %s%s", trainer.state.fn, place, rest)
+    if isinstance(error, KeyboardInterrupt):
+        if is_configured() or LINES.level_set > logging.INFO:
+            end_with_line(error, "KeyboardInterrupt")
+        else:
+            end_in_silence(error)
+
+
+def _newest(trainer: Trainer) -> str:
+    return next((one.best_model_path for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), "")
+
+
+def _how_to_name(trainer: Trainer, path: str) -> str:
+    return "last" if any(isinstance(one, ModelCheckpoint) for one in trainer.checkpoint_callbacks) else path
+
+
+def tell_failure(trainer: Trainer, error: BaseException) -> None:
+    """Tell of an interruption; let the failure of another rank be printed as one line.
+
+    That rank prints its traceback, which is not repeated where it is on this machine. One that a signal ended prints
+    nothing: its stack is in this error alone.
+    """
+    if isinstance(error, KeyboardInterrupt | StopBySignal):
+        _tell_interruption(trainer, error)
+    if not isinstance(error, RankFailure):
+        return
+    first = error.what.splitlines()[0]
+    if f"(host {socket.gethostname()}," in first and _PYTHON_TRACEBACK in error.what:
+        end_with_line(error, f"rank {trainer.global_rank} stops: {first}")
+
+
+def place_of(trainer: Trainer, run: Run) -> str:
+    """Return where the run is, for an error's note."""
+    hook = run.metrics.table.hook
+    place = f"Loopwright: in {hook}" if hook else "Loopwright: outside of logging hooks"
+    place += f", trainer.{trainer.state.fn}"
+    if trainer.state.stage is not None:
+        place += f", stage {trainer.state.stage}, epoch {run.progress.epochs}, step {run.progress.steps}"
+    if run.stream is not None and not run.at_boundary:
+        place += f", batch {run.stream.position - 1}"
+    return place
